@@ -1,0 +1,1 @@
+"""infinity: fine-tune models far larger than the memory of the machine."""

@@ -1,0 +1,75 @@
+"""Every error that is ours: what was wanted, what was got, where, and what to turn.
+
+A user's wrong value is a :class:`ValueError`, the disk's trouble is an :class:`OSError`;
+both keep their family so that code which catches the family keeps working.
+"""
+
+import errno as errno_names
+import os
+from pathlib import Path
+
+
+class InfinityError(Exception):
+    """Any error that infinity raises on purpose."""
+
+
+class RecipeError(InfinityError, ValueError):
+    """A recipe has an unknown key, a wrong type or an impossible value."""
+
+
+class BudgetError(InfinityError, ValueError):
+    """A budget cannot hold what the model needs; the message carries the arithmetic."""
+
+
+class StateError(InfinityError, RuntimeError):
+    """Something was asked of a unit or an optimizer that its state does not allow."""
+
+
+class DivergenceError(InfinityError, RuntimeError):
+    """Ranks took different paths: they asked for different units at the same point."""
+
+
+class PeerError(InfinityError, RuntimeError):
+    """Another rank failed, died or stalled; the message says which and why."""
+
+
+class LockedError(InfinityError, OSError):
+    """A run's directory is in use by another run."""
+
+
+class DiskError(InfinityError, OSError):
+    """A transfer did not move every byte.
+
+    Attributes:
+        path: File of the transfer.
+        offset: First byte of the request in the file.
+        nbytes: Bytes that were asked for.
+    """
+
+    def __init__(
+        self, errno: int, action: str, path: Path | str, *, offset: int, nbytes: int, moved: int = 0
+    ) -> None:
+        self.path, self.offset, self.nbytes = str(path), offset, nbytes
+        free = _free_nbytes(self.path)
+        name = errno_names.errorcode.get(errno, str(errno))
+        text = (
+            f"{action} of {nbytes} bytes at offset {offset} failed after {moved} bytes: "
+            f"{os.strerror(errno)} ({name}); {free}. The committed step is unharmed; {_advice(errno)}"
+        )
+        super().__init__(errno, text, self.path)
+
+
+def _free_nbytes(path: str) -> str:
+    try:
+        stat = os.statvfs(os.path.dirname(path) or ".")
+    except OSError:
+        return "free space unknown"
+    return f"{stat.f_bavail * stat.f_frsize} bytes free on the file system"
+
+
+def _advice(errno: int) -> str:
+    if errno in (errno_names.ENOSPC, errno_names.EDQUOT, errno_names.EFBIG):
+        return "make room, or give memory.nvme a directory on a larger file system"
+    if errno in (errno_names.EACCES, errno_names.EPERM, errno_names.EROFS):
+        return "give memory.nvme a directory that this user may write"
+    return "check the drive (dmesg, smartctl), or give memory.nvme another directory"
