@@ -1,0 +1,1 @@
+"""The suite of promises; it mirrors ``infinity/``, and ``helpers/`` holds what it shares."""

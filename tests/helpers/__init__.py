@@ -1,0 +1,1 @@
+"""What the tests share: starting ranks, the plain reference loop, tiny models."""
