@@ -1,0 +1,197 @@
+"""One small decoder: pre-norm, rotary attention, SwiGLU.
+
+Every module fills its own weights in its own ``__init__``, so that weights can be sharded as
+soon as they exist. Shapes: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` width of a head.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.core.config import SettingError, Valid, check, setting
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of a :class:`GPT`."""
+
+    kind: Literal["gpt"] = setting("gpt", "which model to build", valid=Valid(choices=("gpt",)))
+    vocab_size: int = setting(256, "tokens in the vocabulary", valid=Valid(least=2))
+    seq_len: int = setting(256, "tokens in a sequence", valid=Valid(least=1))
+    n_layers: int = setting(6, "blocks", valid=Valid(least=1))
+    d_model: int = setting(384, "width of the residual stream", valid=Valid(least=2))
+    n_heads: int = setting(6, "attention heads; divides d_model", valid=Valid(least=1))
+    d_ff: int | None = setting(
+        None, "width of the feed-forward part; null: 8/3 d_model, to a multiple of 64", valid=Valid(least=1)
+    )
+    tied: bool = setting(False, "the output layer is the embedding")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.d_model % (2 * self.n_heads):
+            wanted = f"a number that makes heads of equal, even width from d_model={self.d_model}"
+            raise SettingError("n_heads", self.n_heads, wanted)
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or -(-8 * self.d_model // (3 * 64)) * 64
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        block = 4 * self.d_model**2 + 3 * self.d_model * self.ff_width + 2 * self.d_model
+        vocab = self.vocab_size * self.d_model * (1 if self.tied else 2)
+        return self.n_layers * block + vocab + self.d_model
+
+
+class Output(NamedTuple):
+    """``logits``, ``(b, s, vocab_size)``, and the mean cross-entropy, fp32, if targets came."""
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+class Linear(nn.Module):
+    """``x @ weight.T`` without bias, normally distributed at first."""
+
+    def __init__(self, d_in: int, d_out: int, *, std: float = INIT_STD) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """A row per token."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class Rotary(nn.Module):
+    """Turns queries and keys by their position.
+
+    Source: RoFormer (arXiv:2104.09864), section 3.2, with the two halves of a head as pairs.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, seq_len: int, d_head: int) -> None:
+        super().__init__()
+        frequency = 10_000.0 ** -(torch.arange(0, d_head, 2, dtype=torch.float32) / d_head)
+        angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``, ``(b, h, s, d)``, turned; the arithmetic is fp32, the result x's dtype."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        left, right = x.float().chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.rotary = Rotary(config.seq_len, config.d_model // config.n_heads)
+        self.qkv = Linear(config.d_model, 3 * config.d_model)
+        self.out = Linear(config.d_model, config.d_model, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b s (three h d) -> three b h s d", three=3, h=self.n_heads)
+        x = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        return self.out(rearrange(x, "b h s d -> b s (h d)"))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.d_model, 2 * config.ff_width)
+        self.down = Linear(config.ff_width, config.d_model, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.d_model)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """The decoder.
+
+    Args:
+        config: Its sizes.
+        recompute: Keep only each block's input for backward, and run the block again there.
+    """
+
+    def __init__(self, config: GPTConfig, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.config, self.recompute = config, recompute
+        self.embedding = Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model)
+        self.head = None if config.tied else Linear(config.d_model, config.vocab_size)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
+        """Predict each next token.
+
+        Args:
+            tokens: ``(b, s)`` int64, ``s`` at most ``config.seq_len``.
+            targets: ``(b, s)`` int64, the tokens that follow; -100 counts for nothing.
+
+        Raises:
+            ValueError: The sequence is longer than the model's.
+        """
+        if tokens.shape[1] > self.config.seq_len:
+            raise ValueError(f"{tokens.shape[1]} tokens; the model was built for {self.config.seq_len}")
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        x = self.norm(x)
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        if targets is None:
+            return Output(logits, None)
+        loss = F.cross_entropy(rearrange(logits.float(), "b s v -> (b s) v"), targets.flatten())
+        return Output(logits, loss)
+
+
+def _residual_std(config: GPTConfig) -> float:
+    """The residual stream's variance stays the same however many blocks add to it (GPT-2)."""
+    return INIT_STD / math.sqrt(2 * config.n_layers)

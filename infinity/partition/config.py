@@ -1,0 +1,23 @@
+"""How ranks share a model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.core.config import Valid, check, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """Collectives between ranks."""
+
+    reduce_dtype: Literal["fp32", "compute"] = setting(
+        "fp32",
+        "dtype in which gradients are summed over ranks; compute: half the bytes, more rounding",
+        valid=Valid(choices=("fp32", "compute")),
+    )
+    timeout_s: float = setting(
+        300.0, "a rank that is silent for this long ends the run (s)", valid=Valid(above=0)
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
