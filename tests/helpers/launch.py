@@ -1,0 +1,275 @@
+"""Start ranks as processes of their own, and say how each of them ended.
+
+Processes are fresh (nothing is forked), talk over gloo on the loopback address, and their
+function travels by name: it must be a module-level function of a test module. Starting one
+costs the import of torch, so several checks may share a start::
+
+    first, second = run_ranks(several, 2, (check_gather, 4), (check_reduce, 4))[0]
+"""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+
+#: Once one rank has failed, how long the others may take to end by themselves (s).
+GRACE_S = 10.0
+
+_MARKS = "INFINITY_TEST_MARKS"
+
+
+class RanksError(AssertionError):
+    """Ranks failed; the message holds every rank's end and traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How one rank ended."""
+
+    rank: int
+    exit_code: int  # 0; 1 after an exception; -9 after SIGKILL
+    result: Any = None
+    error_type: str | None = None  # the exception's class name
+    error_bases: tuple[str, ...] = ()  # and those of its bases
+    message: str = ""
+    traceback: str = ""
+    ended_s: float = 0.0  # after the last kill, or after the start when none was killed
+    hung: bool = False  # had to be ended by us; traceback then shows where every thread stood
+    left_behind: int = 0  # processes of this rank that outlived it
+
+    def __str__(self) -> str:
+        how = "hung" if self.hung else f"ended with {self.exit_code}"
+        return f"rank {self.rank} {how} after {self.ended_s:.1f} s\n{self.traceback}".rstrip()
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, **options: Any
+) -> list[Any]:
+    """What ``fn(*args)`` returned on each of ``world_size`` ranks, in rank order.
+
+    ``fn`` runs with the process group made (gloo), unless ``group=False``; ``env`` adds to
+    every rank's environment.
+
+    Raises:
+        RanksError: A rank raised, died or hung.
+    """
+    with start_ranks(fn, world_size, *args, **options) as ranks:
+        ends = ranks.wait(timeout_s=timeout_s, stop_on_failure=True)
+    if any(end.exit_code != 0 or end.hung for end in ends):
+        raise RanksError("\n\n".join(str(end) for end in ends))
+    return [end.result for end in ends]
+
+
+def several(*calls: tuple[Any, ...]) -> list[Any]:
+    """Run ``(fn, *args)`` one after the other in the ranks of one start; their results."""
+    import torch.distributed as dist
+
+    results = []
+    for fn, *args in calls:
+        results.append(fn(*args))
+        if dist.is_initialized():
+            dist.barrier()
+    return results
+
+
+@contextlib.contextmanager
+def start_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    group: bool = True,
+    env: dict[str, str] | None = None,
+) -> Iterator["Ranks"]:
+    """Ranks that run, for tests that kill some; nothing outlives the block."""
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks = Ranks(fn, world_size, args, Path(folder), group, env or {})
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+
+
+def mark(name: str) -> None:
+    """Say, from within a rank, that it has come this far (see :meth:`Ranks.reached`)."""
+    Path(os.environ[_MARKS], f"{name}.{os.environ['RANK']}").touch()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Ranks:
+    """Handles to running ranks."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple[Any, ...],
+        folder: Path,
+        group: bool,
+        env: dict[str, str],
+    ) -> None:
+        self.folder = folder
+        (folder / "job").write_bytes(pickle.dumps((group, fn, args)))
+        port = str(free_port())
+        self._since = time.monotonic()
+        self.processes = [self._start(rank, world_size, port, env) for rank in range(world_size)]
+
+    def _start(self, rank: int, world_size: int, port: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *(p for p in sys.path if p)]),
+            _MARKS: self.folder,
+        }
+        with (self.folder / f"log.{rank}").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.launch", str(self.folder)],
+                env={**os.environ, **{key: str(value) for key, value in variables.items()}, **env},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # so that what a rank leaves behind can be found
+            )
+
+    def reached(self, name: str, rank: int, *, timeout_s: float = 60) -> None:
+        """Return when ``rank`` has called ``mark(name)``; fail when it ends or takes too long."""
+        path, until = self.folder / f"{name}.{rank}", time.monotonic() + timeout_s
+        while not path.exists():
+            if self.processes[rank].poll() is not None or time.monotonic() > until:
+                raise RanksError(f"rank {rank} never reached {name!r}\n{self._log(rank)}")
+            time.sleep(0.01)
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        """Send ``signum`` to ``rank``; from now on ``ended_s`` counts."""
+        self._since = time.monotonic()
+        self.processes[rank].send_signal(signum)
+
+    def wait(self, *, timeout_s: float = 120, stop_on_failure: bool = False) -> list[Ended]:
+        """How every rank ended; those still running after ``timeout_s`` count as hung.
+
+        Args:
+            timeout_s: From now (s).
+            stop_on_failure: Once a rank failed, give the others ``GRACE_S`` only.
+        """
+        ended_s: dict[int, float] = {}
+        until = time.monotonic() + timeout_s
+        while len(ended_s) < len(self.processes) and time.monotonic() < until:
+            for rank, process in enumerate(self.processes):
+                if rank not in ended_s and process.poll() is not None:
+                    ended_s[rank] = time.monotonic() - self._since
+                    if stop_on_failure and process.returncode != 0:
+                        until = min(until, time.monotonic() + GRACE_S)
+            time.sleep(0.01)
+        hung = {rank for rank in range(len(self.processes)) if rank not in ended_s}
+        self._show_threads(hung)
+        left = {rank: self._leftovers(rank) for rank in ended_s}
+        self.close()
+        now_s = time.monotonic() - self._since
+        return [
+            self._ended(rank, ended_s.get(rank, now_s), rank in hung, left.get(rank, 0))
+            for rank in range(len(self.processes))
+        ]
+
+    def close(self) -> None:
+        """End every process of every rank, at once."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _show_threads(self, hung: set[int]) -> None:
+        """Have hung ranks write their stacks into their logs."""
+        for rank in hung:
+            self.processes[rank].send_signal(signal.SIGUSR1)
+        if hung:
+            time.sleep(0.5)
+
+    def _leftovers(self, rank: int) -> int:
+        try:
+            os.killpg(self.processes[rank].pid, 0)
+        except ProcessLookupError:
+            return 0
+        return 1
+
+    def _ended(self, rank: int, ended_s: float, hung: bool, left_behind: int) -> Ended:
+        outcome: dict[str, Any] = {"traceback": self._log(rank)}
+        path = self.folder / f"result.{rank}"
+        if path.exists():
+            outcome.update(pickle.loads(path.read_bytes()))
+        return Ended(
+            rank=rank,
+            exit_code=self.processes[rank].returncode,
+            ended_s=ended_s,
+            hung=hung,
+            left_behind=left_behind,
+            **outcome,
+        )
+
+    def _log(self, rank: int) -> str:
+        return (self.folder / f"log.{rank}").read_text(errors="replace")[-8000:]
+
+
+def _run(folder: Path) -> int:
+    """What a rank does: make the group, call the function, leave the result in a file."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    group, fn, args = pickle.loads((folder / "job").read_bytes())
+    outcome: dict[str, Any]
+    try:
+        outcome = {"result": _call(group, fn, args)}
+    except BaseException as error:  # KeyboardInterrupt and SystemExit are ends to report, too
+        traceback.print_exc()
+        outcome = {
+            "error_type": type(error).__name__,
+            "error_bases": tuple(base.__name__ for base in type(error).__mro__),
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+    path = folder / f"result.{os.environ['RANK']}"
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_bytes(pickle.dumps(outcome))
+    temporary.rename(path)
+    return 1 if "error_type" in outcome else 0
+
+
+def _call(group: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if not group:
+        return fn(*args)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        result = fn(*args)
+        # A rank that left early would take the others' connections with it.
+        if dist.is_initialized():
+            dist.barrier()
+        return result
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(_run(Path(sys.argv[1])))

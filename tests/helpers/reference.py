@@ -1,0 +1,147 @@
+"""The plain PyTorch loop that applies the same update rule: what every placement must equal.
+
+Written from the rule alone, with nothing of ours imported, so that both cannot be wrong in
+the same way. One process, the whole model in memory, fp32 masters beside compute weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The numbers of AdamW, with the framework's defaults."""
+
+    lr: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How the loss scale of fp16 training moves; the scale itself is the loop's."""
+
+    first: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+
+class Reference:
+    """Trains ``model``, made in fp32, in ``dtype``; afterwards its parameters are the weights.
+
+    Attributes:
+        masters: fp32 weights, by parameter name (a tied parameter has one name).
+        steps: Updates applied; a skipped step counts none.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, rule: Rule | None = None, scale: Scale | None = None
+    ) -> None:
+        self.model, self.dtype, self.rule = model, dtype, rule or Rule()
+        self.scaling = scale or Scale()
+        self.loss_scale = self.scaling.first if dtype == torch.float16 else 1.0
+        self.steps, self._good = 0, 0
+        self.parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        self.masters = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+        self.m = {name: torch.zeros_like(w) for name, w in self.masters.items()}
+        self.v = {name: torch.zeros_like(w) for name, w in self.masters.items()}
+        for name, p in self.parameters.items():
+            p.data = compute_weight(self.masters[name], dtype)
+
+    def step(self, micro_batches: Sequence[dict[str, Any]], *, lr: float | None = None) -> "Outcome":
+        """One update from ``micro_batches``, whose gradients are added as torch adds them.
+
+        The losses are not divided: who accumulates divides, or does not, in the batches' loss.
+        """
+        losses = []
+        for batch in micro_batches:
+            loss = self.model(**batch).loss
+            (loss * self.loss_scale if self.dtype == torch.float16 else loss).backward()
+            losses.append(loss.detach())
+        norm = self._grad_norm()
+        skipped = not bool(torch.isfinite(norm))
+        if not skipped:
+            self._update(norm, self.rule.lr if lr is None else lr)
+        self._adapt(skipped)
+        for p in self.parameters.values():
+            p.grad = None
+        return Outcome(losses=losses, grad_norm=float(norm), skipped=skipped)
+
+    def _grad_norm(self) -> Tensor:
+        """The global norm: squares summed in float64, parameter by parameter; unscaled."""
+        total = torch.zeros((), dtype=torch.float64)
+        for p in self.parameters.values():
+            if p.grad is not None:
+                total += p.grad.double().square().sum()
+        return total.sqrt() / self.loss_scale
+
+    def _update(self, norm: Tensor, lr: float) -> None:
+        rule, limit = self.rule, self.rule.max_grad_norm
+        self.steps += 1
+        coefficient = 1.0 if limit is None else min(1.0, limit / (float(norm) + 1e-6))
+        factor = torch.tensor(coefficient / self.loss_scale, dtype=torch.float32)
+        for name, p in self.parameters.items():
+            if not p.requires_grad:
+                continue
+            g = torch.zeros_like(self.masters[name]) if p.grad is None else p.grad.float() * factor
+            decay = rule.weight_decay if p.ndim >= 2 else 0.0
+            adamw_(self.masters[name], self.m[name], self.v[name], g, self.steps, lr, decay, rule)
+            p.data = compute_weight(self.masters[name], self.dtype)
+
+    def _adapt(self, skipped: bool) -> None:
+        """The loss scale after this step (fp16 only)."""
+        if self.dtype != torch.float16:
+            return
+        self._good = 0 if skipped else self._good + 1
+        if skipped:
+            self.loss_scale *= self.scaling.backoff
+        elif self._good == self.scaling.interval:
+            self.loss_scale, self._good = self.loss_scale * self.scaling.growth, 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one step did."""
+
+    losses: list[Tensor]
+    grad_norm: float
+    skipped: bool
+
+
+def adamw_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, lr: float, decay: float, rule: Rule) -> None:
+    """AdamW on fp32 tensors, in place, one elementwise operation after the other.
+
+    Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
+    """
+    b1, b2 = rule.betas
+    p.mul_(_f32(1 - lr * decay))
+    m.add_(_f32(1 - b1) * (g - m))
+    v.copy_(v * _f32(b2) + _f32(1 - b2) * (g * g))
+    root = v.sqrt() / _f32((1 - b2**t) ** 0.5)
+    p.sub_(_f32(lr / (1 - b1**t)) * (m / (root + _f32(rule.eps))))
+
+
+def _f32(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def compute_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """The compute-dtype weight of an fp32 master.
+
+    bf16 rounds to nearest with ties up (not to even): half of the last place kept is added to
+    the bits, then the low half is cut. Of two bf16 numbers equally far the one larger in
+    magnitude is taken, so what was cut always fits a signed 16-bit remainder.
+    """
+    if dtype != torch.bfloat16:
+        return master.to(dtype).clone()
+    bits = master.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    rounded = ((bits + 0x8000) >> 16) & 0xFFFF
+    signed = torch.where(rounded >= 0x8000, rounded - 0x10000, rounded).to(torch.int16)
+    return signed.view(torch.bfloat16)
