@@ -28,7 +28,7 @@ from infinity.observe.config import ObserveConfig
 from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
 
-COMMAND_LINE = "the command line"
+COMMAND_LINE = "on the command line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(given, typed), resolve=True)
     except OmegaConfBaseException as error:
-        raise RecipeError(f"{file}: {error}") from error
+        raise RecipeError(f"{file}: {str(error).splitlines()[0]}") from error
     overridden = [override.partition("=")[0].strip() for override in overrides]
     return _build(typing.cast("dict[str, Any]", merged), _Origin(file, overridden))
 
@@ -143,11 +143,11 @@ class _Origin(NamedTuple):
     overridden: Sequence[str]
 
     def of(self, key: str) -> str:
-        """The file, or the command line where an override touches ``key``."""
+        """In the file, or on the command line where an override touches ``key``."""
         for other in self.overridden:
             if other == key or other.startswith(f"{key}.") or key.startswith(f"{other}."):
                 return COMMAND_LINE
-        return self.file
+        return f"in {self.file}"
 
 
 def _read(path: Path) -> Any:
@@ -174,13 +174,11 @@ def _read(path: Path) -> Any:
 def _parse_overrides(overrides: Sequence[str]) -> Any:
     for override in overrides:
         if "=" not in override or "." not in override.partition("=")[0]:
-            raise RecipeError(
-                f"{override!r} on {COMMAND_LINE}: wanted section.key=value, as in train.steps=10"
-            )
+            raise RecipeError(f"{override!r} {COMMAND_LINE}: wanted section.key=value, as in train.steps=10")
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise RecipeError(f"{' '.join(overrides)} on {COMMAND_LINE}: {error}") from error
+        raise RecipeError(f"{' '.join(overrides)} {COMMAND_LINE}: {error}") from error
 
 
 def _build(merged: Mapping[str, Any], origin: _Origin) -> Recipe:
@@ -280,7 +278,7 @@ def _wanted(hint: Any, spec: "Field[Any]") -> str:
 
 
 def _impossible(key: str, got: object, wanted: str, origin: _Origin) -> RecipeError:
-    return RecipeError(f"{key} in {origin.of(key)}: got {_plain(got)!r}; wanted {wanted}")
+    return RecipeError(f"{key} {origin.of(key)}: got {_plain(got)!r}; wanted {wanted}")
 
 
 def _unknown(key: str, origin: _Origin) -> RecipeError:
@@ -294,7 +292,7 @@ def _unknown(key: str, origin: _Origin) -> RecipeError:
         or difflib.get_close_matches(key, [*known, *_sections()], n=1, cutoff=0.6)
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(siblings or _sections())}"
-    return RecipeError(f"{key} in {origin.of(key)}: unknown key; {hint}")
+    return RecipeError(f"{key} {origin.of(key)}: unknown key; {hint}")
 
 
 def _plain(value: Any) -> Any:
