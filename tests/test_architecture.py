@@ -27,7 +27,7 @@ TABLE: dict[str, set[str]] = {
 }
 
 #: Modules at the top: they may import every part, and each other without cycles.
-TOP = {"__init__", "__main__", "recipe", "hooks", "runtime", "optimizer", "train", "cli"}
+TOP = {"__init__", "__main__", "recipe", "tiers", "updates", "hooks", "runtime", "optimizer", "train", "cli"}
 
 #: Third parties that only these modules (paths below the package) may import.
 ONLY_IN = {"omegaconf": {"recipe.py"}}

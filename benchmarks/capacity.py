@@ -1,0 +1,205 @@
+"""A model far larger than the memory allowed: it trains, within the budget, near the limit.
+
+The model never fits, so its limit is put together from parts that do, all in one run: plain
+PyTorch with one block and with three gives the time of a block (forward, recomputation,
+backward, update) and of the rest (embedding, head, loss), once alone and once while fio moves
+the big run's bytes beside it; and fio's mixed rate gives the time of its bytes.
+
+    python benchmarks/capacity.py --params 1.2B --rss 4GiB
+    python benchmarks/capacity.py --params 4B
+"""
+
+import argparse
+import re
+import shutil
+import statistics
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import fio
+import llama
+import processes
+from processes import Measured
+from report import Claim, print_table, write_json
+from train import READ_PER_PARAMETER, WRITTEN_PER_PARAMETER, as_planned, at_most, say
+from worker import Job, Phase
+
+#: Bytes on disk per parameter: bf16 weight, remainder and two fp32 moments, per version.
+STATE_PER_PARAMETER = 12
+
+#: What the interpreter, torch, activations and logits take besides the states' pools (bytes).
+PROCESS_NBYTES = 2 << 30
+
+
+class Capacity:
+    """One big shape and the small ones that bound it."""
+
+    def __init__(self, shape: llama.Shape, options: argparse.Namespace, folder: Path) -> None:
+        self.shape, self.options, self.folder = shape, options, folder
+        self.mixed_per_s: list[float] = []
+
+    def run(self) -> None:
+        say(f"{self.shape.name}: {self.shape.numel / 1e9:.3f} B parameters, {self.shape.layers} blocks")
+        self.has_fio = fio.available()
+        self.versions = self.options.versions or self.versions_that_fit()
+        self.big = self.measure("infinity", self.shape, Phase(self.options.tokens), self.overrides())
+        read, written = self.big.read, self.big.written
+        if not read:
+            read, written = (n * self.shape.numel for n in (READ_PER_PARAMETER, WRITTEN_PER_PARAMETER))
+        self.nbytes = read + written
+        if self.has_fio:
+            fio.prepare(self.folder)
+            self.mixed_per_s = [fio.mixed_bytes_per_s(self.folder, read, written) for _ in range(3)]
+        self.alone_s = self.in_memory(Phase(self.options.tokens))
+        self.beside_s = None
+        if self.has_fio:
+            wanted_s = max(self.alone_s, self.disk_s)
+            phase = Phase(self.options.tokens, read / wanted_s, written / wanted_s)
+            self.beside_s = self.in_memory(phase)
+
+    @property
+    def disk_s(self) -> float:
+        return self.nbytes / statistics.median(self.mixed_per_s)
+
+    @property
+    def limit_s(self) -> float | None:
+        return None if self.beside_s is None else max(self.beside_s, self.disk_s)
+
+    def in_memory(self, phase: Phase) -> float:
+        """What the whole model would take in memory (s), from one block and three."""
+        one, three = (
+            self.measure("plain", replace(self.shape, layers=layers), phase).median_s for layers in (1, 3)
+        )
+        return one + (self.shape.layers - 1) * (three - one) / 2
+
+    def measure(
+        self, way: str, shape: llama.Shape, phase: Phase, overrides: list[str] | None = None
+    ) -> Measured:
+        loaded = " beside fio" if phase.read_per_s else ""
+        say(f"{self.shape.name}: {way}, {shape.layers} blocks{loaded}")
+        job = Job(
+            way=way,
+            shape=shape.as_dict(),
+            phases=[asdict(phase)],
+            warmup=self.options.warmup,
+            steps=self.options.steps,
+            folder=str(self.folder),
+            overrides=overrides or [],
+        )
+        measured = Measured()
+        measured.add(processes.run(job)[0])
+        return measured
+
+    def versions_that_fit(self) -> int:
+        """Two places per unit where the disk has them with room to spare, else one."""
+        free = shutil.disk_usage(self.folder).free - 3 * fio.file_nbytes(self.folder)
+        return 2 if 2.1 * STATE_PER_PARAMETER * self.shape.numel < free else 1
+
+    def overrides(self) -> list[str]:
+        host = self.options.host or self.options.rss - PROCESS_NBYTES
+        return [
+            f"memory.host={host}",
+            f"memory.nvme=[{self.folder}]",
+            f"memory.versions={self.versions}",
+            f"run.dir={self.folder / 'runs'}",
+        ]
+
+    def rows(self) -> list[list[str]]:
+        rows = [
+            ["parameters", f"{self.shape.numel / 1e9:.3f} B"],
+            ["their states in memory (plain PyTorch)", f"{16 * self.shape.numel / 1e9:.1f} GB"],
+            ["versions on disk", str(self.versions)],
+            ["tokens per step", str(self.options.tokens)],
+            ["construction", f"{self.big.made_s:.0f} s"],
+            ["median step", f"{self.big.median_s:.1f} s"],
+            ["tokens/s", f"{self.options.tokens / self.big.median_s:.0f}"],
+            ["read / written per step", f"{self.big.read / 1e9:.1f} / {self.big.written / 1e9:.1f} GB"],
+            ["peak RSS", f"{self.big.peak_rss / 2**30:.2f} GiB"],
+            ["loss, first to last", f"{self.big.losses[0]:.3f} to {self.big.losses[-1]:.3f}"],
+            ["in memory, from one and three blocks", f"{self.alone_s:.1f} s"],
+        ]
+        if self.beside_s is not None:
+            rate = statistics.median(self.mixed_per_s)
+            rows.append(["the same while fio moves the bytes", f"{self.beside_s:.1f} s"])
+            rows.append([f"the bytes at fio's mixed {rate / 1e9:.2f} GB/s", f"{self.disk_s:.1f} s"])
+        return rows
+
+    def claims(self) -> list[Claim]:
+        name = f"{self.shape.name}, {self.options.tokens} tokens"
+        limit = self.options.rss / 2**30
+        claims = [at_most(f"{name}: peak RSS", self.big.peak_rss / 2**30, limit, " GiB")]
+        claims.append(as_planned(name, self.big))
+        if self.limit_s:
+            claims.append(
+                at_most(f"{name}: step / the larger limit", self.big.median_s / self.limit_s, 1.1, "x")
+            )
+        return claims
+
+
+def number_of(text: str) -> float:
+    """1.2B, 350M or a plain number."""
+    match = re.fullmatch(r"([0-9.]+)([BM]?)", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters; write 1.2B or 350M")
+    return float(match[1]) * {"B": 1e9, "M": 1e6, "": 1.0}[match[2]]
+
+
+def nbytes_of(text: str) -> int:
+    from infinity.core.nbytes import parse_nbytes
+
+    return parse_nbytes(text)
+
+
+def machine_nbytes() -> int:
+    """Memory of this machine."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no MemTotal in /proc/meminfo")
+
+
+def options_of(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--params", type=number_of, default=1.2e9, help="about how many, as 1.2B")
+    parser.add_argument("--rss", type=nbytes_of, help="most resident memory allowed; default: a third of all")
+    parser.add_argument("--host", type=nbytes_of, help="memory.host; default: --rss less 2 GiB")
+    parser.add_argument("--versions", type=int, choices=(1, 2), help="default: what the disk has room for")
+    parser.add_argument("--tokens", type=int, default=2048, help="per step")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    options = parser.parse_args(argv)
+    options.rss = options.rss or machine_nbytes() // 3
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = options_of(argv)
+    shape = llama.shape_near(options.params)
+    if options.quick:
+        shape = replace(llama.TINY, layers=8, checkpoint=True)
+        options.tokens, options.host = 512, options.host or 128 << 20
+    options.nvme.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="capacity-", dir=options.nvme.resolve()))
+    try:
+        capacity = Capacity(shape, options, folder)
+        capacity.run()
+        print_table(["what", "figure"], capacity.rows())
+        claims = capacity.claims()
+    except (RuntimeError, OSError) as error:
+        say(f"not measured: {error}")
+        claims = []
+    finally:
+        shutil.rmtree(folder)
+    for claim in claims:
+        mark = "holds" if claim.holds else "MISSED"
+        print(f"{mark:7} {claim.claim}: {claim.value:.3g}{claim.unit} (target: at most {claim.target:g})")
+    if options.json:
+        write_json(options.json, claims)
+
+
+if __name__ == "__main__":
+    main()

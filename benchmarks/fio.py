@@ -1,0 +1,80 @@
+"""What the disk gives, by fio: the rate of a mix of reads and writes, and a load beside a run."""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK = "1M"
+_COMMON = ["--direct=1", f"--bs={BLOCK}", "--group_reporting", "--output-format=json", "--thread"]
+
+
+def available() -> bool:
+    return shutil.which("fio") is not None
+
+
+def file_nbytes(folder: Path) -> int:
+    """Bytes of a test file: 4 GiB, or an eighth of what is free."""
+    return min(4 << 30, shutil.disk_usage(folder).free // 8) >> 20 << 20
+
+
+def prepare(folder: Path) -> None:
+    """Write the files that the other functions read, so that no job meets unwritten extents."""
+    for name in ("mixed", "read", "write"):
+        path = folder / f"fio.{name}"
+        if not path.exists():
+            _run([f"--name={name}", f"--filename={path}", f"--size={file_nbytes(folder)}", "--rw=write"])
+
+
+def mixed_bytes_per_s(folder: Path, read: float, written: float, seconds: float = 5) -> float:
+    """Bytes per second, both ways together, at the mix of ``read`` to ``written`` bytes."""
+    share = round(100 * read / (read + written))
+    mix = ["--rw=rw", f"--rwmixread={share}", "--time_based", "--ramp_time=1", f"--runtime={seconds}"]
+    job = _run(["--name=mixed", f"--filename={folder / 'fio.mixed'}", *mix])
+    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
+
+
+@contextlib.contextmanager
+def beside(folder: Path, read_per_s: float, written_per_s: float) -> Iterator[dict[str, float]]:
+    """Move bytes at these rates while the block runs; afterwards the dict says what was moved.
+
+    Keys: ``read_per_s`` and ``written_per_s``, as fio counted them.
+    """
+    moved: dict[str, float] = {}
+    with tempfile.NamedTemporaryFile(prefix="fio-", suffix=".json") as out:
+        # Of this load only the rate matters; a shallow queue keeps it smooth.
+        args = ["fio", *_COMMON[:2], "--ioengine=libaio", "--iodepth=8", "--thread", "--time_based"]
+        args += ["--runtime=7200", "--output-format=json", f"--output={out.name}"]
+        args += ["--name=read", f"--filename={folder / 'fio.read'}", "--rw=read"]
+        args += [f"--rate={max(1, int(read_per_s))}"]
+        args += ["--name=write", f"--filename={folder / 'fio.write'}", "--rw=write"]
+        args += [f"--rate={max(1, int(written_per_s))}"]
+        process = subprocess.Popen(args, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield moved
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        moved.update(_moved(Path(out.name).read_text()))
+
+
+def _moved(text: str) -> dict[str, float]:
+    jobs = {job["jobname"]: job for job in json.loads(text[text.index("{") :])["jobs"]}
+    return {
+        "read_per_s": float(jobs["read"]["read"]["bw_bytes"]),
+        "written_per_s": float(jobs["write"]["write"]["bw_bytes"]),
+    }
+
+
+def _run(args: list[str]) -> dict[str, Any]:
+    command = ["fio", *_COMMON, "--ioengine=libaio", "--iodepth=32", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+    job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    return job

@@ -1,0 +1,251 @@
+"""Whole training steps side by side: in memory, on NVMe, FSDP2, and what the machine allows.
+
+Each way runs in fresh processes, the ways take turns in rounds, and every ratio is of figures
+from one run. Two limits bound what a step with all states on NVMe can reach:
+
+- the in-memory step while fio moves the same bytes beside it (I/O costs compute, too), and
+- the step's bytes at the rate that fio reaches with the same mix of reads and writes.
+
+    python benchmarks/train.py [--quick] [--json FILE] [--sizes 134M,367M] [--tokens 512,1024,2048]
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import fio
+import llama
+import processes
+from processes import Measured
+from report import Claim, print_table, write_json
+from worker import Job, Phase
+
+SIZES = {shape.name: shape for shape in (llama.TINY, llama.MEDIUM, llama.LARGE)}
+
+#: Bytes per parameter and step with everything on NVMe, bf16 and exact fp32 Adam: the plan's
+#: numbers, which the limits use where the run itself reports none.
+READ_PER_PARAMETER, WRITTEN_PER_PARAMETER = 14, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A row of the table."""
+
+    key: str
+    title: str
+    way: str
+    world: int = 1
+    nvme: bool = False
+
+
+WAYS = (
+    Way("plain", "(a) plain PyTorch, in memory", "plain"),
+    Way("memory", "(b) infinity, in memory", "infinity"),
+    Way("nvme", "(c) infinity, all on NVMe", "infinity", nvme=True),
+    Way("fsdp2", "(d) FSDP2, in memory, 2 ranks", "fsdp2", world=2),
+    Way("nvme2", "(c) on 2 ranks", "infinity", world=2, nvme=True),
+)
+BESIDE = Way("beside", "(a) while fio moves (c)'s bytes", "plain")
+
+
+class Bench:
+    """All ways at one size; ``self.figures[way key, tokens]`` fills round by round."""
+
+    def __init__(self, shape: llama.Shape, options: argparse.Namespace, folder: Path) -> None:
+        self.shape, self.options, self.folder = shape, options, folder
+        self.figures: dict[tuple[str, int], Measured] = {}
+        self.mixed_per_s: list[float] = []
+        self.failed: dict[str, str] = {}
+        self.has_fio = fio.available()
+
+    def run(self) -> None:
+        if self.has_fio:
+            fio.prepare(self.folder)
+        for number in range(self.options.rounds):
+            ways = [way for way in WAYS if way.key in self.options.ways]
+            # Every other round runs backwards: a machine that slows down favours nobody.
+            for way in ways if number % 2 == 0 else ways[::-1]:
+                self.measure(way)
+            if self.has_fio:
+                self.mixed_per_s.append(fio.mixed_bytes_per_s(self.folder, *self.bytes_per_step()))
+                self.measure(BESIDE)
+
+    def measure(self, way: Way) -> None:
+        if way.key in self.failed:
+            return
+        say(f"{self.shape.name}: {way.title}")
+        job = Job(
+            way=way.way,
+            shape=self.shape.as_dict(),
+            phases=[asdict(self.phase(way, tokens)) for tokens in self.options.tokens],
+            warmup=self.options.warmup,
+            steps=self.options.steps,
+            folder=str(self.folder),
+            overrides=self.overrides(way) if way.way == "infinity" else [],
+        )
+        try:
+            phases = processes.run(job, way.world)
+        except RuntimeError as error:
+            # A way that cannot run here must not hide the figures of the others.
+            self.failed[way.key] = str(error)
+            print(error, file=sys.stderr)
+            return
+        for tokens, ranks in zip(self.options.tokens, phases):
+            self.figures.setdefault((way.key, tokens), Measured()).add(ranks)
+
+    def phase(self, way: Way, tokens: int) -> Phase:
+        """For ``BESIDE``: the rates that (c) needs to finish within the larger limit."""
+        if way is not BESIDE:
+            return Phase(tokens)
+        read, written = self.bytes_per_step()
+        alone_s = self.figures[("plain", tokens)].median_s if ("plain", tokens) in self.figures else 0.0
+        wanted_s = max(alone_s, self.disk_s())
+        # The load slows the step, which lowers the rate that is needed; a second round corrects.
+        if (BESIDE.key, tokens) in self.figures:
+            wanted_s = max(wanted_s, self.figures[(BESIDE.key, tokens)].median_s)
+        return Phase(tokens, read / wanted_s, written / wanted_s)
+
+    def overrides(self, way: Way) -> list[str]:
+        budget = [f"memory.host={self.options.host if way.nvme else '20GiB'}"]
+        budget += [f"run.dir={self.folder / 'runs'}"]
+        return [*budget, f"memory.nvme=[{self.folder}]"] if way.nvme else budget
+
+    def bytes_per_step(self) -> tuple[float, float]:
+        """What (c) reads and writes in a step: as reported, else as the plan has it."""
+        for tokens in self.options.tokens:
+            found = self.figures.get(("nvme", tokens))
+            if found and found.read:
+                return found.read, found.written
+        return READ_PER_PARAMETER * self.shape.numel, WRITTEN_PER_PARAMETER * self.shape.numel
+
+    def disk_s(self) -> float:
+        """The step's bytes at fio's mixed rate (s)."""
+        return sum(self.bytes_per_step()) / statistics.median(self.mixed_per_s)
+
+    def limit_s(self, tokens: int) -> float | None:
+        beside = self.figures.get((BESIDE.key, tokens))
+        return max(beside.median_s, self.disk_s()) if beside and self.mixed_per_s else None
+
+    def rows(self) -> list[list[str]]:
+        rows = []
+        for tokens in self.options.tokens:
+            plain = self.figures.get(("plain", tokens))
+            for way in (*WAYS, BESIDE):
+                found = self.figures.get((way.key, tokens))
+                if found:
+                    rows.append(self._row(tokens, way.title, found, plain))
+            if self.mixed_per_s:
+                rate = statistics.median(self.mixed_per_s)
+                title = f"(c)'s bytes at fio's mixed {rate / 1e9:.2f} GB/s"
+                rows.append([self.shape.name, str(tokens), title, f"{self.disk_s():.2f}", *[""] * 5])
+        return rows
+
+    def _row(self, tokens: int, title: str, found: Measured, plain: Measured | None) -> list[str]:
+        ratio = f"{found.median_s / plain.median_s:.2f}" if plain else ""
+        moved = [f"{found.read / 1e9:.2f}", f"{found.written / 1e9:.2f}"] if found.read else ["", ""]
+        if found.moved:
+            last = found.moved[-1]
+            moved = [f"{last[key] * found.median_s / 1e9:.2f}" for key in ("read_per_s", "written_per_s")]
+        speed, memory = f"{tokens / found.median_s:.0f}", f"{found.peak_rss / 1e9:.2f}"
+        return [
+            *(self.shape.name, str(tokens), title, f"{found.median_s:.2f}", speed, ratio, memory),
+            *moved,
+        ]
+
+    def claims(self) -> list[Claim]:
+        claims = []
+        for tokens in self.options.tokens:
+            at = f"{self.shape.name}, {tokens} tokens"
+            step_s = {way.key: self._median(way.key, tokens) for way in WAYS}
+            limit_s = self.limit_s(tokens)
+            for text, mine, other, target in (
+                ("all on NVMe / the larger limit", step_s["nvme"], limit_s, 1.05),
+                ("infinity in memory / plain PyTorch", step_s["memory"], step_s["plain"], 1.02),
+                ("NVMe on 2 ranks / FSDP2 in memory", step_s["nvme2"], step_s["fsdp2"], 1.0),
+            ):
+                if mine and other:
+                    claims.append(at_most(f"{at}: {text}", mine / other, target, "x"))
+            nvme = self.figures.get(("nvme", tokens))
+            if nvme:
+                claims.append(as_planned(at, nvme))
+        mine, other = self._peak("nvme"), self._peak("plain")
+        if mine and other:
+            text = f"{self.shape.name}: peak RSS, all on NVMe / plain PyTorch"
+            claims.append(at_most(text, mine / other, 0.4, "x"))
+        return claims
+
+    def _median(self, key: str, tokens: int) -> float | None:
+        found = self.figures.get((key, tokens))
+        return found.median_s if found else None
+
+    def _peak(self, key: str) -> int:
+        return max((found.peak_rss for (way, _), found in self.figures.items() if way == key), default=0)
+
+
+def at_most(claim: str, value: float, target: float, unit: str) -> Claim:
+    return Claim(claim=claim, value=value, target=target, unit=unit, holds=value <= target)
+
+
+def as_planned(name: str, found: Measured) -> Claim:
+    """Whether every measured step moved exactly the bytes that the plan said."""
+    return at_most(f"{name}: runs with steps off the planned bytes", 0.0 if found.planned else 1.0, 0.0, "")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+COLUMNS = ["size", "tokens", "way", "step s", "tokens/s", "/ (a)", "peak RSS GB", "read GB", "written GB"]
+
+
+def options_of(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser.add_argument("--sizes", default="134M,367M", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--tokens", default="512,1024,2048", help="per step, all ranks together")
+    parser.add_argument("--ways", default=",".join(way.key for way in WAYS), help="rows to measure")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every way")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps per round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--host", default="1GiB", help="memory.host of the runs on NVMe, per rank")
+    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.sizes, options.tokens, options.rounds, options.steps = "tiny", "512", 1, 3
+        options.host = "128MiB"
+    options.sizes = [SIZES[name] for name in options.sizes.split(",")]
+    options.tokens = [int(tokens) for tokens in options.tokens.split(",")]
+    options.ways = options.ways.split(",")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = options_of(argv)
+    options.nvme.mkdir(parents=True, exist_ok=True)
+    rows, claims = [], []
+    for shape in options.sizes:
+        folder = Path(tempfile.mkdtemp(prefix="train-", dir=options.nvme.resolve()))
+        try:
+            bench = Bench(shape, options, folder)
+            bench.run()
+        finally:
+            shutil.rmtree(folder)
+        if not bench.has_fio:
+            say("fio is not installed: no limits, and no claim against them")
+        rows += bench.rows()
+        claims += bench.claims()
+        print_table(COLUMNS, rows)
+    for claim in claims:
+        mark = "holds" if claim.holds else "MISSED"
+        print(f"{mark:7} {claim.claim}: {claim.value:.3g}{claim.unit} (target: at most {claim.target:g})")
+    if options.json:
+        write_json(options.json, claims)
+
+
+if __name__ == "__main__":
+    main()

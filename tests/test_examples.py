@@ -1,0 +1,35 @@
+"""Every example is a complete program: it runs as a reader would run it, and its loss falls."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAUNCHERS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_plain_loop_trains(launcher: str, tmp_path: Path) -> None:
+    command = [*LAUNCHERS[launcher], str(ROOT / "examples" / "plain_loop.py"), "--steps", "16"]
+    done = subprocess.run(
+        [*command, "--nvme", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    assert losses[-1] < 0.8 * losses[0], done.stdout
+
+
+def test_every_example_is_run_here() -> None:
+    run = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} <= run
