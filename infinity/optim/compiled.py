@@ -1,0 +1,136 @@
+"""One function over flat tensors: compiled into one pass over memory, or eager in small pieces.
+
+[Note: guards off] ``torch.compile`` checks before each call that nothing has changed since it traced:
+types, global modes, the number of threads. Here nothing may change: each variant (types, device,
+threads) is compiled once, from tensors that share no memory and with a symbolic numel, and is then
+called with the same types only. So the checks are left out: a call costs 20 us in place of 25,
+views of one staging buffer and outputs that are inputs are taken as they are (the functions are
+elementwise: each element is read before it is written), and no setting that a user changes between
+steps (grad mode, autocast, ``torch.set_num_threads``) compiles anything again.
+"""
+
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Elements per piece in eager mode: a piece and its temporaries stay in the cache.
+PIECE_NUMEL = 2**15
+
+#: Elements of the tensors that a variant is compiled from; any numel >= 2 gives the same code.
+_EXAMPLE_NUMEL = 64
+
+Function = Any  # a function of tensors that returns nothing
+
+
+class CompilerWarning(UserWarning):
+    """The update rule could not be compiled and runs eagerly: the same numbers, many times slower."""
+
+
+def background_threads() -> int:
+    """How many threads work beside training takes: half of PyTorch's, at least one."""
+    return max(1, torch.get_num_threads() // 2)
+
+
+class Elementwise:
+    """``function(*flat, table)`` over flat tensors of one numel, bitwise the same compiled and eager.
+
+    Args:
+        function: Elementwise torch over 1-D tensors of one numel, writing into some of them, and a last
+            argument, a small tensor of numbers.
+        threads: CPU threads of compiled code; None for ``background_threads()``.
+        compiled: False for eager.
+        on_compile: Called with a line for people before a compilation, on the compiling thread.
+    """
+
+    def __init__(
+        self, function: Function, *, threads: int | None, compiled: bool,
+        on_compile: Callable[[str], None] | None,
+    ) -> None:  # fmt: skip
+        self._function, self._on_compile = function, on_compile
+        self.threads = threads or background_threads()
+        self.compiled = compiled
+        self._variants: dict[tuple[object, ...], Function] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Run over flat tensors of one numel, the last argument being the table of numbers."""
+        if not self.compiled or tensors[0].numel() < 2:  # compiled code takes a numel of 1 for a constant
+            self._eagerly(*tensors)
+            return
+        variant = self._variants.get(_kind(tensors)) or self.prepare(*tensors)
+        variant(*tensors)
+
+    def prepare(self, *tensors: Tensor) -> Function:
+        """Compile for types and device like ``tensors``, so that no later call waits for it."""
+        with self._lock:
+            kind = _kind(tensors)
+            if kind not in self._variants:
+                self._variants[kind] = self._compiled_or_eager(tensors) if self.compiled else self._eagerly
+            return self._variants[kind]
+
+    def _eagerly(self, *tensors: Tensor) -> None:
+        *flat, table = tensors
+        with torch.no_grad():
+            for begin in range(0, flat[0].numel(), PIECE_NUMEL):
+                self._function(*(t[begin : begin + PIECE_NUMEL] for t in flat), table)
+
+    def _compiled_or_eager(self, tensors: tuple[Tensor, ...]) -> Function:
+        try:
+            return _compile(self._function, self.threads, tensors, self._on_compile)
+        except Exception as error:  # whatever a missing or broken compiler raises, eager works
+            cause = (str(error).strip().splitlines() or [""])[0]
+            warnings.warn(
+                f"{self._function.__name__.strip('_')} runs eagerly: it could not be compiled "
+                f"({type(error).__name__}: {cause}). Results are the same, updates are many times "
+                "slower; install g++, or name a C++ compiler in CXX",
+                CompilerWarning,
+                stacklevel=4,
+            )
+            return self._eagerly
+
+
+#: What this process has compiled, by function, threads, device and types.
+_compiled: dict[tuple[object, ...], Function] = {}
+_compiling = threading.Lock()
+
+
+def _compile(
+    function: Function, threads: int, tensors: tuple[Tensor, ...], say: Callable[[str], None] | None
+) -> Function:
+    """The compiled ``function`` for tensors like these; each variant once in a process, whoever asks."""
+    key = (function, threads, *_kind(tensors))
+    with _compiling:
+        if key not in _compiled:
+            if say is not None:
+                say(f"compiling {function.__name__.strip('_')} (once; cached afterwards)")
+            # torch counts compilations per code object and gives up after eight: each has its own
+            own = types.FunctionType(function.__code__.replace(), function.__globals__)
+            variant = torch.compile(own, dynamic=True, fullgraph=True, options=_options(threads))
+            with torch.no_grad():
+                variant(*_examples(tensors))
+            _compiled[key] = variant
+        return _compiled[key]
+
+
+def _options(threads: int) -> dict[str, Any]:
+    return {
+        "cpp.threads": threads,
+        "compile_threads": 1,  # no pool of worker processes for one kernel
+        "guard_filter_fn": lambda guards: [False] * len(guards),  # see [Note: guards off]
+    }
+
+
+def _kind(tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
+    return (tensors[0].device.type, *(t.dtype for t in tensors))
+
+
+def _examples(like: tuple[Tensor, ...]) -> list[Tensor]:
+    """Tensors of the same types, but small, and sharing no memory."""
+    *flat, table = like
+    small = [torch.zeros(_EXAMPLE_NUMEL, dtype=t.dtype, device=t.device) for t in flat]
+    return [*small, torch.ones_like(table)]
