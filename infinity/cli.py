@@ -1,0 +1,112 @@
+"""``infinity train | recipe``: the command line."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+
+from infinity.core.errors import InfinityError
+
+#: Exit codes: what a shell gives a process that ends by the same signal.
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    args = _parser().parse_args(argv)
+    try:
+        with _terminable():
+            if args.command == "recipe":
+                show_recipe_table()
+            else:
+                _train(args.recipe, args.overrides)
+    except InfinityError as error:
+        if os.environ.get("INFINITY_TRACEBACK") == "1":
+            raise
+        print(f"infinity: {_rank()}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print(f"infinity: {_rank()}interrupted; the run's files are closed", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    return 0
+
+
+def show_recipe_table() -> None:
+    """Print every key of a recipe with type, default and meaning."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from infinity.recipe import recipe_table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("key", "type", "default", "meaning"):
+        table.add_column(name, no_wrap=name == "key", overflow="fold")
+    for row in recipe_table():
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def _train(path: str | None, overrides: Sequence[str]) -> None:
+    from infinity.recipe import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    from infinity.train import train
+
+    train(recipe)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity", description="Train models far larger than the memory of the machine."
+    )
+    parser.add_argument("--version", action="version", version=f"infinity {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train the recipe's model on its data",
+        description="Train the recipe's model on its data. For many ranks: torchrun -m infinity train ...",
+    )
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, as in configs/")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="as in train.steps=10 memory.nvme=[/mnt/a,/mnt/b]"
+    )
+    commands.add_parser("recipe", help="list every key of a recipe, with type, default and meaning")
+    return parser
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Leave by way of every ``finally`` when a launcher or Ctrl-C ends this rank.
+
+    After the first signal SIGTERM changes nothing, because launchers send one after Ctrl-C, while
+    files are being closed. A second Ctrl-C does not wait for that.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(TERMINATED)
+
+    before = [(number, signal.signal(number, leave)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _version() -> str:
+    try:
+        return version("infinity-offload")
+    except PackageNotFoundError:
+        return "(a source tree that is not installed)"
+
+
+def _rank() -> str:
+    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

@@ -1,0 +1,160 @@
+"""What ran when: spans on lanes, as a trace for Perfetto or as a picture.
+
+A step that takes longer than its parts shows *that* something waited; lanes beside each other
+show *what* it waited for. A disabled timeline costs one comparison a span.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: Lanes in the order in which they are shown; others follow by name.
+LANES = ("compute", "read", "write", "update", "collective")
+#: Most spans that are kept (the latest).
+CAPACITY = 200_000
+_COLORS = {
+    "compute": "#4c78a8",
+    "read": "#54a24b",
+    "write": "#e45756",
+    "update": "#f2a541",
+    "collective": "#9d76c1",
+}
+
+
+class Span(NamedTuple):
+    """Something that ran on a lane; times are seconds of the timeline's clock."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Timeline:
+    """Collects spans, from any thread.
+
+    Args:
+        enabled: Without it nothing is kept.
+        clock: Seconds, as ``time.perf_counter``.
+    """
+
+    def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.enabled = enabled
+        self.clock = clock
+        self._spans: deque[Span] = deque(maxlen=CAPACITY)
+        self._lock = threading.Lock()
+        self._nothing = nullcontext()
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
+        """Everything inside ``with`` is one span, also when it raises."""
+        return self._timed(lane, name) if self.enabled else self._nothing
+
+    def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+        """A span that was timed elsewhere, with :attr:`clock`."""
+        if self.enabled:
+            with self._lock:
+                self._spans.append(Span(lane, name, start_s, end_s))
+
+    def spans(self) -> tuple[Span, ...]:
+        """What was collected, by start."""
+        with self._lock:
+            return tuple(sorted(self._spans, key=lambda span: span.start_s))
+
+    @contextmanager
+    def _timed(self, lane: str, name: str) -> Iterator[None]:
+        start_s = self.clock()
+        try:
+            yield
+        finally:
+            self.add(lane, name, start_s, self.clock())
+
+
+def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
+    """Write ``spans`` as Chrome's trace events, which ui.perfetto.dev opens; time starts at 0.
+
+    A lane becomes a process, and its overlapping spans (reads in flight together) its threads,
+    because one thread of a trace cannot show two spans at one time.
+    """
+    start_s = min((span.start_s for span in spans), default=0.0)
+    lanes = _lanes(spans)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank} {lane}"}}
+        for pid, lane in enumerate(lanes)
+    ]
+    for span, row in zip(spans, _rows(spans)):
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": lanes.index(span.lane),
+                "tid": row,
+                "ts": (span.start_s - start_s) * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+        )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def read_trace(path: Path) -> tuple[Span, ...]:
+    """The spans that :func:`write_trace` wrote; microseconds may round."""
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {e["pid"]: e["args"]["name"].split(" ", 2)[2] for e in events if e["ph"] == "M"}
+    return tuple(
+        Span(lanes[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+        for e in events
+        if e["ph"] == "X"
+    )
+
+
+def draw(spans: Sequence[Span], path: Path, *, start_s: float = 0.0, end_s: float | None = None) -> None:
+    """Draw the part of ``spans`` between two times, a lane above the other, as PNG or SVG.
+
+    Needs matplotlib (extra: plots).
+
+    Args:
+        start_s: Of the part, after the first span's start.
+    """
+    from matplotlib.figure import Figure
+
+    zero_s = min((span.start_s for span in spans), default=0.0) + start_s
+    last_s = max((span.end_s for span in spans), default=0.0) if end_s is None else zero_s - start_s + end_s
+    shown = [span for span in spans if span.end_s > zero_s and span.start_s < last_s]
+    lanes = _lanes(shown)
+    figure = Figure(figsize=(11, 0.6 + 0.45 * len(lanes)), layout="constrained")
+    axes = figure.add_subplot()
+    for y, lane in enumerate(lanes):
+        bars = [
+            (max(span.start_s, zero_s) - zero_s, min(span.end_s, last_s) - max(span.start_s, zero_s))
+            for span in shown
+            if span.lane == lane
+        ]
+        axes.broken_barh(bars, (y - 0.36, 0.72), facecolor=_COLORS.get(lane, "#888888"), edgecolor="none")
+    axes.set_yticks(range(len(lanes)), labels=lanes)
+    axes.invert_yaxis()
+    axes.set_xlim(0, last_s - zero_s)
+    axes.set_xlabel("seconds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.savefig(path, dpi=150)
+
+
+def _lanes(spans: Sequence[Span]) -> list[str]:
+    found = {span.lane for span in spans}
+    return [lane for lane in LANES if lane in found] + sorted(found.difference(LANES))
+
+
+def _rows(spans: Sequence[Span]) -> list[int]:
+    """For each span the first row of its lane that is free when it starts."""
+    free_s: dict[str, list[float]] = {}
+    rows = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: spans[i].start_s):
+        span, ends = spans[index], free_s.setdefault(spans[index].lane, [])
+        row = next((i for i, end_s in enumerate(ends) if end_s <= span.start_s), len(ends))
+        ends[row : row + 1] = [span.end_s]
+        rows[index] = row
+    return rows

@@ -1,0 +1,252 @@
+"""The loop: data, step, log. It uses nothing but the public API, as any loop of a user's own."""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity
+from infinity.core.errors import InfinityError, RecipeError
+from infinity.data import Batch, Data, open_data
+from infinity.data.loader import HeldOut, Shape
+from infinity.models.gpt import GPT
+from infinity.observe.metrics import MetricsFile, TensorBoard, View
+from infinity.observe.progress import ProgressDisplay
+from infinity.observe.summary import Summary, SummaryBuilder, show_summary
+from infinity.observe.timeline import Timeline, write_trace
+from infinity.optim.config import OptimConfig
+from infinity.recipe import Recipe, TrainConfig
+
+
+def train(recipe: Recipe) -> Summary | None:
+    """Train a model from its first weights to the recipe's last step.
+
+    Every rank calls; rank 0 shows progress, keeps the run's folder and returns the summary.
+
+    Raises:
+        InfinityError: The recipe, the data, a budget, a disk or another rank is at fault.
+    """
+    set_threads(recipe.train)
+    data = open_data(recipe.data, _shape(recipe), vocab_size=recipe.model.vocab_size)
+    timeline = Timeline(enabled=recipe.observe.timeline)
+    with ExitStack() as stack:
+        folder = make_folder(recipe) if rank() == 0 else None
+        totals = SummaryBuilder()
+        views = [totals, *open_views(recipe, folder, stack)] if folder else []
+        if folder and recipe.observe.timeline:
+            stack.callback(lambda: write_trace(timeline.spans(), folder / "timeline.json"))
+        model, optimizer = stack.enter_context(_built(recipe, timeline))
+        Loop(recipe, model, optimizer, data, views).run()
+        if folder is None:
+            return None
+        budgets: dict[str, int | None] = optimizer.budgets
+        summary = totals.result(folder=folder, world_size=world_size(), budgets=budgets)
+        summary.write(folder / "summary.json")
+    if recipe.observe.progress:
+        show_summary(summary, Console())
+    return summary
+
+
+class Loop:
+    """Steps and evaluations of one model.
+
+    Args:
+        optimizer: :class:`infinity.AdamW`.
+        views: What shows the run, on rank 0; empty elsewhere.
+    """
+
+    def __init__(self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Sequence[View]) -> None:
+        self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
+        self._data = data
+        self._device = device()
+        self._mean = RankMean()
+        self._scheduler = LambdaLR(
+            optimizer, lambda step: lr_factor(step, recipe.optim, steps=recipe.train.steps)
+        )
+
+    def run(self) -> None:
+        """Every step; held-out loss each ``eval_every`` steps and after the last."""
+        train = self._recipe.train
+        for step in range(1, train.steps + 1):
+            loss = self._mean(self._step())
+            tokens = _shape(self._recipe).taken * self._recipe.model.seq_len * train.accumulate
+            report = self._optimizer.report(loss=loss, tokens=tokens)
+            for view in self._views:
+                view.step(report)
+            due = train.eval_every and (step % train.eval_every == 0 or step == train.steps)
+            if due and self._data.held_out:
+                held_out = self._evaluate(self._data.held_out)
+                for view in self._views:
+                    view.evaluated(step, held_out)
+
+    def _step(self) -> float:
+        """One optimizer step; returns this rank's loss, the mean over its micro-batches."""
+        accumulate = self._recipe.train.accumulate
+        total = torch.zeros((), device=self._device)
+        for micro, batch in enumerate(islice(self._data.train, accumulate), start=1):
+            with infinity.no_sync(self._model) if micro < accumulate else nullcontext():
+                loss = self._loss(batch) / accumulate
+                self._optimizer.scale(loss).backward()
+                total += loss.detach()
+        self._optimizer.step()
+        self._scheduler.step()
+        return float(total)
+
+    @torch.no_grad()
+    def _evaluate(self, held_out: HeldOut) -> float:
+        """The mean held-out loss over all ranks. Every rank must call."""
+        self._model.eval()
+        try:
+            batches = held_out.batches(self._recipe.train.eval_batches)
+            losses = [float(self._loss(batch)) for batch in batches]
+        finally:
+            self._model.train()
+        return self._mean(sum(losses) / len(losses))
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        tokens, targets = (each.to(self._device) for each in batch)
+        loss: torch.Tensor = self._model(tokens, targets).loss
+        return loss
+
+
+class RankMean:
+    """The mean of a number over all ranks; making one, and calling it, is collective.
+
+    It has a process group of its own, because the model's may carry prefetched gathers that
+    another thread ordered.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and world_size() > 1 else None
+
+    def __call__(self, value: float) -> float:
+        if self._group is None:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return float(total) / world_size()
+
+
+def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
+    """Learning rate of ``step`` (from 0) as a share of ``optim.lr``.
+
+    It rises over ``warmup_steps``, whose last has the full rate, then falls to ``min_lr_ratio``,
+    which the last of ``steps`` reaches.
+    """
+    if step < optim.warmup_steps:
+        return (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step + 1 - optim.warmup_steps) / max(1, steps - optim.warmup_steps))
+    left = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left
+
+
+def rank() -> int:
+    """This process's number among all, from torch.distributed or the launcher's environment."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def set_threads(config: TrainConfig) -> None:
+    """Give each rank of this machine its share of the cores: more threads only wait for each other."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // local))
+
+
+def make_folder(recipe: Recipe) -> Path:
+    """The run's new folder, ``run.dir/<run id>``, with its recipe in it.
+
+    Raises:
+        RecipeError: A run of that name exists, or the folder cannot be made.
+    """
+    folder = Path(recipe.run.dir).expanduser() / (recipe.run.name or _run_id())
+    try:
+        folder.mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(recipe.to_yaml())
+    except FileExistsError as error:
+        raise RecipeError(f"run.name: {folder} exists; give the run another name, or none") from error
+    except OSError as error:
+        raise RecipeError(f"run.dir: {error.filename or folder}: {error.strerror}") from error
+    return folder
+
+
+def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:
+    """The views that the recipe asks for, closed with ``stack``."""
+    observe, views = recipe.observe, list[View]()
+    try:
+        if observe.metrics:
+            views.append(MetricsFile(folder / "metrics.jsonl"))
+        if observe.tensorboard:
+            views.append(TensorBoard(folder / "tensorboard"))
+        if observe.progress:
+            display = ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every)
+            display.say(f"{recipe.model.numel:,} parameters on {world_size()} ranks; files in {folder}")
+            views.append(display)
+    except OSError as error:
+        raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error
+    finally:
+        for view in views:
+            stack.callback(view.close)
+    return views
+
+
+@contextmanager
+def _built(recipe: Recipe, timeline: Timeline) -> Iterator[tuple[Any, Any]]:
+    """Model and optimizer; afterwards their files are released, and the process group if we made it."""
+    ours = not dist.is_initialized()
+    try:
+        with infinity.Init(recipe, timeline=timeline):
+            torch.manual_seed(recipe.run.seed)
+            model = GPT(recipe.model, recompute=recipe.train.recompute)
+        try:
+            optim = recipe.optim
+            yield (
+                model,
+                infinity.AdamW(
+                    model,
+                    lr=optim.lr,
+                    betas=optim.betas,
+                    eps=optim.eps,
+                    weight_decay=optim.weight_decay,
+                    max_grad_norm=optim.max_grad_norm,
+                ),
+            )
+        finally:
+            infinity.close(model)
+    finally:
+        if ours and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _shape(recipe: Recipe) -> Shape:
+    return Shape(
+        seq_len=recipe.model.seq_len,
+        batch_size=recipe.train.batch_size,
+        rank=rank(),
+        world_size=world_size(),
+    )
+
+
+def _run_id() -> str:
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
