@@ -51,12 +51,24 @@ class Capacity:
         if self.has_fio:
             fio.prepare(self.folder)
             self.mixed_per_s = [fio.mixed_bytes_per_s(self.folder, read, written) for _ in range(3)]
-        self.alone_s = self.in_memory(Phase(self.options.tokens))
+        small = [replace(self.shape, layers=layers) for layers in (1, 3)]
+        phase = Phase(self.options.tokens)
+        alone = [self.measure("plain", shape, phase).median_s for shape in small]
+        self.alone_s = self.whole(*alone)
         self.beside_s = None
         if self.has_fio:
-            wanted_s = max(self.alone_s, self.disk_s)
-            phase = Phase(self.options.tokens, read / wanted_s, written / wanted_s)
-            self.beside_s = self.in_memory(phase)
+            # The small ones get the share of the bytes that their part of the big step gets.
+            shares = [part_s / self.alone_s for part_s in alone]
+            phases = [
+                Phase(self.options.tokens, read * share, written * share, part_s, self.disk_s * share)
+                for share, part_s in zip(shares, alone)
+            ]
+            loaded = [self.measure("plain", *pair).median_s for pair in zip(small, phases)]
+            self.beside_s = self.whole(*loaded)
+
+    def whole(self, one: float, three: float) -> float:
+        """The time of the whole model (s), from those of one block and of three."""
+        return one + (self.shape.layers - 1) * (three - one) / 2
 
     @property
     def disk_s(self) -> float:
@@ -66,17 +78,10 @@ class Capacity:
     def limit_s(self) -> float | None:
         return None if self.beside_s is None else max(self.beside_s, self.disk_s)
 
-    def in_memory(self, phase: Phase) -> float:
-        """What the whole model would take in memory (s), from one block and three."""
-        one, three = (
-            self.measure("plain", replace(self.shape, layers=layers), phase).median_s for layers in (1, 3)
-        )
-        return one + (self.shape.layers - 1) * (three - one) / 2
-
     def measure(
         self, way: str, shape: llama.Shape, phase: Phase, overrides: list[str] | None = None
     ) -> Measured:
-        loaded = " beside fio" if phase.read_per_s else ""
+        loaded = " beside fio" if phase.read else ""
         say(f"{self.shape.name}: {way}, {shape.layers} blocks{loaded}")
         job = Job(
             way=way,

@@ -98,16 +98,11 @@ class Bench:
             self.figures.setdefault((way.key, tokens), Measured()).add(ranks)
 
     def phase(self, way: Way, tokens: int) -> Phase:
-        """For ``BESIDE``: the rates that (c) needs to finish within the larger limit."""
-        if way is not BESIDE:
+        if way is not BESIDE or ("plain", tokens) not in self.figures:
             return Phase(tokens)
         read, written = self.bytes_per_step()
-        alone_s = self.figures[("plain", tokens)].median_s if ("plain", tokens) in self.figures else 0.0
-        wanted_s = max(alone_s, self.disk_s())
-        # The load slows the step, which lowers the rate that is needed; a second round corrects.
-        if (BESIDE.key, tokens) in self.figures:
-            wanted_s = max(wanted_s, self.figures[(BESIDE.key, tokens)].median_s)
-        return Phase(tokens, read / wanted_s, written / wanted_s)
+        alone_s = self.figures["plain", tokens].median_s
+        return Phase(tokens, read, written, alone_s, self.disk_s())
 
     def overrides(self, way: Way) -> list[str]:
         budget = [f"memory.host={self.options.host if way.nvme else '20GiB'}"]

@@ -4,12 +4,12 @@ JOB is a :class:`Job` as JSON; into ``OUT.rank`` goes a list of :class:`Phase` r
 way is a small class with ``step(batch) -> loss``, and nothing of the others is imported.
 """
 
-import contextlib
 import json
 import os
+import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Steps of one size, with a load on the disk beside them where rates are given."""
+    """Steps of one size; with bytes given, while fio moves just so many per step beside them.
+
+    ``alone_s`` is the step without that load, ``disk_s`` the bytes' own time: the rate starts
+    from the larger one.
+    """
 
     tokens: int
-    read_per_s: float = 0.0
-    written_per_s: float = 0.0
+    read: float = 0.0  # bytes per step
+    written: float = 0.0
+    alone_s: float = 0.0
+    disk_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,40 +133,75 @@ WAYS: dict[str, type[Plain] | type[FSDP2] | type[Infinity]] = {
 }
 
 
+class Meter:
+    """Takes steps and their times."""
+
+    def __init__(self, way: Any, shape: llama.Shape, rank: int, world: int) -> None:
+        self.way, self.shape, self.rank, self.world = way, shape, rank, world
+        self.at = 0
+        self.losses: list[float] = []
+        self.reports: list[dict[str, Any]] = []
+
+    def steps(self, count: int, tokens: int) -> list[float]:
+        """Seconds of each of ``count`` steps."""
+        times = []
+        for _ in range(count):
+            batch = llama.batch(self.shape, tokens, self.at, self.rank, self.world)
+            start = time.perf_counter()
+            self.losses.append(self.way.step(batch))
+            times.append(time.perf_counter() - start)
+            self.reports.append(_figures(self.way))
+            self.at += 1
+        return times
+
+
 def run(job: Job, rank: int, world: int) -> list[dict[str, Any]]:
     """Construct, then measure phase by phase."""
     shape = llama.Shape(**job.shape)
     start = time.perf_counter()
     way = WAYS[job.way](shape, job)
     made_s = time.perf_counter() - start
-    results, at = [], 0
+    results = []
     for phase in (Phase(**phase) for phase in job.phases):
-        load: Any = contextlib.nullcontext({})
-        if (phase.read_per_s or phase.written_per_s) and rank == 0:
-            load = fio.beside(Path(job.folder), phase.read_per_s, phase.written_per_s)
-        step_s, losses, reports = [], [], []
-        with load as moved:
-            for index in range(job.warmup + job.steps):
-                batch = llama.batch(shape, phase.tokens, at, rank, world)
-                start = time.perf_counter()
-                losses.append(way.step(batch))
-                if index >= job.warmup:
-                    step_s.append(time.perf_counter() - start)
-                    reports.append(_figures(way))
-                at += 1
+        meter = Meter(way, shape, rank, world)
+        measure = beside if phase.read or phase.written else alone
+        step_s, moved = measure(meter, phase, job)
         results.append(
             {
-                "phase": asdict(phase),
                 "made_s": made_s,
                 "step_s": step_s,
-                "losses": losses,
-                "reports": reports,
+                "losses": meter.losses,
+                "reports": meter.reports[-job.steps :],
                 "moved": moved,
                 "peak_rss": peak_rss_nbytes(),
             }
         )
     way.close()
     return results
+
+
+def alone(meter: Meter, phase: Phase, job: Job) -> tuple[list[float], dict[str, float]]:
+    """The measured steps' times, after warming up."""
+    meter.steps(job.warmup, phase.tokens)
+    return meter.steps(job.steps, phase.tokens), {}
+
+
+def beside(meter: Meter, phase: Phase, job: Job) -> tuple[list[float], dict[str, float]]:
+    """The same while fio moves the phase's bytes in the time of a step.
+
+    The load slows the step, and a slower step needs a lower rate: steps under a first rate tell
+    what a byte costs, and the rate that follows from it is the one that is measured.
+    """
+    folder = Path(job.folder)
+    guess_s = max(phase.alone_s, phase.disk_s)
+    with fio.beside(folder, phase.read / guess_s, phase.written / guess_s):
+        slowed_s = statistics.median(meter.steps(job.warmup, phase.tokens))
+    # That step moved slowed_s / guess_s times the bytes, and paid for all of them.
+    cost_s = max(0.0, slowed_s - phase.alone_s) * guess_s / slowed_s
+    wanted_s = max(phase.alone_s + cost_s, phase.disk_s)
+    with fio.beside(folder, phase.read / wanted_s, phase.written / wanted_s) as moved:
+        step_s = meter.steps(job.steps, phase.tokens)
+    return step_s, moved
 
 
 def _figures(way: Any) -> dict[str, Any]:

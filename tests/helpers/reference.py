@@ -4,6 +4,7 @@ Written from the rule alone, with nothing of ours imported, so that both cannot 
 the same way. One process, the whole model in memory, fp32 masters beside compute weights.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,10 @@ class Outcome:
 
 
 def adamw_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, lr: float, decay: float, rule: Rule) -> None:
-    """AdamW on fp32 tensors, in place, one elementwise operation after the other.
+    """AdamW on fp32 tensors, in place, one correctly rounded operation after the other.
+
+    The root is taken in float64 and rounded once: torch's own fp32 root on CPUs comes from a
+    vector library that is sometimes off in the last place.
 
     Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
     """
@@ -124,7 +128,7 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, lr: float, decay:
     p.mul_(_f32(1 - lr * decay))
     m.add_(_f32(1 - b1) * (g - m))
     v.copy_(v * _f32(b2) + _f32(1 - b2) * (g * g))
-    root = v.sqrt() / _f32((1 - b2**t) ** 0.5)
+    root = v.double().sqrt().float() / _f32(math.sqrt(1 - b2**t))
     p.sub_(_f32(lr / (1 - b1**t)) * (m / (root + _f32(rule.eps))))
 
 
