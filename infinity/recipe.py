@@ -289,7 +289,7 @@ def _unknown(key: str, origin: _Origin) -> RecipeError:
     near = (
         [other for other in known if other.endswith(f".{name}")]
         or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
-        or difflib.get_close_matches(key, [*known, *_sections()], n=1, cutoff=0.6)
+        or difflib.get_close_matches(key, [] if siblings else [*known, *_sections()], n=1, cutoff=0.6)
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(siblings or _sections())}"
     return RecipeError(f"{key} {origin.of(key)}: unknown key; {hint}")

@@ -1,0 +1,175 @@
+"""Every view tells the same figures: the file, the line, the summary, TensorBoard."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from infinity.observe.events import StepReport
+from infinity.observe.metrics import MetricsFile, TensorBoard
+from infinity.observe.progress import ProgressDisplay, describe
+from infinity.observe.summary import Summary, SummaryBuilder, show_summary, summary_rows
+
+REPORT = StepReport(
+    step=2,
+    loss=3.25,
+    lr=1e-3,
+    grad_norm=0.5,
+    skipped=False,
+    step_s=2.0,
+    tokens=4096,
+    stall_s={"read": 0.25, "update": 0.05},
+    nbytes_read=14 * 2**20,
+    nbytes_written=12 * 2**20,
+    planned_nbytes_read=14 * 2**20,
+    planned_nbytes_written=12 * 2**20,
+    peak_nbytes={"device": 0, "host": 2**28, "nvme": 2**30},
+)
+RECORDED = replace(
+    REPORT, step=1, step_s=9.0, loss=5.5, planned_nbytes_read=None, planned_nbytes_written=None
+)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_step_is_a_line_on_disk_when_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.step(REPORT)
+    (line,) = lines(path)  # before close: a killed run keeps it
+    assert line["kind"] == "step"
+    assert (line["loss"], line["tokens_per_s"], line["bottleneck"]) == (3.25, 2048.0, "read")
+    assert line["stall_s"] == {"read": 0.25, "update": 0.05}
+    assert line["peak_nbytes"] == REPORT.peak_nbytes
+    metrics.evaluated(2, 3.5)
+    metrics.close()
+    assert lines(path)[1] == {"kind": "evaluation", "step": 2, "loss": 3.5}
+
+
+def test_lines_are_json_also_when_a_gradient_is_not_finite(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    metrics.step(replace(REPORT, grad_norm=float("inf"), loss=float("nan"), skipped=True))
+    metrics.close()
+    (line,) = lines(tmp_path / "m.jsonl")
+    assert (line["grad_norm"], line["loss"], line["skipped"]) == (None, None, True)
+
+
+def test_a_second_writer_adds_and_never_truncates(tmp_path: Path) -> None:
+    for _ in range(2):
+        metrics = MetricsFile(tmp_path / "m.jsonl")
+        metrics.step(REPORT)
+        metrics.close()
+    assert len(lines(tmp_path / "m.jsonl")) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.step(REPORT)
+    board.evaluated(2, 3.5)
+    board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    assert values["loss/train"] == 3.25
+    assert values["loss/held_out"] == 3.5
+    assert values["stall_s/read"] == 0.25
+    assert values["peak_bytes/nvme"] == 2**30
+
+
+def test_a_line_says_loss_speed_stall_its_cause_and_bytes() -> None:
+    assert describe(REPORT) == (
+        "loss 3.2500  2,048 tok/s  stall 0.30 s (read)  read 14 MiB wrote 12 MiB  host 256 MiB  nvme 1 GiB"
+    )
+    assert describe(replace(REPORT, on_demand=2, skipped=True)).endswith(
+        "2 on demand  skipped: gradients are not finite"
+    )
+
+
+def shown(steps: list[StepReport], *, terminal: bool, log_every: int = 1) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+    display = ProgressDisplay(5, log_every=log_every, console=console)
+    for report in steps:
+        display.step(report)
+    display.evaluated(5, 3.5)
+    display.close()
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_progress_is_plain_lines_now_and_then() -> None:
+    text = shown([replace(REPORT, step=step) for step in range(1, 6)], terminal=False, log_every=2)
+    assert [line.split("  ")[0] for line in text.splitlines()] == ["step 2/5", "step 4/5"] + ["step 5/5"] * 2
+    assert text.splitlines()[-1] == "step 5/5  held-out loss 3.5000"
+    assert "\x1b" not in text
+
+
+def test_in_a_terminal_progress_is_one_bar() -> None:
+    text = shown([REPORT], terminal=True)
+    assert "2/5" in text
+    assert "loss 3.2500" in text
+
+
+def summarize(steps: list[StepReport], held_out: tuple[float, ...] = ()) -> Summary:
+    builder = SummaryBuilder()
+    for report in steps:
+        builder.step(report)
+    for step, loss in enumerate(held_out):
+        builder.evaluated(step, loss)
+    return builder.result(
+        folder=Path("runs/[a]"), world_size=2, budgets={"host": 2**28, "nvme": None, "device": None}
+    )
+
+
+def test_a_summary_counts_planned_steps_and_adds_up_all() -> None:
+    off = replace(REPORT, step=3, nbytes_read=1, peak_nbytes={"host": 5}, loss=3.0, step_s=4.0)
+    summary = summarize([RECORDED, REPORT, REPORT, off], held_out=(4.0, 3.75, 3.5))
+    assert summary.steps == 4
+    assert summary.tokens_per_s == 2048.0  # the recorded step's 9 s are not the run's speed
+    assert summary.steps_off_plan == 1
+    assert summary.nbytes_read == summary.planned_nbytes_read == 14 * 2**20
+    assert summary.peak_nbytes["host"] == 2**28
+    assert summary.stall_s == {"read": 1.0, "update": 0.2}
+    assert summary.stall_share == pytest.approx(1.2 / 17)
+    assert summary.bottleneck == "read"
+    assert (summary.first_loss, summary.last_loss) == (5.5, 3.0)
+    assert (summary.first_held_out, summary.last_held_out) == (4.0, 3.5)
+
+
+def test_a_run_that_hardly_waited_is_bound_by_compute() -> None:
+    assert summarize([replace(REPORT, stall_s={"read": 0.09})]).bottleneck == "compute"
+    assert summarize([replace(REPORT, stall_s={"read": 0.11})]).bottleneck == "read"
+    assert summarize([replace(REPORT, stall_s={})]).bottleneck == "compute"
+
+
+def test_the_summary_shows_bytes_beside_the_plan_and_peaks_beside_budgets() -> None:
+    rows = dict(summary_rows(summarize([RECORDED, REPORT], held_out=(4.0, 3.5))))
+    assert rows["read per step"] == "14,680,064 bytes per rank (planned 14,680,064)"
+    assert rows["written per step"] == "12,582,912 bytes per rank (planned 12,582,912)"
+    assert rows["peak host"] == "256 MiB (budget 256 MiB)"
+    assert rows["peak nvme"] == "1 GiB (no budget)"
+    assert rows["held-out loss"] == "4.0000 -> 3.5000"
+    assert rows["stall"] == "5.5% of the time (read 0.50 s, update 0.10 s)"
+    assert rows["files"] == "runs/[a]"
+
+
+def test_the_summary_is_printed_as_it_is_and_written_as_json(tmp_path: Path) -> None:
+    summary = summarize([REPORT])
+    console = Console(file=io.StringIO(), width=120)
+    show_summary(summary, console)
+    assert "runs/[a]" in console.file.getvalue()
+    summary.write(tmp_path / "summary.json")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["peak_nbytes"] == REPORT.peak_nbytes
+    assert found["budgets"]["nvme"] is None
+
+
+def test_a_run_without_steps_has_a_summary() -> None:
+    rows = dict(summary_rows(summarize([])))
+    assert rows["loss"] == rows["held-out loss"] == "-"
