@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH  := $(shell grep '^torch==' constraints.txt)
 CORES  := $(shell nproc 2>/dev/null || echo 2)
 RANKS  ?= 2
