@@ -37,6 +37,16 @@ class Extent:
                 pieces.append(piece)
         return Extent(tuple(pieces))
 
+    def head(self, nbytes: int) -> "Extent":
+        """The first ``nbytes`` of the range."""
+        pieces: list[Piece] = []
+        for piece in self.pieces:
+            take = min(piece.nbytes, nbytes)
+            if take:
+                pieces.append(Piece(piece.file, piece.offset, take))
+            nbytes -= take
+        return Extent(tuple(pieces))
+
 
 def aligned(nbytes: int, block: int = BLOCK_NBYTES) -> int:
     """``nbytes`` rounded up to a multiple of ``block`` (bytes)."""

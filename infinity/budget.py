@@ -1,0 +1,124 @@
+"""From budgets and the model to every size: pure arithmetic, and the errors that show it.
+
+[Note: the device budget]
+Three things share it. *Held gradients* stay until ``step``: all of them when a global norm must be
+known first, otherwise those of units in host memory. *The backlog* is what waits for its update:
+gradient and weights of units whose update has started. *The window* is what the prefetcher fills
+with the nearest future. The backlog lets updates lag into the next forward, so it gets what it can
+use; the window gets the rest, and at least two of the largest units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.core.errors import BudgetError
+from infinity.core.nbytes import format_nbytes
+
+#: Chunks of the update that are staged at one time: being read, updated and written.
+STAGED_CHUNKS = 4
+_GRAIN = 2 * 2**20  # what pools round large buffers up to (bytes)
+_BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """What one unit takes on this rank (bytes)."""
+
+    name: str
+    full: int  # the flat buffer; a full gradient takes the same
+    shard_grad: int  # the reduced gradient
+    shard_weight: int
+    streams: bool  # its full values come and go
+    on_nvme: bool
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """How the device budget is divided (bytes)."""
+
+    total: int
+    window: int
+    hold_weights: bool
+
+
+def chunk_numel(host_nbytes: int, itemsize: int, most: int) -> int:
+    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them take a quarter of the host budget.
+
+    Args:
+        host_nbytes: The host budget.
+        itemsize: Bytes of weight and state per element.
+        most: Upper bound (elements).
+
+    Raises:
+        BudgetError: Not even the smallest chunks fit.
+    """
+    grain = 2048
+    least = STAGED_CHUNKS * rounded(grain * itemsize)
+    if host_nbytes < least:
+        raise BudgetError(
+            f"memory.host is {format_nbytes(host_nbytes)}; staging for updates alone needs "
+            f"{STAGED_CHUNKS} chunks of {format_nbytes(grain * itemsize)} = {format_nbytes(least)}. "
+            "Raise memory.host"
+        )
+    n = max(grain, host_nbytes // 4 // (STAGED_CHUNKS * itemsize) // grain * grain)
+    return min(n, most)
+
+
+def divide_device(
+    total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int
+) -> DeviceBudget:
+    """Divide ``memory.device``, or choose it when it is None.
+
+    Args:
+        total: The budget that the user gave.
+        ceiling: What a derived budget may be at most.
+        units: All units.
+        early: Whether updates start inside backward.
+        world_size: Ranks.
+
+    Raises:
+        BudgetError: Too small; says what is needed and why.
+    """
+    streaming = [u for u in units if u.streams]
+    waits = [u for u in units if u.trainable and not (early and u.on_nvme)]
+    largest = max((rounded(u.full) for u in units), default=0)
+    grad = rounded_sum(u.shard_grad for u in waits)
+    # beside held gradients: a full gradient, the reduction's second buffer, one update's weights
+    working = largest * (2 if world_size == 1 else 4)
+    window_least = 2 * max((rounded(u.full) for u in streaming), default=0)
+    needed = grad + working + window_least
+    backlog_all = rounded_sum(
+        u.shard_weight + (0 if u in waits else u.shard_grad) for u in streaming if u.on_nvme
+    )
+    window_all = rounded_sum(u.full for u in streaming)
+    wish = needed + backlog_all + min(window_all, 4 * window_least)
+    if total is None:
+        total = max(needed, min(wish, ceiling))
+    if total < needed:
+        raise BudgetError(
+            f"memory.device is {format_nbytes(total)}, needed are {format_nbytes(needed)}: "
+            f"{format_nbytes(grad)} of gradients that wait for step(), {format_nbytes(working)} for the "
+            f"gradient and update of the largest unit ({_largest(units)}), {format_nbytes(window_least)} "
+            f"for two units in flight. Raise memory.device"
+            + ("" if early else ", or set optim.max_grad_norm=null so that gradients need not wait")
+        )
+    spare = total - needed
+    hold = early or spare >= backlog_all
+    backlog = min(spare, backlog_all) if hold else 0
+    return DeviceBudget(total, window_least + spare - backlog, hold)
+
+
+def rounded(nbytes: int) -> int:
+    """What a pool takes for a buffer of ``nbytes``."""
+    grain = _GRAIN if nbytes >= _GRAIN else _BLOCK
+    return -(-nbytes // grain) * grain
+
+
+def rounded_sum(sizes) -> int:  # type: ignore[no-untyped-def]
+    return sum(rounded(nbytes) for nbytes in sizes)
+
+
+def _largest(units: Sequence[UnitSizes]) -> str:
+    largest = max(units, key=lambda u: u.full)
+    return f"{largest.name}, {format_nbytes(largest.full)}"

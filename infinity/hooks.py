@@ -1,0 +1,283 @@
+"""Module and autograd hooks: what PyTorch tells us, turned into uses of units.
+
+[Note: handles in place of weights]
+Autograd must never hold a unit's buffer. Saved tensors that live in one are packed as a
+:class:`Handle`; unpacking gathers the unit if it is not there and views it. So the backward pass
+asks for exactly the weights that it reads, and buffers can be reused between forward and backward.
+
+[Note: forwards inside a backward]
+Recomputation (either kind of ``torch.utils.checkpoint``) runs modules inside the backward pass,
+where checkpoint's own hooks see the saved tensors. Ours stay closed there, and a unit that is used
+stays pinned until its gradients are complete.
+
+[Note: who is outermost]
+People call submodules, and run forward twice before one backward. Whichever module is outermost in
+a call opens the saved-tensor hooks and closes them.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from infinity.core.errors import StateError
+from infinity.partition.gradients import ReleasedGradient
+from infinity.partition.unit import Segment, Unit, placeholder
+from infinity.prefetch.prefetcher import Prefetcher
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Stands for a view of a unit's flat buffer in autograd's graph."""
+
+    unit: Unit
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    updates: int
+
+
+@dataclass(slots=True)
+class Frame:
+    """A module whose forward is running, and the units that it keeps."""
+
+    module: nn.Module
+    pinned: list[int]
+    opened: Any = None  # the saved-tensor context, when this call is outermost
+    inference: bool = False
+
+
+class GradientSink(Protocol):
+    """Where gradients go."""
+
+    def begin_backward(self) -> None: ...
+    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None: ...
+    def end_backward(self) -> None: ...
+    def abort_backward(self) -> None: ...
+
+
+class Hooks:
+    """Connects one model's modules to its prefetcher and to the gradient sink.
+
+    Args:
+        prefetcher: Serves uses.
+        sink: Takes gradients.
+        attached: Units whose flat buffers exist now, by the address of their storage.
+    """
+
+    def __init__(self, prefetcher: Prefetcher, sink: GradientSink, attached: dict[int, Unit]) -> None:
+        self.prefetcher, self.sink, self.attached = prefetcher, sink, attached
+        self.places: dict[int, tuple[Unit, Segment]] = {}
+        self.stack: list[Frame] = []
+        self._hooked: set[int] = set()
+        self._in_backward = False
+        self._backward_pins: dict[int, None] = {}  # in the order in which they came
+        self._node: Any = None  # the autograd node that unpacked last, and the frozen
+        self._node_pins: list[int] = []  # units that it keeps
+        self._loose_pins: list[int] = []  # units touched outside any forward
+
+    def learn(self, units: list[Unit]) -> None:
+        """Where each parameter is."""
+        self.places = {id(s.param): (unit, s) for unit in units for s in unit.segments}
+
+    # --- forward -----------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module) -> None:
+        """Before ``module.forward``."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        frame = Frame(module, [])
+        if not self.stack and not in_backward:
+            self._open(frame)
+        self.stack.append(frame)
+        for param in module._parameters.values():
+            place = self.places.get(id(param))
+            if place is not None:
+                self._use(place[0], frame)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """After ``module.forward``, also when it raised (then ``output`` is None)."""
+        if not any(frame.module is module for frame in self.stack):
+            return
+        while (frame := self.stack.pop()).module is not module:
+            self._close(frame, None)  # a forward that was left without its hook (Ctrl-C)
+        self._close(frame, output)
+
+    def touch(self, param: nn.Parameter) -> None:
+        """Somebody asked a module for ``param`` by name."""
+        place = self.places.get(id(param))
+        if place is None or not self.streams(place[0]):
+            return
+        unit = place[0]
+        if self.stack:
+            self._use(unit, self.stack[-1])
+        elif torch._C._current_graph_task_id() != -1:
+            self._use_in_backward(unit)
+        elif unit.index not in self._loose_pins:
+            self.prefetcher.begin_inference()
+            self.prefetcher.use(unit.index)
+            self._loose_pins.append(unit.index)
+
+    def let_go(self) -> None:
+        """Units that were touched outside any forward need not stay."""
+        if self._loose_pins:
+            for index in self._loose_pins:
+                self.prefetcher.unpin(index)
+            self._loose_pins.clear()
+            self.prefetcher.end_inference()
+
+    def _use(self, unit: Unit, frame: Frame) -> None:
+        if not self.streams(unit) or unit.index in frame.pinned:
+            return
+        if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
+            self._use_in_backward(unit, recomputing=True)
+            return
+        self.prefetcher.use(unit.index)
+        frame.pinned.append(unit.index)
+
+    def streams(self, unit: Unit) -> bool:
+        """Whether the unit's full values come and go; the others are always there."""
+        return unit.index in self.prefetcher.nbytes
+
+    def _open(self, frame: Frame) -> None:
+        self.let_go()
+        if self._in_backward:
+            self._abort_backward()
+        if not torch.is_grad_enabled():
+            frame.inference = True
+            self.prefetcher.begin_inference()
+            return
+        self._hook_parameters()
+        frame.opened = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        frame.opened.__enter__()
+
+    def _close(self, frame: Frame, output: Any) -> None:
+        for index in frame.pinned:
+            self.prefetcher.unpin(index)
+        if frame.inference:
+            self.prefetcher.end_inference()
+        if frame.opened is not None:
+            frame.opened.__exit__(None, None, None)
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._begin_backward)
+
+    # --- saved tensors -----------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Tensor | Handle:
+        unit = self.attached.get(tensor.untyped_storage().data_ptr())
+        if unit is None:
+            return tensor
+        return Handle(
+            unit, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), unit.updates
+        )
+
+    def unpack(self, packed: Tensor | Handle) -> Tensor:
+        if not isinstance(packed, Handle):
+            return packed
+        unit = packed.unit
+        if unit.updates != packed.updates:
+            raise StateError(
+                f"{unit.name}: its weights were updated after the forward pass whose backward pass runs "
+                "now. Call backward() before step(), or run the forward again"
+            )
+        if self.streams(unit):
+            self._use_in_backward(unit)
+        assert unit.flat is not None
+        return unit.flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+
+    # --- backward ----------------------------------------------------------------------------
+
+    def _begin_backward(self, grad: Tensor | None = None) -> None:
+        """The first gradient of a backward pass exists."""
+        if not self._in_backward:
+            self.sink.begin_backward()
+            self._in_backward = True
+            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(self._end_backward)
+
+    def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
+        if unit.trainable or recomputing:
+            if unit.index not in self._backward_pins:
+                self._backward_pins[unit.index] = None
+                self.prefetcher.use(unit.index)
+            return
+        node = torch._C._current_autograd_node()
+        if node is not self._node:  # no operator reads what an earlier one unpacked
+            for index in self._node_pins:
+                self.prefetcher.unpin(index)
+            self._node, self._node_pins = node, []
+        if unit.index not in self._node_pins:
+            self._node_pins.append(unit.index)
+            self.prefetcher.use(unit.index)
+
+    def unpin_after_gradients(self, index: int) -> None:
+        """A unit's gradients are complete, and its weights stay (a micro-batch)."""
+        if index in self._backward_pins:
+            del self._backward_pins[index]
+            self.prefetcher.unpin(index)
+
+    def forget_pin(self, index: int) -> None:
+        """A unit's gradients are complete, and its weights are gone to the update."""
+        self._backward_pins.pop(index, None)
+
+    def _end_backward(self) -> None:
+        self.sink.end_backward()
+        self._drop_backward_pins()
+
+    def _abort_backward(self) -> None:
+        """The last backward pass raised; what it left behind must not be taken for gradients."""
+        self.sink.abort_backward()
+        self._drop_backward_pins()
+
+    def _drop_backward_pins(self) -> None:
+        self._in_backward = False
+        for index in [*self._backward_pins, *self._node_pins]:
+            self.prefetcher.unpin(index)
+        self._backward_pins.clear()
+        self._node, self._node_pins = None, []
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def _hook_parameters(self) -> None:
+        """Gradient hooks for parameters that became trainable."""
+        for key, (unit, segment) in self.places.items():
+            if key not in self._hooked and segment.param.requires_grad:
+                self._hooked.add(key)
+                segment.param.register_hook(functools.partial(_drop_placeholder, segment.param))
+                take = functools.partial(self._take_gradient, unit, segment)
+                segment.param.register_post_accumulate_grad_hook(take)
+
+    def _take_gradient(self, unit: Unit, segment: Segment, param: Tensor) -> None:
+        self._begin_backward()
+        grad, param.grad = param.grad, None
+        if grad is not None:
+            self.sink.receive(unit, segment, grad)
+        stand_in = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
+        param.grad = stand_in
+
+
+def _drop_placeholder(param: nn.Parameter, grad: Tensor) -> None:
+    if type(param.grad) is ReleasedGradient:
+        param.grad = None
+
+
+def dress(module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[..., None]) -> None:
+    """Register the forward hooks of one module.
+
+    They are plain functions: ``copy.deepcopy`` of a module shares functions and would clone the
+    whole runtime through a bound method.
+    """
+
+    def before(module: nn.Module, args: Any) -> None:
+        enter(module)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        leave(module, output)
+
+    module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)

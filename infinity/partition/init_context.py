@@ -1,0 +1,205 @@
+"""``Init``: parameters are cut into shards as they are created.
+
+[Note: what is patched]
+Only ``__init__``, of ``nn.Module`` and its subclasses, only inside the context, and it is put
+back on exit. The wrapper tells the outermost ``__init__`` of an instance from those that it calls
+through ``super()``: when the outermost returns, the module is complete. Classes that are defined
+inside the context (a model's source imported on the way) are found when the first instance of one
+reaches ``nn.Module.__init__``.
+
+[Note: bitwise the plain model's weights]
+Initialisers run on whole parameters in the dtype in which the model creates them, in the model's
+own order, so they draw the same random numbers as without infinity. A parameter that is touched
+after its unit closed (``_init_weights`` of Hugging Face models, tied weights) is materialised from
+its master weight, may be written, and is stored again before the next one is.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from infinity.core.errors import StateError
+from infinity.partition.builder import UnitBuilder
+from infinity.partition.parameters import ServedParameters
+from infinity.partition.unit import Segment, Unit, placeholder
+
+
+class Masters(Protocol):
+    """Stores the exact values of a unit's parameters: what construction needs of the tiers."""
+
+    def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
+        """Store this rank's shard; ``master(start, stop)`` gives fp32 values of the full buffer."""
+        ...
+
+    def get(self, unit: Unit) -> Tensor:
+        """The full exact values, fp32, ``(numel,)``. Every rank must call."""
+        ...
+
+
+class Construction:
+    """One ``with`` block in which models are built.
+
+    Args:
+        make_builder: Makes the builder that cuts units, given what to call with a closed one.
+        masters: Where values go.
+        serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in.
+    """
+
+    def __init__(
+        self,
+        make_builder: Callable[[Callable[[Unit], None]], UnitBuilder],
+        masters: Masters,
+        serve: Callable[[nn.Module], None],
+    ) -> None:
+        self.builder = make_builder(self.close_unit)
+        self.masters, self._serve = masters, serve
+        self.roots: list[nn.Module] = []
+        self._patched: dict[type[nn.Module], Any] = {}
+        self._building: list[nn.Module] = []
+        self._unit_of: dict[int, Unit] = {}
+        self._whole: Unit | None = None  # the closed unit that is materialised now
+        self._thread = threading.get_ident()
+        self.active = False
+
+    def __enter__(self) -> "Construction":
+        self.active = True
+        self._patch_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for cls, original in self._patched.items():
+            cls.__init__ = original
+        self._patched.clear()
+        if error is None:
+            self._finish()
+        self.active = False
+
+    # --- units ---------------------------------------------------------------------------
+
+    def close_unit(self, unit: Unit) -> None:
+        """Store a unit that just closed and drop its full values."""
+        for segment in unit.segments:
+            self._unit_of[id(segment.param)] = unit
+        self._store(unit)
+
+    def touch(self, param: nn.Parameter) -> None:
+        """Somebody asked for ``param`` by its name in a module."""
+        unit = self._unit_of.get(id(param))
+        if unit is not None and unit is not self._whole:
+            self._stow()
+            self._materialise(unit)
+
+    def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
+        """A whole copy of ``param``, for modules that are cloned while a model is built."""
+        self.touch(param)
+        return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+    def _materialise(self, unit: Unit) -> None:
+        master = self.masters.get(unit)
+        for s in unit.segments:
+            values = master.narrow(0, s.offset, s.numel).view(s.shape)
+            s.param.data = values.to(s.param.device, s.created_dtype, copy=True)
+        self._whole = unit
+
+    def _stow(self) -> None:
+        """Store the materialised unit again, as it may have been written."""
+        if self._whole is not None:
+            unit, self._whole = self._whole, None
+            self._store(unit)
+
+    def _store(self, unit: Unit) -> None:
+        self.masters.put(unit, functools.partial(_master_range, unit.segments))
+        for s in unit.segments:
+            s.param.data = placeholder(s.shape, s.created_dtype, s.param.device)
+
+    # --- modules -------------------------------------------------------------------------
+
+    def _patch_all(self) -> None:
+        pending = [nn.Module]
+        seen: set[type] = set()
+        while pending:
+            cls = pending.pop()
+            if cls in seen:
+                continue
+            seen.add(cls)
+            pending.extend(type.__subclasses__(cls))
+            if "__init__" in vars(cls) and cls not in self._patched:
+                original = vars(cls)["__init__"]
+                self._patched[cls] = original
+                cls.__init__ = self._wrap(original)  # type: ignore[method-assign]
+
+    def _wrap(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            inner = self._building and self._building[-1] is module
+            if inner or not self.active or threading.get_ident() != self._thread:
+                original(module, *args, **kwargs)
+                return
+            self._begin(module)
+            try:
+                original(module, *args, **kwargs)
+            finally:
+                self._building.pop()
+            self._end(module)
+
+        return init
+
+    def _begin(self, module: nn.Module) -> None:
+        if not self._building:
+            self.roots.append(module)
+        self._building.append(module)
+        if any("__init__" in vars(cls) and cls not in self._patched for cls in _module_classes(module)):
+            self._patch_all()  # classes that were defined inside the context
+        self.builder.begin(module)
+
+    def _end(self, module: nn.Module) -> None:
+        self.builder.end(module)
+        for known in module.modules():
+            if not isinstance(known._parameters, ServedParameters):
+                self._serve(known)
+        if not isinstance(module._parameters, ServedParameters):
+            self._serve(module)
+
+    def _finish(self) -> None:
+        self._stow()
+        roots = self._true_roots()
+        for root in roots:
+            for module in root.modules():
+                if not isinstance(module._parameters, ServedParameters):
+                    self._serve(module)
+        self.builder.adopt(roots)
+        self.roots = roots
+        names = {id(p): name for root in roots for name, p in root.named_parameters()}
+        for unit in self.builder.units:
+            unit.rename(names)
+            for s in unit.segments:
+                s.param.data = placeholder(s.shape, unit.dtype, s.param.device)
+
+    def _true_roots(self) -> list[nn.Module]:
+        """The modules that no other module of this construction holds."""
+        inner = {id(m) for root in self.roots for m in root.modules() if m is not root}
+        return [root for root in self.roots if id(root) not in inner]
+
+
+def _module_classes(module: nn.Module) -> list[type]:
+    return [cls for cls in type(module).__mro__ if issubclass(cls, nn.Module)]
+
+
+def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
+    """Elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
+    out = torch.zeros(stop - start, dtype=torch.float32)
+    for s in segments:
+        low, high = max(start, s.offset), min(stop, s.stop)
+        if low < high:
+            if s.param.device.type == "meta":
+                raise StateError(f"{s.name} is on the meta device; infinity.Init needs real values")
+            values = s.param.detach().reshape(-1)[low - s.offset : high - s.offset]
+            out[low - start : high - start].copy_(values)
+    return out

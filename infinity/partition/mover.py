@@ -1,0 +1,162 @@
+"""Brings a unit's full values and takes them away: fetch, upload, gather; release.
+
+[Note: where the shard lands]
+The full buffer is leased first, and this rank's shard is read straight into its own slice of it.
+With one rank and no accelerator that is all: the staging buffer is the flat buffer. With several
+ranks an in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned
+host memory and uploaded into the slice by the collectives' thread, on that thread's own stream, so
+that fetch, upload and gather of different units overlap each other and compute.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.core.lifecycle import UnitState
+from infinity.core.tier import Tier
+from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.partition.collectives import Collectives
+from infinity.partition.unit import Unit
+
+S = UnitState
+
+
+class Shards(Protocol):
+    """Where shards come from."""
+
+    def fetch(self, unit: Unit, memory: memoryview) -> Transfer:
+        """Start reading the shard's newest committed weights; waits for its own update first."""
+        ...
+
+    def resident(self, unit: Unit) -> Tensor | None:
+        """The shard when its home is host memory."""
+        ...
+
+
+class Waits(Protocol):
+    """Counts the seconds that compute waits, by cause."""
+
+    def __call__(self, cause: str, wait: Callable[[], object]) -> None: ...
+
+
+class UnitMover:
+    """Starts, finishes and drops the full values of units.
+
+    Args:
+        units: All of the model's.
+        shards: Where shards come from.
+        pool: Where full buffers are leased (the device tier).
+        staging: Pinned host memory, only with an accelerator.
+        collectives: None with one rank.
+        waits: Counts stalls.
+    """
+
+    def __init__(
+        self, units: list[Unit], shards: Shards, pool: Pool, staging: Pool | None,
+        collectives: Collectives | None, waits: Waits,
+    ) -> None:  # fmt: skip
+        self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
+        self.collectives, self.waits = collectives, waits
+        self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
+        self._arriving: dict[int, Callable[[], object]] = {}
+
+    def start(self, index: int) -> None:
+        unit = self.units[index]
+        unit.lease = self.pool.lease(unit.nbytes, who=unit.name)
+        full = unit.lease.tensor.view(unit.dtype)
+        ready = self._bring(unit, unit.lease, unit.shard_of(full))
+        if self.collectives is None:
+            self._arriving[index] = ready
+        else:
+            self._arriving[index] = self.collectives.gather(index, unit.name, full, ready).wait
+
+    def _bring(self, unit: Unit, lease: Lease, own: Tensor) -> Callable[[], object]:
+        """Start to bring this rank's shard into ``own``; what is returned waits for it."""
+        shard = self.shards.resident(unit)
+        if shard is not None:
+            unit.lifecycle.move(S.UPLOADING)
+            return _once(lambda: self._upload(shard, own))
+        unit.lifecycle.move(S.FETCHING)
+        if self.staging is None:
+            begin = unit.rank * unit.shard_nbytes
+            return self.shards.fetch(unit, lease.memory[begin : begin + unit.shard_nbytes]).wait
+        return self._stage(unit, own)
+
+    def _stage(self, unit: Unit, own: Tensor) -> Callable[[], object]:
+        """Through pinned memory: leased now if there is room, else when it is this unit's turn."""
+        assert self.staging is not None
+        staging = self.staging
+        lease = staging.try_lease(unit.shard_nbytes, who=unit.name)
+        fetch = self.shards.fetch(unit, lease.memory) if lease else None
+
+        def ready() -> None:
+            held = lease or staging.lease(unit.shard_nbytes, who=unit.name)
+            with held:
+                (fetch or self.shards.fetch(unit, held.memory)).wait()
+                self._upload(held.tensor.view(unit.dtype), own)
+
+        return _once(ready)
+
+    def _upload(self, shard: Tensor, own: Tensor) -> None:
+        own.copy_(shard, non_blocking=True)
+        if own.device.type != "cpu":
+            torch.cuda.current_stream(own.device).synchronize()  # the pinned buffer is free after it
+
+    def finish(self, index: int) -> None:
+        unit = self.units[index]
+        ready = self._arriving.pop(index, None)
+        if ready is None:
+            return
+        self.waits("read" if self.collectives is None else "collective", ready)
+        assert unit.lease is not None
+        if self.collectives is not None:
+            unit.lifecycle.move(S.GATHERING)
+        unit.lifecycle.move(S.GATHERED)
+        self.attach(unit, unit.lease.tensor.view(unit.dtype))
+
+    def attach(self, unit: Unit, flat: Tensor) -> None:
+        """Let the parameters view ``flat`` and know whose storage it is."""
+        self.attached[flat.untyped_storage().data_ptr()] = unit
+        unit.attach(flat)
+
+    def release(self, index: int) -> None:
+        lease = self.take(index)
+        if lease is not None:
+            lease.release()
+
+    def take(self, index: int) -> Lease | None:
+        """Release a unit, but keep its full buffer: the caller must give the lease back."""
+        unit = self.units[index]
+        ready = self._arriving.pop(index, None)
+        if ready is not None:
+            ready()  # the disk or a peer still writes into the buffer
+        if unit.lease is None:
+            return None
+        if unit.flat is not None:
+            del self.attached[unit.flat.untyped_storage().data_ptr()]
+            unit.detach()
+        unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
+        lease, unit.lease = unit.lease, None
+        return lease
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """``call``, run by the first of those who wait for it; its error is kept for the others."""
+    lock = threading.Lock()
+    ended: list[BaseException | None] = []
+
+    def wait() -> None:
+        with lock:
+            if not ended:
+                try:
+                    call()
+                    ended.append(None)
+                except BaseException as error:
+                    ended.append(error)
+        if ended[0] is not None:
+            raise ended[0]
+
+    return wait

@@ -1,0 +1,183 @@
+"""A unit: parameters that are stored, moved, gathered and updated together; one flat buffer.
+
+[Note: the flat buffer]
+Parameters lie end to end, each start aligned to 64 bytes, matrices first and vectors (biases,
+norms) last, so that one set of hyperparameters covers a long run. The end is padded so that
+every rank's shard is a whole number of 2,048 elements: then each field of the shard's state
+begins on a block of 4,096 bytes, whatever its dtype. Rank r owns slice r. The all-gather output
+*is* the flat buffer, and the parameters are views of it.
+
+[Note: the released parameter]
+A released parameter keeps its shape, dtype and device: its data is one NaN expanded to the shape
+(stride 0). ``p.shape`` is always true, reading by mistake gives NaN, and writing by mistake
+raises, because the elements share one place in memory.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from infinity.core.errors import StateError
+from infinity.core.lifecycle import Lifecycle, UnitState
+from infinity.core.tier import Tier
+from infinity.core.transfer import Lease
+
+#: A shard is a whole number of these (elements): see [Note: the flat buffer].
+SHARD_QUANTUM = 2048
+_ALIGN_NBYTES = 64
+
+
+@dataclass(slots=True)
+class Segment:
+    """One parameter's place in its unit (elements of the flat buffer)."""
+
+    param: nn.Parameter
+    name: str
+    offset: int
+    numel: int
+    shape: torch.Size
+    created_dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+class Unit:
+    """The layout of a unit on every rank, and where its weights are on this one.
+
+    Attributes:
+        index: Position in the model's list of units; the same on every rank.
+        segments: Parameters in the order of the flat buffer.
+        numel: Elements of the flat buffer, padding included.
+        home: The tier where the shard lives between uses.
+        version: Which of the two places on NVMe is the committed one.
+        updates: How many committed updates the weights carry; a handle packed under another
+            count is stale.
+        flat: The full values, ``(numel,)``, while GATHERED.
+        lease: What holds ``flat``'s memory; None for a unit whose home is its flat buffer.
+        pins: How many users need the flat buffer to stay.
+    """
+
+    def __init__(
+        self, index: int, segments: Sequence[Segment], dtype: torch.dtype, rank: int, world_size: int
+    ) -> None:
+        self.index, self.dtype, self.rank, self.world_size = index, dtype, rank, world_size
+        self.segments = list(segments)
+        used = max((s.stop for s in segments), default=0)
+        quantum = SHARD_QUANTUM * world_size
+        self.numel = max(1, math.ceil(used / quantum)) * quantum
+        self.home = Tier.NVME
+        self.lifecycle = Lifecycle(f"unit {index}", UnitState.ON_NVME)
+        self.version = 0
+        self.updates = 0
+        self.flat: Tensor | None = None
+        self.lease: Lease | None = None
+        self.pins = 0
+
+    @property
+    def name(self) -> str:
+        return self.lifecycle.name
+
+    @property
+    def state(self) -> UnitState:
+        return self.lifecycle.state
+
+    @property
+    def gathered(self) -> bool:
+        return self.lifecycle.state is UnitState.GATHERED
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    @property
+    def shard_start(self) -> int:
+        return self.rank * self.shard_numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full flat buffer in the compute dtype."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.shard_numel * self.dtype.itemsize
+
+    @property
+    def trainable(self) -> list[Segment]:
+        return [s for s in self.segments if s.param.requires_grad]
+
+    def shard_of(self, flat: Tensor) -> Tensor:
+        """This rank's slice of a full flat tensor, ``(shard_numel,)``."""
+        return flat.narrow(0, self.shard_start, self.shard_numel)
+
+    def rename(self, names: dict[int, str]) -> None:
+        """Name the segments after the model's own names, by parameter identity."""
+        for segment in self.segments:
+            segment.name = names.get(id(segment.param), segment.name)
+        if self.segments:
+            self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
+
+    def attach(self, flat: Tensor) -> None:
+        """Let every parameter view ``flat``, ``(numel,)``."""
+        self.flat = flat
+        for segment in self.segments:
+            self.check_released(segment)
+            segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+
+    def detach(self) -> None:
+        """Give every parameter its placeholder; the flat buffer has no reader afterwards."""
+        self.flat = None
+        for segment in self.segments:
+            segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
+
+    def check_released(self, segment: Segment) -> None:
+        """Nobody else gave the parameter other data while it was released.
+
+        Raises:
+            StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
+        """
+        data = segment.param.data
+        if data.dtype != self.dtype or not is_placeholder(data):
+            raise StateError(
+                f"{segment.name}: its data was replaced outside infinity (now {data.dtype}, "
+                f"{tuple(data.shape)}, strides {data.stride()}); wanted the released placeholder in "
+                f"{self.dtype}. Choose the dtype with train.dtype in the recipe before building the "
+                "model, and write values inside `with infinity.gathered(params, modify=True)`"
+            )
+
+
+def span(names: Sequence[str]) -> str:
+    """A short name for several parameters: their common module, or first and last."""
+    parts = [name.split(".") for name in names]
+    common: list[str] = []
+    for pieces in zip(*parts, strict=False):
+        if len(set(pieces)) > 1:
+            break
+        common.append(pieces[0])
+    return ".".join(common) if common else f"{names[0]} .. {names[-1]}"
+
+
+def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Segment]:
+    """Places for ``params`` in a flat buffer: matrices first, each aligned to 64 bytes."""
+    align = max(1, _ALIGN_NBYTES // itemsize)
+    segments: list[Segment] = []
+    offset = 0
+    for name, param in sorted(params, key=lambda item: item[1].ndim < 2):
+        segments.append(Segment(param, name, offset, param.numel(), param.shape, param.dtype))
+        offset += math.ceil(param.numel() / align) * align
+    return segments
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One NaN expanded to ``shape``: see [Note: the released parameter]."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+
+
+def is_placeholder(data: Tensor) -> bool:
+    """Whether ``data`` is a placeholder: one element in storage, whatever the shape."""
+    return data.untyped_storage().nbytes() == data.dtype.itemsize

@@ -1,0 +1,464 @@
+"""Builds the parts and connects them to one model: the only place that knows all of them."""
+
+import contextlib
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from infinity import budget
+from infinity.backward import Backward
+from infinity.core.errors import StateError
+from infinity.core.lifecycle import UnitState
+from infinity.core.tier import Tier
+from infinity.core.transfer import Pool, Transfer, TransferEngine
+from infinity.hooks import Hooks, dress
+from infinity.nvme.engines import make_engine
+from infinity.nvme.pool import DevicePool, HostPool
+from infinity.nvme.probe import stripe_weights
+from infinity.nvme.run_directory import RunDirectory, new_run_id
+from infinity.nvme.store import ShardStore
+from infinity.nvme.volume import Volume
+from infinity.optim.norm import clip_coefficient
+from infinity.optim.layout import CHUNK_NUMEL, StateLayout
+from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.rules import AdamWRule
+from infinity.partition.builder import UnitBuilder
+from infinity.partition.collectives import Collectives
+from infinity.partition.init_context import Construction
+from infinity.partition.mover import UnitMover
+from infinity.partition.parameters import serve
+from infinity.partition.unit import Unit
+from infinity.prefetch.prefetcher import Prefetcher
+from infinity.recipe import Recipe
+from infinity.tiers import Tiers
+from infinity.updates import Updates, spans_of
+from infinity.values import Values, watch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+#: Which runtime serves a module that was built under ``Init``.
+_runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDictionary()
+
+
+class Init:
+    """Inside this context, parameters are cut into shards as they are created.
+
+    With more than one process, torch.distributed is initialised from torchrun's environment unless
+    it is already. Every rank must build the same model with the same seed.
+
+    Args:
+        recipe: Budgets, dtype and directories; see ``infinity recipe``.
+
+    Raises:
+        BudgetError: A budget is too small for the model; the message has the arithmetic.
+        DiskError: A directory cannot be written, or its file system is full.
+    """
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self.runtime = Runtime(recipe or Recipe())
+
+    def __enter__(self) -> "Init":
+        self.runtime.construction.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.runtime.construction.__exit__(kind, error, trace)
+            if error is None:
+                self.runtime.finish_construction()
+        except BaseException:
+            self.runtime.close()
+            raise
+        if error is not None:
+            self.runtime.close()
+
+
+class Runtime:
+    """Everything that serves the models of one ``Init`` on this rank."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.dtype = DTYPES[recipe.train.dtype]
+        self.device = _join_ranks()
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.stack = contextlib.ExitStack()
+        self.stalls: dict[str, float] = {}
+        self.values = Values(self)
+        self.hooks: Hooks | None = None
+        self.on_demand = 0
+        self.planned: tuple[int, int] | None = None  # bytes read and written by the last step's plan
+        self._update_mark = (0, 0)
+        self.run_id = _agree(recipe.run.name or new_run_id(), self.world_size)
+        try:
+            self._build_tiers()
+        except BaseException:
+            self.stack.close()
+            raise
+        self.construction = Construction(
+            lambda close: UnitBuilder(self.dtype, self.rank, self.world_size, close), self.tiers, self._serve
+        )
+
+    # --- building ----------------------------------------------------------------------------
+
+    def _build_tiers(self) -> None:
+        memory, layout = self.recipe.memory, StateLayout.of(self.dtype)
+        self.collectives: Collectives | None = None
+        if self.world_size > 1:
+            self.collectives = Collectives(self.device, self.recipe.partition.timeout_s)
+            self.stack.callback(self.collectives.close)
+        on_gpu = self.device.type != "cpu"
+        self.host_nbytes = memory.host or _free_host_nbytes() // 2
+        host = HostPool(self.host_nbytes, pin=on_gpu)
+        self.host_pool: HostPool = self.stack.enter_context(contextlib.closing(host))
+        weight_itemsize, state_itemsize = layout.weight_nbytes(1), layout.state_nbytes(1)
+        self.engine: TransferEngine | None = None
+        self.volume: Volume | None = None
+        store, chunk, staging = None, CHUNK_NUMEL, 0
+        if memory.nvme:
+            itemsize = weight_itemsize + state_itemsize
+            chunk = budget.chunk_numel(self.host_nbytes, itemsize, CHUNK_NUMEL)
+            staging = budget.STAGED_CHUNKS * budget.rounded(chunk * itemsize)
+            self.volume = self._open_volume()
+            self.engine = make_engine(memory.engine, self.volume)
+            self.stack.callback(self.engine.close)
+            store = ShardStore(
+                self.volume, weight_itemsize=weight_itemsize, state_itemsize=state_itemsize,
+                versions=memory.versions, chunk_numel=chunk,
+            )  # fmt: skip
+        self.tiers = Tiers(
+            layout, self.host_pool, resident_nbytes=max(0, self.host_nbytes - staging),
+            chunk_numel=chunk, store=store, engine=self.engine, versions=memory.versions,
+            gather=self.gather_exact,
+        )  # fmt: skip
+
+    def _open_volume(self) -> Volume:
+        directories = []
+        for root in self.recipe.memory.nvme:
+            directory = RunDirectory.create(Path(root), self.run_id, self.rank)
+            self.stack.callback(directory.remove)
+            directories.append(directory)
+        paths = [directory.file(f"rank{self.rank}.bin") for directory in directories]
+        volume = Volume(paths, stripe_weights([path.parent for path in paths]))
+        self.stack.callback(volume.close)
+        return volume
+
+    def _serve(self, module: nn.Module) -> None:
+        _runtimes[module] = self
+        serve(module, self._touch, self._deep_copy)
+        dress(module, self._enter, self._leave)
+        watch(module, self.values)
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.construction.builder.units
+
+    def connected(self) -> Hooks:
+        """The hooks; the parts are connected first, as for inference, if no optimizer came before."""
+        if self.hooks is None:
+            self._connect(clips=True)
+        assert self.hooks is not None
+        return self.hooks
+
+    def connect_optimizer(self, groups: list[dict[str, Any]], *, clips: bool) -> None:
+        """Connect an optimizer's parameter groups; sizes the device budget for it.
+
+        Raises:
+            BudgetError: ``memory.device`` is too small; the message has the arithmetic.
+        """
+        if self.hooks is None or self._clips != clips:
+            self._connect(clips)
+        group_of = {id(p): i for i, g in enumerate(groups) for p in g["params"]}
+        self.updates.groups = groups
+        self.updates.spans = {unit.index: spans_of(unit, group_of) for unit in self.units}
+
+    def _connect(self, clips: bool) -> None:
+        """Size the device budget and connect mover, prefetcher, gradients and updates."""
+        if self.hooks is not None:
+            self.prefetcher.forget()
+            self._parts.close()
+        self._clips = clips
+        self._parts = self.stack.enter_context(contextlib.ExitStack())
+        on_gpu = self.device.type != "cpu"
+        early = not clips and self.recipe.memory.versions == 2
+        staging = self.host_pool if on_gpu else None
+        sizes = [self._sizes(unit) for unit in self.units]
+        self.division = budget.divide_device(
+            self.recipe.memory.device, self._device_ceiling(), sizes, early=early, world_size=self.world_size
+        )
+        self.device_pool: Pool
+        if on_gpu:
+            self.device_pool = DevicePool(self.division.total, self.device)
+        else:
+            self.device_pool = HostPool(self.division.total, key="memory.device")
+        self._parts.callback(self.device_pool.close)
+        self.mover = UnitMover(self.units, self, self.device_pool, staging, self.collectives, self.waits)
+        streaming = {u.index: budget.rounded(u.nbytes) for u in self.units if self._streams(u)}
+        self.prefetcher = Prefetcher(self.mover, streaming, self.division.window)
+        self._make_updates(early)
+        self.backward = Backward(
+            self.units, self.device_pool, staging, self.mover, self.updates,
+            self.collectives, self._reduce_dtype, hold_weights=self.division.hold_weights,
+        )  # fmt: skip
+        self._hook_up()
+
+    def _hook_up(self) -> None:
+        if self.hooks is None:
+            self.hooks = Hooks(self.prefetcher, self.backward, self.mover.attached)
+        hooks = self.backward.hooks = self.hooks
+        hooks.prefetcher, hooks.sink, hooks.attached = self.prefetcher, self.backward, self.mover.attached
+        hooks.learn(self.units)
+        for unit in self.units:
+            if not self._streams(unit):
+                if not unit.gathered:
+                    unit.lifecycle.move(UnitState.GATHERED)
+                    unit.attach(self.tiers.residents[unit.index].weight)
+                assert unit.flat is not None
+                self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
+
+    def _make_updates(self, early: bool) -> None:
+        config = self.recipe.optim
+        on_compile = self._say if self.rank == 0 else None
+        rule = AdamWRule(self.dtype, threads=torch.get_num_threads(), compiled=config.compile, on_compile=on_compile)
+        pipeline = None
+        if self.engine is not None:
+            background = AdamWRule(self.dtype, compiled=config.compile, on_compile=on_compile)
+            pipeline = UpdatePipeline(
+                self.engine, self.host_pool, self.tiers.layout, background, depth=budget.STAGED_CHUNKS
+            )
+            self._parts.callback(pipeline.close)
+        self.updates = Updates(
+            self.tiers, rule, pipeline, early=early, next_use=lambda index: self.prefetcher.first_use(index)
+        )
+
+    def _sizes(self, unit: Unit) -> budget.UnitSizes:
+        grad = unit.nbytes if self.world_size == 1 else unit.shard_numel * self._reduce_dtype.itemsize
+        return budget.UnitSizes(
+            unit.name, unit.nbytes, grad, unit.shard_nbytes if self.world_size > 1 else unit.nbytes,
+            self._streams(unit), unit.home is Tier.NVME, bool(unit.trainable),
+        )  # fmt: skip
+
+    def _streams(self, unit: Unit) -> bool:
+        """With one rank and no accelerator, a unit in host memory is its own flat buffer."""
+        return unit.home is Tier.NVME or self.world_size > 1 or self.device.type != "cpu"
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return torch.float32 if self.recipe.partition.reduce_dtype == "fp32" else self.dtype
+
+    def _device_ceiling(self) -> int:
+        if self.device.type != "cpu":
+            return torch.cuda.mem_get_info(self.device)[0] // 2
+        return _free_host_nbytes() // 2
+
+    # --- what modules call -------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module) -> None:
+        if not self.construction.active:
+            self.connected().enter(module)
+
+    def _leave(self, module: nn.Module, output: object) -> None:
+        if self.hooks is not None:
+            self.hooks.leave(module, output)
+
+    def _touch(self, param: nn.Parameter) -> None:
+        if self.construction.active:
+            self.construction.touch(param)
+        else:
+            self.connected().touch(param)
+
+    def _deep_copy(self, param: nn.Parameter) -> nn.Parameter:
+        if self.construction.active:
+            return self.construction.plain_copy(param)
+        raise StateError(
+            "copy.deepcopy of a model whose parameters are sharded: the copy would hold every weight in this "
+            "process's memory. Build a second model under its own infinity.Init and load "
+            "model.state_dict() into it"
+        )
+
+    # --- what the mover asks -----------------------------------------------------------------
+
+    def fetch(self, unit: Unit, memory: memoryview) -> Transfer:
+        return self.updates.fetch(unit, memory)
+
+    def resident(self, unit: Unit) -> Tensor | None:
+        resident = self.tiers.residents.get(unit.index)
+        return None if resident is None else resident.weight
+
+    def waits(self, cause: str, wait: Callable[[], object]) -> None:
+        """Run ``wait`` and count its seconds as a stall of ``cause``."""
+        begin = time.perf_counter()
+        try:
+            wait()
+        finally:
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + time.perf_counter() - begin
+
+    def gather_exact(self, unit: Unit, shard: Tensor) -> Tensor:
+        if self.collectives is None:
+            return shard
+        full = torch.empty(unit.numel, dtype=shard.dtype)
+        unit.shard_of(full).copy_(shard)
+        full = full.to(self.device)
+        self.collectives.gather(unit.index, unit.name, full, lambda: None).wait()
+        return full.cpu()
+
+    # --- the step ----------------------------------------------------------------------------
+
+    def step(self, max_grad_norm: float | None) -> float | None:
+        """Commit the gradients of this step: their global norm, or None when there were none."""
+        self.connected().let_go()
+        self.waits("collective", self.backward.finish)
+        if not self.backward.synced:
+            return None
+        total = self.updates.total_sum_of_squares()
+        if self.collectives is not None:
+            [total] = self.collectives.sum([total], "the gradient norm")
+        norm = math.sqrt(total) / self.updates.loss_scale if math.isfinite(total) else total
+        if math.isfinite(norm):
+            self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
+        self.backward.reset()
+        self._conclude_pass()
+        return norm
+
+    def _conclude_pass(self) -> None:
+        """Keep the figures of the pass that ended; begin the next."""
+        read, written = self.updates.planned_read, self.updates.planned_written
+        fetched = self.prefetcher.planned
+        self.on_demand = self.prefetcher.on_demand
+        self.planned = None
+        if fetched is not None:
+            on_nvme = (self.units[i] for i in fetched if self.units[i].home is Tier.NVME)
+            read_weights = sum(unit.shard_nbytes for unit in on_nvme)
+            before = self._update_mark
+            self.planned = (read_weights + read - before[0], written - before[1])
+        self._update_mark = (read, written)
+        self.prefetcher.end_training_pass()
+
+    def peak_nbytes(self) -> dict[str, int]:
+        """The most that each tier held at one time (bytes)."""
+        peaks = {"device": self.device_pool.peak_nbytes, "host": self.host_pool.peak_nbytes}
+        return peaks | ({"nvme": self.volume.peak_nbytes} if self.volume else {})
+
+    def budgets(self) -> dict[str, int | None]:
+        budgets: dict[str, int | None] = {"device": self.division.total, "host": self.host_nbytes}
+        return budgets | ({"nvme": None} if self.volume else {})
+
+    def forget_step(self) -> None:
+        """``zero_grad()`` without ``step()``."""
+        if self.hooks is not None:
+            self.backward.reset()
+
+    def synchronize(self) -> None:
+        """Block until every update has landed."""
+        if self.hooks is not None:
+            self.updates.drain()
+
+    def close(self) -> None:
+        """Give back files, memory and threads. May be called twice."""
+        self.stack.close()
+
+    def _say(self, text: str) -> None:
+        self.on_say(text)
+
+    @staticmethod
+    def on_say(text: str) -> None:
+        """Where lines for people go; the command line replaces it."""
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime that serves ``model``, or a model that ``model`` wraps.
+
+    Raises:
+        StateError: It was not built under ``infinity.Init``.
+    """
+    for module in model.modules():
+        runtime = _runtimes.get(module)
+        if runtime is not None:
+            return runtime
+    raise StateError(
+        f"{type(model).__name__} was not built under infinity.Init; write `with infinity.Init(recipe): model = ...`"
+    )
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside accumulate; the first one outside completes the gradients."""
+    backward = runtime_of(model).backward
+    before, backward.syncing = backward.syncing, False
+    try:
+        yield
+    finally:
+        backward.syncing = before
+
+
+@contextlib.contextmanager
+def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
+    """Inside this context the parameters hold their full values; every rank must enter it.
+
+    Args:
+        params: A module (all its parameters), a parameter, or several.
+        modify: Values that were written are stored at the end; with several ranks, rank 0's.
+
+    Raises:
+        StateError: ``modify`` while gradients of a step wait for ``step()``.
+    """
+    if isinstance(params, nn.Module):
+        listed = list(params.parameters())
+    else:
+        listed = [params] if isinstance(params, nn.Parameter) else list(params)
+    served = [runtime for runtime in set(_runtimes.values()) if runtime.values.serves(listed)]
+    with contextlib.ExitStack() as stack:
+        for runtime in served:
+            stack.enter_context(runtime.values.gathered(listed, modify))
+        yield
+
+
+def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
+    """``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
+    values = runtime_of(model).values
+    before, values.every_rank = values.every_rank, every_rank
+    try:
+        return model.state_dict()
+    finally:
+        values.every_rank = before
+
+
+def _join_ranks() -> torch.device:
+    """Initialise torch.distributed from torchrun's environment; this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    return device
+
+
+def _agree(value: str, world_size: int) -> str:
+    """Rank 0's ``value``, on every rank."""
+    if world_size == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _free_host_nbytes() -> int:
+    """Host memory that is free for one rank of this machine (bytes)."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // local
+    return 8 * 2**30 // local

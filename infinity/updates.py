@@ -1,0 +1,329 @@
+"""From complete gradients to committed versions.
+
+[Note: when an update starts]
+With two versions, and when nothing global must be known first (no clipping), a unit's update starts
+as soon as its gradient exists, inside backward: it reads the committed version and writes the next.
+``step`` then only turns the page: what was next is committed. Otherwise gradients are held, and the
+updates start at ``step``. Either way they lag into the next forward, where the next fetch of a unit
+waits for that unit's own update, and they run in the order in which the next forward will need them.
+
+[Note: what is forgotten]
+Skipping a step, or ``zero_grad()`` without ``step()``, is not turning the page: the next version is
+overwritten by the next update. A unit in host memory has one place, so it is only updated at
+``step``.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from infinity.core.errors import StateError
+from infinity.core.tier import Tier
+from infinity.core.transfer import Lease, Transfer
+from infinity.optim.norm import sum_of_squares
+from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline
+from infinity.optim.rules import AdamWRule, Hyper
+from infinity.partition.unit import Unit
+from infinity.tiers import Tiers
+
+
+class Ticket:
+    """An update in flight; a :class:`~infinity.core.transfer.Transfer`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._then: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        while not self._ended.wait(1.0):
+            pass
+        if self._error is not None:
+            raise self._error
+
+    def then(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._then.append(call)
+                return
+        call()
+
+    def finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            calls, self._then = self._then, []
+        for call in calls:
+            call()
+
+
+class After:
+    """A transfer that begins when ``first`` has ended well."""
+
+    def __init__(self, first: Ticket, begin: Callable[[], Transfer]) -> None:
+        self._first, self._begin = first, begin
+        self._lock = threading.Lock()
+        self._second: Transfer | None = None
+        self._error: BaseException | None = None
+        first.then(self._start)
+
+    def _start(self) -> None:
+        try:
+            self._first.wait()
+            self._second = self._begin()
+        except BaseException as error:  # surfaces at wait
+            self._error = error
+
+    def done(self) -> bool:
+        return self._first.done() and (self._second is None or self._second.done())
+
+    def wait(self) -> None:
+        self._first.wait()
+        done = threading.Event()
+        self._first.then(done.set)  # runs after _start, which was registered before it
+        while not done.wait(1.0):
+            pass
+        if self._error is not None:
+            raise self._error
+        assert self._second is not None
+        self._second.wait()
+
+    def then(self, call: Callable[[], None]) -> None:
+        def chain() -> None:
+            if self._second is None:
+                call()
+            else:
+                self._second.then(call)
+
+        self._first.then(chain)
+
+
+@dataclass(slots=True)
+class Ready:
+    """A unit whose gradient of this step is complete on this rank."""
+
+    unit: Unit
+    grad: Tensor
+    sum_of_squares: float
+    leases: list[Lease] = field(default_factory=list)  # of the gradient, and of the weights
+    weight: Tensor | None = None
+    ticket: Ticket | None = None  # when the update has started
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+        self.leases.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements ``[start, stop)`` of a shard that belong to one parameter group."""
+
+    start: int
+    stop: int
+    group: int
+
+
+class Updates:
+    """Gradients in, committed versions out.
+
+    Args:
+        tiers: Where shards live.
+        rule: Updates shards in host memory, on the training thread.
+        pipeline: Updates the others; None when everything is resident.
+        early: Start inside backward where versions allow it.
+        next_use: Position of a unit's first use in the next pass, for the order of updates.
+    """
+
+    def __init__(
+        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, *, early: bool,
+        next_use: Callable[[int], int],
+    ) -> None:  # fmt: skip
+        self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
+        self.early, self.next_use = early, next_use
+        self.groups: Sequence[Mapping[str, object]] = ()  # the optimizer's param_groups
+        self.spans: dict[int, tuple[Span, ...]] = {}
+        self.ready: dict[int, Ready] = {}
+        self.steps = 0
+        self.loss_scale = 1.0
+        self.planned_read = self.planned_written = 0  # bytes of this step's updates
+        self._tickets: dict[int, Ticket] = {}
+        self._hypers: list[Hyper] | None = None
+        self._tensors: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def add(self, unit: Unit, grad: Tensor, leases: list[Lease], weight: Tensor | None) -> None:
+        """A shard's gradient is complete, ``(shard_numel,)``; any thread.
+
+        Args:
+            weight: The shard's weights if they are at hand; held until the update has read them.
+            leases: Held for ``grad`` and ``weight``, given back when the update has read them.
+        """
+        ready = Ready(unit, grad, sum_of_squares(grad), leases, weight)
+        with self._lock:
+            self.ready[unit.index] = ready
+        if self.early and unit.home is Tier.NVME and math.isfinite(ready.sum_of_squares):
+            self._launch(ready, 1.0)
+
+    def total_sum_of_squares(self) -> float:
+        """Over this rank's shards, in the order of units."""
+        return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
+
+    # --- the step ----------------------------------------------------------------------------
+
+    def commit(self, grad_scale: float) -> None:
+        """Make this step's updates the model: turn the page, or start what was held."""
+        self._check_hypers()
+        self.steps += 1
+        for index in self._order():
+            ready = self.ready[index]
+            if ready.ticket is None:
+                self._start(ready, grad_scale)
+            ready.unit.updates += 1
+            if ready.unit.home is Tier.NVME:
+                ready.unit.version = (ready.unit.version + 1) % self.tiers.versions
+        self._close_step()
+
+    def forget(self) -> None:
+        """Drop this step's gradients and updates; the committed version stays."""
+        for ready in self.ready.values():
+            if ready.ticket is not None:
+                ready.ticket.wait()  # it writes into the next version, which nobody will read
+            ready.release()
+        self._close_step()
+
+    def fetch(self, unit: Unit, memory: memoryview) -> Transfer:
+        """Start reading a shard's committed weights, after the update that writes them."""
+        ticket = self._tickets.get(unit.index)
+        if ticket is None or ticket.done() or self._is_next(unit):
+            if ticket is not None and ticket.done() and not self._is_next(unit):
+                ticket.wait()  # raises if that update failed: its weights are not there
+            return self.tiers.read_weight(unit, memory)
+        return After(ticket, lambda: self.tiers.read_weight(unit, memory))
+
+    def drain(self) -> None:
+        """Block until every update that was started has landed."""
+        if self.pipeline is not None:
+            self.pipeline.drain()
+
+    # --- starting ----------------------------------------------------------------------------
+
+    def _start(self, ready: Ready, grad_scale: float) -> None:
+        if ready.unit.home is Tier.NVME:
+            self._launch(ready, grad_scale)
+        else:
+            self._update_resident(ready, grad_scale)
+
+    def _update_resident(self, ready: Ready, grad_scale: float) -> None:
+        resident = self.tiers.residents[ready.unit.index]
+        hypers = self._tensors_for(grad_scale)
+        for span in self.spans[ready.unit.index]:
+            part = slice(span.start, span.stop)
+            state = tuple(f[part] for f in resident.state)
+            weight = resident.weight[part]
+            self.rule.update(weight, ready.grad[part], state, weight, hypers[span.group])
+        ready.release()
+
+    def _launch(self, ready: Ready, grad_scale: float) -> None:
+        assert self.pipeline is not None
+        unit = ready.unit
+        earlier = self._tickets.get(unit.index)
+        if earlier is not None:
+            earlier.wait()
+        ready.ticket = self._tickets[unit.index] = ticket = Ticket()
+        with self._lock:
+            hypers = self._tensors_for(grad_scale)
+        runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in self.spans[unit.index])
+        chunks = self._chunks(unit)
+        weight_nbytes, state_nbytes = self._sizes(unit)
+        self.planned_read += state_nbytes + (weight_nbytes if ready.weight is None else 0)
+        self.planned_written += weight_nbytes + state_nbytes
+        self.pipeline.submit(
+            UpdateJob(
+                name=unit.name, weight=ready.weight, grad=ready.grad, chunks=chunks, runs=runs,
+                priority=self.next_use(unit.index), on_done=ticket.finish, on_computed=ready.release,
+            )
+        )  # fmt: skip
+
+    def _sizes(self, unit: Unit) -> tuple[int, int]:
+        layout = self.tiers.layout
+        return layout.weight_nbytes(unit.shard_numel), layout.state_nbytes(unit.shard_numel)
+
+    def _chunks(self, unit: Unit) -> tuple[Chunk, ...]:
+        committed, following = self.tiers.version(unit), self.tiers.version(unit, ahead=1)
+        pairs = zip(committed.chunks, following.chunks, strict=True)
+        return tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
+
+    # --- hyperparameters ---------------------------------------------------------------------
+
+    def _tensors_for(self, grad_scale: float) -> list[Tensor]:
+        """One tensor of hyperparameters for each parameter group; the same all through a step."""
+        if self._hypers is None:
+            self._hypers = self._read_groups()
+            self._tensors = [replace(h, grad_scale=grad_scale / self.loss_scale).tensor() for h in self._hypers]
+        return self._tensors
+
+    def _read_groups(self) -> list[Hyper]:
+        out = []
+        for group in self.groups:
+            beta1, beta2 = group["betas"]  # type: ignore[misc]
+            numbers = [float(group[key]) for key in ("lr", "eps", "weight_decay")]  # type: ignore[arg-type]
+            lr, eps, decay = numbers
+            out.append(
+                Hyper(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay, step=self.steps + 1)
+            )  # fmt: skip
+        return out
+
+    def _check_hypers(self) -> None:
+        """The numbers with which updates started inside backward are still those of the groups."""
+        if self._hypers is not None and self._hypers != self._read_groups():
+            raise StateError(
+                "param_groups changed between backward() and step(), but updates of this step already "
+                "started inside backward. Set the learning rate before backward() or after step(), or "
+                "set optim.early=false"
+            )
+
+    def _order(self) -> list[int]:
+        """Held updates start in the order in which the next forward needs them."""
+        return sorted(self.ready, key=lambda i: (self.next_use(i), i))
+
+    def _close_step(self) -> None:
+        self.ready.clear()
+        self._hypers = None
+
+    def _is_next(self, unit: Unit) -> bool:
+        """Whether the unit's update in flight belongs to a step that is not committed yet."""
+        ready = self.ready.get(unit.index)
+        return ready is not None and ready.ticket is not None
+
+
+def spans_of(unit: Unit, group_of: Mapping[int, int]) -> tuple[Span, ...]:
+    """The shard's elements by parameter group; frozen parameters and padding are in none.
+
+    Args:
+        group_of: Index of the group of each trainable parameter, by ``id``.
+    """
+    spans: list[Span] = []
+    low, high = unit.shard_start, unit.shard_start + unit.shard_numel
+    joined = False  # only padding lies between the last span and this segment; it stays zero
+    for segment in sorted(unit.segments, key=lambda s: s.offset):
+        group = group_of.get(id(segment.param))
+        start, stop = max(low, segment.offset) - low, min(high, segment.stop) - low
+        if group is None:
+            joined = False
+        elif start < stop:
+            if joined and spans[-1].group == group:
+                spans[-1] = Span(spans[-1].start, stop, group)
+            else:
+                spans.append(Span(start, stop, group))
+            joined = True
+    return tuple(spans)
