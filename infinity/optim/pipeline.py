@@ -1,0 +1,359 @@
+"""The chunk pipeline: read i+1, update i and write i-1 at the same time, on a thread of its own.
+
+A chunk is a part of a shard that fits one staging buffer. It goes through three stages::
+
+    READING   its state (and its weights, where they are not at hand) flies into the buffer
+    UPDATED   the rule has run; the new weights and the new state lie in the buffer
+    WRITING   they fly to the next version; then the buffer is given back
+
+Up to ``depth`` chunks are in some stage. The thread sleeps until a transfer ends or a job comes. What
+starts next is the first chunk of the job with the lowest priority number; what is updated next is the
+most urgent chunk whose reads have ended, in whatever order they end.
+
+[Note: one error ends all] After a disk error nobody can say which version is whole but the committed
+one, which no job writes to. So the first error fails the job that met it and every other job, given or
+still to come, with that same error. Transfers in flight are awaited before their buffers are given
+back, because the kernel may still write into them.
+"""
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+from infinity.core.errors import StateError
+from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.optim.job import Chunk, Run, UpdateJob, check_job, pieces
+from infinity.optim.layout import StateLayout
+from infinity.optim.rules import AdamWRule
+
+__all__ = ["Chunk", "PipelineStats", "Run", "UpdateJob", "UpdatePipeline"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStats:
+    """Since the pipeline was made: what its thread did, in seconds of wall clock, and bytes moved.
+
+    Attributes:
+        buffer_wait_s: Nothing in flight, and no staging buffer to be had.
+        read_wait_s: Nothing to update, and reads in flight.
+        write_wait_s: Nothing to update, and only writes in flight.
+        update_s: In the rule.
+    """
+
+    buffer_wait_s: float = 0.0
+    read_wait_s: float = 0.0
+    write_wait_s: float = 0.0
+    update_s: float = 0.0
+    nbytes_read: int = 0
+    nbytes_written: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """How far one job is."""
+
+    job: UpdateJob
+    order: tuple[int, int]  # priority, then order of submission
+    started: int = 0
+    updated: int = 0
+    landed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A chunk in flight, with the buffer that it holds."""
+
+    progress: _Progress
+    chunk: Chunk
+    lease: Lease
+    transfers: list[Transfer] = field(default_factory=list)
+    writing: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return all(transfer.done() for transfer in self.transfers)
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
+
+
+class UpdatePipeline:
+    """Plays update jobs beside training.
+
+    Args:
+        engine: Moves the bytes.
+        pool: Staging buffers are leased from it, each as long as its chunk is in flight.
+        layout: What the state holds.
+        rule: Updates a slice of a chunk.
+        depth: Chunks in flight at one time.
+        name: Of the thread.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: AdamWRule, *,
+        depth: int = 3, name: str = "infinity-update",
+    ) -> None:  # fmt: skip
+        if depth < 1:
+            raise ValueError(f"depth is {depth}; a pipeline holds at least 1 chunk")
+        self._engine, self._pool, self._layout, self._rule = engine, pool, layout, rule
+        self._depth = depth
+        self._changed = threading.Condition()  # guards what follows
+        self._events = 0
+        self._submitted: list[_Progress] = []
+        self._unfinished = 0
+        self._count = 0
+        self._error: BaseException | None = None
+        self._closing = False
+        # what follows belongs to the thread
+        self._waiting: list[tuple[tuple[int, int], _Progress]] = []  # a heap of jobs with chunks to start
+        self._jobs: dict[tuple[int, int], _Progress] = {}  # those that are not done
+        self._slots: list[_Slot] = []
+        self._stats = PipelineStats()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    # --- any thread --------------------------------------------------------------------------
+
+    def submit(self, job: UpdateJob) -> None:
+        """Queue ``job``; returns at once.
+
+        Raises:
+            ValueError: Chunks and runs do not fit the shard.
+            StateError: The pipeline is closed.
+            BaseException: The error that ended the pipeline.
+        """
+        check_job(job, self._layout)
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._closing:
+                raise StateError(f"{job.name}: the update pipeline is closed")
+            self._count += 1
+            self._unfinished += 1
+            self._submitted.append(_Progress(job, (job.priority, self._count)))
+            self._notify()
+
+    def drain(self) -> None:
+        """Block until every submitted job is done.
+
+        Raises:
+            BaseException: The error that ended the pipeline.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._unfinished == 0)
+            if self._error is not None:
+                raise self._error
+
+    @property
+    def idle(self) -> bool:
+        """Whether every submitted job is done."""
+        return self._unfinished == 0
+
+    @property
+    def stats(self) -> PipelineStats:
+        """What the thread did so far."""
+        return self._stats
+
+    def close(self) -> None:
+        """Finish what was submitted, then end the thread; raises nothing. May be called again."""
+        with self._changed:
+            self._closing = True
+            self._notify()
+        self._thread.join()
+
+    def _notify(self) -> None:
+        """Something ended or came; also runs on an engine's thread."""
+        with self._changed:
+            self._events += 1
+            self._changed.notify_all()
+
+    # --- the pipeline's thread ---------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # everyone who waits must learn of it
+            self._fail(error)
+
+    def _turn(self) -> bool:
+        """Do what can be done now, or sleep until something can; False when all is over."""
+        seen = self._take_submitted()
+        landed = self._land()
+        started = self._start()
+        updated = self._update()
+        return landed or started or updated or self._sleep(seen)
+
+    def _take_submitted(self) -> int:
+        """Move new jobs to the heap; the number of events so far."""
+        with self._changed:
+            new, self._submitted = self._submitted, []
+            seen = self._events
+        self._jobs.update({progress.order: progress for progress in new})
+        for progress in new:
+            if progress.job.chunks:
+                heappush(self._waiting, (progress.order, progress))
+            else:
+                self._computed(progress)
+                self._finish(progress)
+        return seen
+
+    def _sleep(self, seen: int) -> bool:
+        with self._changed:
+            if not self._jobs and not self._submitted and self._closing:
+                return False
+            began = time.perf_counter()
+            self._changed.wait_for(lambda: self._events != seen)
+        waited_s = time.perf_counter() - began
+        if any(not slot.writing for slot in self._slots):
+            self._count_up(read_wait_s=waited_s)
+        elif self._slots:
+            self._count_up(write_wait_s=waited_s)
+        return True
+
+    def _start(self) -> bool:
+        """Send out the reads of as many chunks as there are buffers for."""
+        started = False
+        while self._waiting and len(self._slots) < self._depth:
+            progress = self._waiting[0][1]
+            chunk = progress.job.chunks[progress.started]
+            lease = self._lease(chunk, progress.job.name)
+            if lease is None:
+                break
+            progress.started += 1
+            if progress.started == len(progress.job.chunks):
+                heappop(self._waiting)
+            self._read(_Slot(progress, chunk, lease))
+            started = True
+        return started
+
+    def _lease(self, chunk: Chunk, name: str) -> Lease | None:
+        """A buffer; None when it will come with the end of a chunk in flight."""
+        nbytes = self._layout.state_nbytes(chunk.numel) + self._layout.weight_nbytes(chunk.numel)
+        who = f"update of {name}"
+        lease = self._pool.try_lease(nbytes, who=who)
+        if lease is None and not self._slots:
+            began = time.perf_counter()
+            lease = self._pool.lease(nbytes, who=who)
+            self._count_up(buffer_wait_s=time.perf_counter() - began)
+        return lease
+
+    def _read(self, slot: _Slot) -> None:
+        self._slots.append(slot)
+        chunk, state_nbytes = slot.chunk, slot.chunk.state_read.nbytes
+        memory = slot.lease.memory
+        slot.transfers = [self._engine.read(chunk.state_read, memory[:state_nbytes])]
+        nbytes = state_nbytes
+        if slot.progress.job.weight is None:
+            nbytes += chunk.weight_read.nbytes
+            slot.transfers.append(self._engine.read(chunk.weight_read, memory[state_nbytes:nbytes]))
+        self._count_up(nbytes_read=nbytes)
+        self._watch(slot)
+
+    def _update(self) -> bool:
+        """Update the most urgent chunk that has been read, and send out its writes."""
+        ready = [slot for slot in self._slots if not slot.writing and slot.ended]
+        if not ready:
+            return False
+        slot = min(ready, key=lambda slot: (slot.progress.order, slot.chunk.start))
+        slot.wait()
+        began = time.perf_counter()
+        self._apply(slot)
+        self._count_up(update_s=time.perf_counter() - began)
+        self._write(slot)
+        progress = slot.progress
+        progress.updated += 1
+        if progress.updated == len(progress.job.chunks):
+            self._computed(progress)
+        return True
+
+    def _apply(self, slot: _Slot) -> None:
+        """Run the rule over the chunk's runs; elsewhere carry the weights over."""
+        job, chunk, buffer = slot.progress.job, slot.chunk, slot.lease.tensor
+        middle = self._layout.state_nbytes(chunk.numel)
+        end = middle + self._layout.weight_nbytes(chunk.numel)
+        state = self._layout.views(buffer[:middle], chunk.numel)
+        new = buffer[middle:end].view(self._layout.dtype)
+        old = new if job.weight is None else job.weight[chunk.start : chunk.start + chunk.numel]
+        for begin, stop, hyper in pieces(job.runs, chunk.start, chunk.start + chunk.numel):
+            part = slice(begin - chunk.start, stop - chunk.start)
+            if hyper is not None:
+                parts = tuple(field[part] for field in state)
+                self._rule.update(old[part], job.grad[begin:stop], parts, new[part], hyper)
+            elif old is not new:
+                new[part].copy_(old[part])
+
+    def _write(self, slot: _Slot) -> None:
+        chunk, memory = slot.chunk, slot.lease.memory
+        middle = chunk.state_write.nbytes
+        end = middle + chunk.weight_write.nbytes
+        slot.writing = True
+        slot.transfers = [self._engine.write(chunk.state_write, memory[:middle])]
+        slot.transfers.append(self._engine.write(chunk.weight_write, memory[middle:end]))
+        self._count_up(nbytes_written=end)
+        self._watch(slot)
+
+    def _watch(self, slot: _Slot) -> None:
+        for transfer in slot.transfers:
+            transfer.then(self._notify)
+
+    def _land(self) -> bool:
+        """Give back the buffers of chunks that are written, and finish jobs."""
+        landed = [slot for slot in self._slots if slot.writing and slot.ended]
+        for slot in landed:
+            slot.wait()
+            self._slots.remove(slot)
+            slot.lease.release()
+            slot.progress.landed += 1
+            if slot.progress.landed == len(slot.progress.job.chunks):
+                self._finish(slot.progress)
+        return bool(landed)
+
+    # --- the ends of jobs --------------------------------------------------------------------
+
+    def _computed(self, progress: _Progress) -> None:
+        if progress.job.on_computed is not None:
+            progress.job.on_computed()
+
+    def _finish(self, progress: _Progress) -> None:
+        del self._jobs[progress.order]
+        try:
+            progress.job.on_done(None)
+        finally:
+            self._ended(1)
+
+    def _ended(self, jobs: int) -> None:
+        with self._changed:
+            self._unfinished -= jobs
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        """End every job with ``error``; see [Note: one error ends all]."""
+        with self._changed:
+            self._error = error
+            failed = [*(self._jobs[order] for order in sorted(self._jobs)), *self._submitted]
+            self._submitted = []
+        for slot in self._slots:
+            _settle(slot)
+        self._slots.clear()
+        for progress in failed:
+            try:
+                progress.job.on_done(error)
+            except BaseException as second:  # the others must learn of the first
+                error.add_note(f"{progress.job.name}: on_done raised {second!r} when told of this")
+        self._ended(len(failed))
+
+    def _count_up(self, **more: float) -> None:
+        new = {name: getattr(self._stats, name) + value for name, value in more.items()}
+        self._stats = replace(self._stats, **new)
+
+
+def _settle(slot: _Slot) -> None:
+    """Wait until no byte of the slot's buffer is in flight, however that ends; give it back."""
+    for transfer in slot.transfers:
+        with suppress(BaseException):
+            transfer.wait()
+    slot.lease.release()

@@ -1,0 +1,344 @@
+"""The pipeline: the same bits as one whole update, overlapped, and one error ends all."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infinity.core.errors import BudgetError, DiskError, StateError
+from infinity.optim.layout import GRAIN_NUMEL, StateLayout
+from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline
+from infinity.optim.rules import AdamWRule, Hyper
+from tests.helpers.fakes import FakeEngine, FakePool
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+HYPERS = [Hyper(lr=1e-2, weight_decay=0.1, step=3).tensor(), Hyper(lr=1e-3, step=3).tensor()]
+
+
+class Ends:
+    """What a job's callbacks said."""
+
+    def __init__(self) -> None:
+        self.computed = 0
+        self.done: list[BaseException | None] = []
+
+    def on_computed(self) -> None:
+        self.computed += 1
+
+    def on_done(self, error: BaseException | None) -> None:
+        self.done.append(error)
+
+
+@dataclass
+class Shard:
+    """A shard on a fake disk, and what it must be after the update."""
+
+    job: UpdateJob
+    ends: Ends
+    weight: Tensor
+    state: list[Tensor]
+
+    def check(self, engine: FakeEngine, layout: StateLayout) -> None:
+        for chunk in self.job.chunks:
+            part = slice(chunk.start, chunk.start + chunk.numel)
+            assert engine.get(chunk.weight_write) == raw(self.weight[part])
+            content = torch.frombuffer(bytearray(engine.get(chunk.state_write)), dtype=torch.uint8)
+            for got, wanted in zip(layout.views(content, chunk.numel), self.state, strict=True):
+                assert raw(got) == raw(wanted[part])
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def random_field(numel: int, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, (numel,), dtype=torch.int8)
+    return torch.rand(numel)
+
+
+def make_shard(
+    engine: FakeEngine, layout: StateLayout, grains: list[int], runs: list[tuple[int, int]], *,
+    name: str = "unit", priority: int = 0, at_hand: bool = True, file: int = 0,
+) -> Shard:  # fmt: skip
+    """A shard in chunks of ``grains`` times 2048 elements, on disk, with its expected update."""
+    numel = sum(grains) * GRAIN_NUMEL
+    weight, grad = torch.randn(numel).to(layout.dtype), torch.randn(numel).to(layout.dtype)
+    state = [random_field(numel, field.dtype) for field in layout.fields]
+    chunks, start = [], 0
+    for count in (grain * GRAIN_NUMEL for grain in grains):
+        sizes = [layout.weight_nbytes(count), layout.state_nbytes(count)] * 2
+        extents = [engine.extent(size, file) for size in sizes]
+        part = slice(start, start + count)
+        engine.put(extents[0], raw(weight[part]))
+        engine.put(extents[1], b"".join(raw(field[part]) for field in state))
+        chunks.append(Chunk(start, count, *extents))
+        start += count
+    ends = Ends()
+    job_runs = tuple(Run(a, b, HYPERS[i % 2]) for i, (a, b) in enumerate(runs))
+    job = UpdateJob(
+        name, weight.clone() if at_hand else None, grad, tuple(chunks), job_runs, priority,
+        ends.on_done, ends.on_computed,
+    )  # fmt: skip
+    eager = AdamWRule(layout.dtype, compiled=False)
+    for run in job_runs:
+        part = slice(run.start, run.stop)
+        eager.update(weight[part], grad[part], tuple(f[part] for f in state), weight[part], run.hyper)
+    return Shard(job, ends, weight, state)
+
+
+@contextmanager
+def playing(
+    engine: FakeEngine, layout: StateLayout, *, grains: int = 64, depth: int = 3, patience_s: float = 5.0
+) -> Iterator[tuple[UpdatePipeline, FakePool]]:
+    """A pipeline whose pool holds ``grains`` times 2048 elements."""
+    pool = FakePool(
+        (layout.state_itemsize + layout.dtype.itemsize) * GRAIN_NUMEL * grains, patience_s=patience_s
+    )
+    rule = AdamWRule(layout.dtype, compiled=False)
+    pipeline = UpdatePipeline(engine, pool, layout, rule, depth=depth)
+    try:
+        yield pipeline, pool
+    finally:
+        pipeline.close()
+        engine.close()
+        assert pool.leased_nbytes == 0, "a lease leaked"
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
+    grains = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    numel = sum(grains) * GRAIN_NUMEL
+    cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=6, unique=True)))
+    return grains, list(zip(cuts[::2], cuts[1::2], strict=False))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    jobs=st.lists(st.tuples(shapes(), st.integers(0, 3), st.booleans()), min_size=1, max_size=4),
+    depth=st.integers(1, 4),
+    room=st.integers(3, 12),
+)
+def test_any_chunks_runs_priorities_and_depth_give_the_bits_of_one_whole_update(dtype, jobs, depth, room):
+    layout, engine = StateLayout.of(dtype), FakeEngine(threads=3)
+    shards = [
+        make_shard(engine, layout, grains, runs, priority=priority, at_hand=at_hand)
+        for (grains, runs), priority, at_hand in jobs
+    ]
+    with playing(engine, layout, grains=room, depth=depth) as (pipeline, pool):
+        for shard in shards:
+            pipeline.submit(shard.job)
+        pipeline.drain()
+        assert pipeline.idle
+        assert pool.leased_nbytes == 0
+    for shard in shards:
+        assert shard.ends.done == [None]
+        assert shard.ends.computed == 1
+        shard.check(engine, layout)
+
+
+def test_elements_outside_runs_keep_their_weights_and_state():
+    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine()
+    shard = make_shard(engine, layout, [1, 1], [(100, 200), (3000, 3001)])
+    before = engine.get(shard.job.chunks[0].state_read)
+    with playing(engine, layout) as (pipeline, _):
+        pipeline.submit(shard.job)
+        pipeline.drain()
+    after = layout.views(
+        torch.frombuffer(bytearray(engine.get(shard.job.chunks[0].state_write)), dtype=torch.uint8),
+        GRAIN_NUMEL,
+    )
+    old = layout.views(torch.frombuffer(bytearray(before), dtype=torch.uint8), GRAIN_NUMEL)
+    for new_field, old_field in zip(after, old, strict=True):
+        assert raw(new_field[:100]) == raw(old_field[:100])
+        assert raw(new_field[200:]) == raw(old_field[200:])
+        assert raw(new_field[100:200]) != raw(old_field[100:200])
+    shard.check(engine, layout)
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_bytes_moved_are_those_of_the_layout(at_hand):
+    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine()
+    shard = make_shard(engine, layout, [2, 1], [(0, 6000)], at_hand=at_hand)
+    with playing(engine, layout) as (pipeline, _):
+        pipeline.submit(shard.job)
+        pipeline.drain()
+        stats = pipeline.stats
+    numel = 3 * GRAIN_NUMEL
+    assert engine.nbytes_read == stats.nbytes_read == numel * (10 if at_hand else 12)
+    assert engine.nbytes_written == stats.nbytes_written == numel * 12
+
+
+def test_reads_updates_and_writes_overlap_so_that_it_is_faster_than_one_after_the_other():
+    layout, seconds, chunks = StateLayout.of(torch.float32), 0.02, 12
+    engine = FakeEngine(seconds=seconds)
+    shard = make_shard(engine, layout, [1] * chunks, [(0, 2048)])
+    with playing(engine, layout, depth=3) as (pipeline, _):
+        began = time.perf_counter()
+        pipeline.submit(shard.job)
+        pipeline.drain()
+        took = time.perf_counter() - began
+    assert took < 0.75 * chunks * 2 * seconds  # serial: a read and a write for each chunk
+    assert engine.peak_in_flight >= 3
+    shard.check(engine, layout)
+
+
+def test_a_more_urgent_job_goes_before_chunks_that_have_not_started():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine(seconds=0.02)
+    slow = make_shard(engine, layout, [1] * 8, [(0, 100)], name="slow", priority=9, file=1)
+    urgent = make_shard(engine, layout, [1], [(0, 100)], name="urgent", priority=1, file=2)
+    with playing(engine, layout, depth=2) as (pipeline, _):
+        pipeline.submit(slow.job)
+        time.sleep(0.01)
+        pipeline.submit(urgent.job)
+        pipeline.drain()
+    reads = [file for action, file, _ in engine.log if action == "read"]
+    assert reads.index(2) <= 4
+
+
+def test_weight_and_grad_are_free_while_the_last_writes_are_in_flight():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine(seconds=0.05)
+    shard = make_shard(engine, layout, [1], [(0, 100)])
+    in_flight_when_computed = []
+    shard.job.on_computed = lambda: in_flight_when_computed.append((engine.in_flight, list(shard.ends.done)))
+    with playing(engine, layout) as (pipeline, _):
+        pipeline.submit(shard.job)
+        pipeline.drain()
+    assert in_flight_when_computed == [(2, [])]
+
+
+def test_a_job_without_chunks_is_done_at_once():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    ends = Ends()
+    with playing(engine, layout) as (pipeline, _):
+        pipeline.submit(UpdateJob("empty", None, torch.empty(0), (), (), 0, ends.on_done, ends.on_computed))
+        pipeline.drain()
+    assert (ends.computed, ends.done) == (1, [None])
+
+
+@pytest.mark.parametrize("fault", [{"fail_write": 1}, {"fail_write": 7}, {"fail_read": 1}, {"fail_read": 5}])
+def test_a_disk_error_fails_its_job_and_all_later_ones_and_gives_back_every_buffer(fault):
+    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine(seconds=0.002, **fault)
+    shards = [make_shard(engine, layout, [1, 1, 1], [(0, 5000)], priority=i) for i in range(3)]
+    with playing(engine, layout) as (pipeline, pool):
+        for shard in shards:
+            with_error = submit_or_error(pipeline, shard.job)
+        with pytest.raises(DiskError, match="offset"):
+            pipeline.drain()
+        assert pool.leased_nbytes == 0
+        with pytest.raises(DiskError):
+            pipeline.submit(shards[0].job)
+    told = [shard.ends.done for shard in shards if shard.ends.done]
+    assert all(len(done) == 1 for done in told)
+    assert isinstance(told[-1][0], DiskError)
+    if with_error is None:
+        assert isinstance(shards[-1].ends.done[0], DiskError)
+
+
+def submit_or_error(pipeline: UpdatePipeline, job: UpdateJob) -> BaseException | None:
+    try:
+        pipeline.submit(job)
+    except DiskError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("where", ["on_computed", "on_done", "rule"])
+def test_an_error_of_ours_ends_the_pipeline_loudly(where, monkeypatch):
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    first, second = (make_shard(engine, layout, [1], [(0, 100)], priority=i) for i in range(2))
+    if where == "rule":
+        monkeypatch.setattr(AdamWRule, "update", broken)
+    else:
+        setattr(first.job, where, broken)
+    with playing(engine, layout, depth=1) as (pipeline, _):
+        pipeline.submit(first.job)
+        with pytest.raises(RuntimeError, match="broken"):
+            pipeline.drain()
+        with pytest.raises(RuntimeError, match="broken"):
+            pipeline.submit(second.job)
+    assert second.ends.done == []
+    assert where == "on_done" or isinstance(first.ends.done[0], RuntimeError)
+
+
+def test_a_callback_that_raises_when_told_of_an_error_hides_neither_error_nor_job():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine(fail_read=1, seconds=0.02)
+    first, second = (make_shard(engine, layout, [1], [(0, 100)], priority=i) for i in range(2))
+    first.job.on_done = lambda error: 1 // 0
+    with playing(engine, layout) as (pipeline, _):
+        pipeline.submit(first.job)
+        pipeline.submit(second.job)
+        with pytest.raises(DiskError) as caught:
+            pipeline.drain()
+    assert "ZeroDivisionError" in caught.value.__notes__[0]
+    assert isinstance(second.ends.done[0], DiskError)
+
+
+def test_a_chunk_that_can_never_fit_the_pool_is_a_budget_error():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    shard = make_shard(engine, layout, [4], [(0, 100)])
+    with playing(engine, layout, grains=2) as (pipeline, _):
+        pipeline.submit(shard.job)
+        with pytest.raises(BudgetError, match=r"memory\.host"):
+            pipeline.drain()
+
+
+def test_it_waits_for_buffers_that_others_hold():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    shard = make_shard(engine, layout, [1, 1], [(0, 4096)])
+    with playing(engine, layout, grains=1) as (pipeline, pool):
+        other = pool.lease(pool.capacity_nbytes, who="prefetch")
+        pipeline.submit(shard.job)
+        time.sleep(0.05)
+        assert not pipeline.idle
+        other.release()
+        pipeline.drain()
+        assert pipeline.stats.buffer_wait_s > 0.02
+    shard.check(engine, layout)
+
+
+def test_a_closed_pipeline_takes_no_jobs_and_has_finished_those_it_took():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine(seconds=0.005)
+    shard = make_shard(engine, layout, [1, 1], [(0, 4096)])
+    with playing(engine, layout) as (pipeline, _):
+        pipeline.submit(shard.job)
+        pipeline.close()
+        assert shard.ends.done == [None]
+        with pytest.raises(StateError, match="closed"):
+            pipeline.submit(shard.job)
+    assert "infinity-update" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_an_idle_pipeline_sleeps():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    with playing(engine, layout):
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1
+
+
+def test_jobs_that_do_not_fit_their_shard_are_refused():
+    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    with playing(engine, layout) as (pipeline, _):
+        shard = make_shard(engine, layout, [1], [(0, 100)])
+        shard.job.runs = (Run(0, 10, HYPERS[0]), Run(5, 20, HYPERS[0]))
+        with pytest.raises(ValueError, match="overlaps"):
+            pipeline.submit(shard.job)
+        shard = make_shard(engine, layout, [1], [(0, 100)])
+        shard.job.grad = torch.zeros(5)
+        with pytest.raises(ValueError, match="weight holds"):
+            pipeline.submit(shard.job)
+        shard.job.weight = None
+        with pytest.raises(ValueError, match="not in a shard"):
+            pipeline.submit(shard.job)
