@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from infinity.models.gpt import GPT
 from infinity.observe.metrics import MetricsFile, TensorBoard, View
 from infinity.observe.progress import ProgressDisplay
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
-from infinity.observe.timeline import Timeline, write_trace
+from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 from infinity.recipe import Recipe, TrainConfig
 
@@ -37,20 +38,22 @@ def train(recipe: Recipe) -> Summary | None:
     """
     set_threads(recipe.train)
     data = open_data(recipe.data, _shape(recipe), vocab_size=recipe.model.vocab_size)
-    timeline = Timeline(enabled=recipe.observe.timeline)
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
         totals = SummaryBuilder()
         views = [totals, *open_views(recipe, folder, stack)] if folder else []
-        if folder and recipe.observe.timeline:
-            stack.callback(lambda: write_trace(timeline.spans(), folder / "timeline.json"))
-        model, optimizer = stack.enter_context(_built(recipe, timeline))
+        model, optimizer = stack.enter_context(_built(recipe, folder))
+        for display in views:
+            if isinstance(display, ProgressDisplay):
+                optimizer.runtime.on_say = display.say
         Loop(recipe, model, optimizer, data, views).run()
         if folder is None:
             return None
         budgets: dict[str, int | None] = optimizer.budgets
         summary = totals.result(folder=folder, world_size=world_size(), budgets=budgets)
         summary.write(folder / "summary.json")
+        if recipe.observe.timeline:
+            write_trace(optimizer.timeline.spans(), folder / "timeline.json")
     if recipe.observe.progress:
         show_summary(summary, Console())
     return summary
@@ -79,12 +82,13 @@ class Loop:
         for step in range(1, train.steps + 1):
             loss = self._mean(self._step())
             tokens = _shape(self._recipe).taken * self._recipe.model.seq_len * train.accumulate
-            report = self._optimizer.report(loss=loss, tokens=tokens)
+            report = replace(self._optimizer.report(loss=loss, tokens=tokens), step=step)
             for view in self._views:
                 view.step(report)
             due = train.eval_every and (step % train.eval_every == 0 or step == train.steps)
             if due and self._data.held_out:
                 held_out = self._evaluate(self._data.held_out)
+                self._optimizer.report()  # an evaluation's time and bytes are not the next step's
                 for view in self._views:
                     view.evaluated(step, held_out)
 
@@ -212,11 +216,15 @@ def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:
 
 
 @contextmanager
-def _built(recipe: Recipe, timeline: Timeline) -> Iterator[tuple[Any, Any]]:
-    """Model and optimizer; afterwards their files are released, and the process group if we made it."""
+def _built(recipe: Recipe, folder: Path | None) -> Iterator[tuple[Any, Any]]:
+    """Model and optimizer; afterwards their files are released, and the process group if we made it.
+
+    The run's directories on NVMe get the name of its ``folder``, which rank 0 knows.
+    """
     ours = not dist.is_initialized()
+    named = recipe if folder is None else replace(recipe, run=replace(recipe.run, name=folder.name))
     try:
-        with infinity.Init(recipe, timeline=timeline):
+        with infinity.Init(named):
             torch.manual_seed(recipe.run.seed)
             model = GPT(recipe.model, recompute=recipe.train.recompute)
         try:
