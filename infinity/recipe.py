@@ -144,9 +144,8 @@ class _Origin(NamedTuple):
 
     def of(self, key: str) -> str:
         """In the file, or on the command line where an override touches ``key``."""
-        for other in self.overridden:
-            if other == key or other.startswith(f"{key}.") or key.startswith(f"{other}."):
-                return COMMAND_LINE
+        if any(other == key or other.startswith(f"{key}.") for other in self.overridden):
+            return COMMAND_LINE
         return f"in {self.file}"
 
 

@@ -111,6 +111,7 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
         ("memory.host=0", "got 0; wanted >= 1"),
         ("memory.nvme=[/x,/x]", "got ['/x', '/x']; wanted different, non-empty directories"),
         ("memory.nvme=[1.5]", "got [1.5]; wanted list of text"),
+        ("train.log_every={x: 1}", "got {'x': 1}; wanted int, >= 1"),
         ("optim.lr=-1", "got -1.0; wanted >= 0"),
         ("optim.lr=.inf", "got inf; wanted >= 0"),
         ("optim.betas=[0.9,1]", "got [0.9, 1.0]; wanted >= 0 and < 1"),

@@ -1,8 +1,11 @@
 """Tokens are the files' text, cached once, under a name that changes when they do."""
 
 import json
+import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,10 +57,18 @@ def test_the_cache_is_written_once_also_by_many_at_a_time(
     (tmp_path / "a.txt").write_text("hello")
     written = []
     write = tokens_module._write
-    monkeypatch.setattr(tokens_module, "_write", lambda *args: written.append(1) or write(*args))
+    begin = threading.Barrier(8)
+
+    def write_slowly(*args: Any) -> str:
+        written.append(1)
+        time.sleep(0.2)
+        return write(*args)
+
+    monkeypatch.setattr(tokens_module, "_write", write_slowly)
     found: list[bytes] = []
 
     def open_it() -> None:
+        begin.wait()
         found.append(bytes(open_tokens([tmp_path / "a.txt"], BytesTokenizer(), tmp_path / "cache").values))
 
     threads = [threading.Thread(target=open_it) for _ in range(8)]
@@ -74,9 +85,10 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
     first = open_tokens([path], BytesTokenizer(), tmp_path / "cache")
-    path.write_text("two!")
+    path.write_text("two")  # as long as before
+    os.utime(path, (1, 1))
     second = open_tokens([path], BytesTokenizer(), tmp_path / "cache")
-    assert bytes(second.values) == b"two!\0"
+    assert bytes(second.values) == b"two\0"
     assert first.digest != second.digest
 
 
