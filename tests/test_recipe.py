@@ -195,3 +195,9 @@ def test_bounds_say_what_they_accept() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_recipes_that_come_with_the_project_are_valid(path: Path) -> None:
     assert load_recipe(path) != Recipe()
+
+
+def test_an_override_below_a_key_is_on_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "memory: {host: 1GiB}")
+    assert refused(path, "memory.device.x=3").startswith("memory.device on the command line: got {'x': 3}")
+    assert refused(path, "optim.momentum.x=3").startswith("optim.momentum on the command line: unknown key")
