@@ -75,8 +75,6 @@ class Init:
     ) -> None:
         try:
             self.runtime.construction.__exit__(kind, error, trace)
-            if error is None:
-                self.runtime.finish_construction()
         except BaseException:
             self.runtime.close()
             raise

@@ -183,7 +183,6 @@ class Updates:
     def commit(self, grad_scale: float) -> None:
         """Make this step's updates the model: turn the page, or start what was held."""
         self._check_hypers()
-        self.steps += 1
         for index in self._order():
             ready = self.ready[index]
             if ready.ticket is None:
@@ -191,6 +190,7 @@ class Updates:
             ready.unit.updates += 1
             if ready.unit.home is Tier.NVME:
                 ready.unit.version = (ready.unit.version + 1) % self.tiers.versions
+        self.steps += 1
         self._close_step()
 
     def forget(self) -> None:
