@@ -12,14 +12,15 @@ steps (grad mode, autocast, ``torch.set_num_threads``) compiles anything again.
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Elements per piece in eager mode: a piece and its temporaries stay in the cache.
-PIECE_NUMEL = 2**15
+#: Elements per piece in eager mode: a piece and its temporaries stay in the cache, and torch hands it to
+#: one thread (it divides work of 2**15 elements and more), so the number of threads changes nothing.
+PIECE_NUMEL = 2**14
 
 #: Elements of the tensors that a variant is compiled from; any numel >= 2 gives the same code.
 _EXAMPLE_NUMEL = 64
@@ -28,7 +29,7 @@ Function = Any  # a function of tensors that returns nothing
 
 
 class CompilerWarning(UserWarning):
-    """The update rule could not be compiled and runs eagerly: the same numbers, many times slower."""
+    """A function could not be compiled and runs eagerly: the same results, many times slower."""
 
 
 def background_threads() -> int:
@@ -81,16 +82,9 @@ class Elementwise:
 
     def _compiled_or_eager(self, tensors: tuple[Tensor, ...]) -> Function:
         try:
-            return _compile(self._function, self.threads, tensors, self._on_compile)
+            return compile_once(self._function, _small(tensors), threads=self.threads, say=self._on_compile)
         except Exception as error:  # whatever a missing or broken compiler raises, eager works
-            cause = (str(error).strip().splitlines() or [""])[0]
-            warnings.warn(
-                f"{self._function.__name__.strip('_')} runs eagerly: it could not be compiled "
-                f"({type(error).__name__}: {cause}). Results are the same, updates are many times "
-                "slower; install g++, or name a C++ compiler in CXX",
-                CompilerWarning,
-                stacklevel=4,
-            )
+            warn_eager(self._function, error, stacklevel=4)
             return self._eagerly
 
 
@@ -99,22 +93,47 @@ _compiled: dict[tuple[object, ...], Function] = {}
 _compiling = threading.Lock()
 
 
-def _compile(
-    function: Function, threads: int, tensors: tuple[Tensor, ...], say: Callable[[str], None] | None
+def compile_once(
+    function: Function, examples: list[Tensor], *, threads: int, say: Callable[[str], None] | None = None
 ) -> Function:
-    """The compiled ``function`` for tensors like these; each variant once in a process, whoever asks."""
-    key = (function, threads, *_kind(tensors))
+    """The compiled ``function`` for tensors like ``examples``; each variant once in a process.
+
+    Args:
+        function: Writes into some of its arguments, which are tensors, and returns nothing.
+        examples: Share no memory; their numels become symbols. The function is run on them.
+        threads: CPU threads of the compiled code.
+        say: Called with a line for people before a compilation.
+
+    Raises:
+        Exception: Whatever a missing or broken compiler raises.
+    """
+    key = (function, threads, _kind(examples))
     with _compiling:
         if key not in _compiled:
             if say is not None:
-                say(f"compiling {function.__name__.strip('_')} (once; cached afterwards)")
+                say(f"compiling {_title(function)} (once; cached afterwards)")
             # torch counts compilations per code object and gives up after eight: each has its own
             own = types.FunctionType(function.__code__.replace(), function.__globals__)
             variant = torch.compile(own, dynamic=True, fullgraph=True, options=_options(threads))
             with torch.no_grad():
-                variant(*_examples(tensors))
+                variant(*examples)
             _compiled[key] = variant
         return _compiled[key]
+
+
+def warn_eager(function: Function, error: Exception, *, stacklevel: int) -> None:
+    """Say that ``function`` runs eagerly, and what the compiler said."""
+    cause = (str(error).strip().splitlines() or [""])[0]
+    warnings.warn(
+        f"{_title(function)} runs eagerly: it could not be compiled ({type(error).__name__}: {cause}). "
+        "Results are the same, it is many times slower; install g++, or name a C++ compiler in CXX",
+        CompilerWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _title(function: Function) -> str:
+    return str(function.__name__).strip("_").replace("_", " ")
 
 
 def _options(threads: int) -> dict[str, Any]:
@@ -125,11 +144,11 @@ def _options(threads: int) -> dict[str, Any]:
     }
 
 
-def _kind(tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
+def _kind(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     return (tensors[0].device.type, *(t.dtype for t in tensors))
 
 
-def _examples(like: tuple[Tensor, ...]) -> list[Tensor]:
+def _small(like: tuple[Tensor, ...]) -> list[Tensor]:
     """Tensors of the same types, but small, and sharing no memory."""
     *flat, table = like
     small = [torch.zeros(_EXAMPLE_NUMEL, dtype=t.dtype, device=t.device) for t in flat]

@@ -3,15 +3,15 @@
 [Note: the same bits] Compiled and eager, whole or in pieces, on one thread or many, in place or not: the
 update gives the same bits. So the rule uses only operations that every implementation rounds
 correctly (``+ - * /`` and the square root), each written on its own, and the compiler is not allowed to
-contract them. ``Tensor.sqrt`` is not one of them: in eager mode it may come from a vector library
-that is off by one in the last place in one case of six, so eager mode takes the root in float64 and
-rounds once.
+contract them. ``Tensor.sqrt`` in eager mode is not one of them: it may come from a vector library that is
+off by one in the last place in one case of six. NumPy's is, so eager mode takes that.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,9 +58,9 @@ class Hyper:
 
 def _root(x: Tensor) -> Tensor:
     """The correctly rounded square root; see [Note: the same bits]."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
         return x.sqrt()
-    return x.double().sqrt().float()
+    return torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def _adamw_update(weight: Tensor, grad: Tensor, weight_out: Tensor, *state_and_hyper: Tensor) -> None:
@@ -100,6 +100,11 @@ class AdamWRule:
     ) -> None:  # fmt: skip
         self.layout = StateLayout.of(dtype)
         self._kernel = Elementwise(_adamw_update, threads=threads, compiled=compiled, on_compile=on_compile)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the rule was asked to be compiled."""
+        return self._kernel.compiled
 
     @property
     def threads(self) -> int:
