@@ -83,9 +83,6 @@ class Recipe:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
-        if self.optim.warmup_steps > self.train.steps:
-            wanted = f"at most train.steps={self.train.steps}"
-            raise SettingError("optim.warmup_steps", self.optim.warmup_steps, wanted)
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise SettingError("model.vocab_size", self.model.vocab_size, "at least 256 for bytes")
 

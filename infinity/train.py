@@ -205,7 +205,8 @@ def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:
             views.append(TensorBoard(folder / "tensorboard"))
         if observe.progress:
             display = ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every)
-            display.say(f"{recipe.model.numel:,} parameters on {world_size()} ranks; files in {folder}")
+            ranks = f"{world_size()} rank{'s' if world_size() > 1 else ''}"
+            display.say(f"{recipe.model.numel:,} parameters on {ranks}; files in {folder}")
             views.append(display)
     except OSError as error:
         raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error

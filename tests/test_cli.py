@@ -83,10 +83,7 @@ def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixtu
     assert "usage: infinity" in capsys.readouterr().err
 
 
-def test_the_recipe_command_lists_every_key(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+def test_the_recipe_command_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe"]) == 0
     text = capsys.readouterr().out
     for row in recipe_table():

@@ -27,7 +27,7 @@ class ProgressDisplay:
                 TimeRemainingColumn(),
                 TextColumn("{task.description}"),
             )
-            self._bar = Progress(*columns, console=self._console, expand=False)
+            self._bar = Progress(*columns, console=self._console, refresh_per_second=2)
             self._task = self._bar.add_task("recording the first step", total=steps)
             self._bar.start()
 
