@@ -115,7 +115,9 @@ def compile_once(
             # torch counts compilations per code object and gives up after eight: each has its own
             own = types.FunctionType(function.__code__.replace(), function.__globals__)
             variant = torch.compile(own, dynamic=True, fullgraph=True, options=_options(threads))
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                # torch deprecates parts of itself: where warnings are errors, that would end the compilation
+                warnings.simplefilter("ignore", DeprecationWarning)
                 variant(*examples)
             _compiled[key] = variant
         return _compiled[key]
@@ -123,7 +125,7 @@ def compile_once(
 
 def warn_eager(function: Function, error: Exception, *, stacklevel: int) -> None:
     """Say that ``function`` runs eagerly, and what the compiler said."""
-    cause = (str(error).strip().splitlines() or [""])[0]
+    cause = " ".join(str(error).split()[:40])
     warnings.warn(
         f"{_title(function)} runs eagerly: it could not be compiled ({type(error).__name__}: {cause}). "
         "Results are the same, it is many times slower; install g++, or name a C++ compiler in CXX",

@@ -1,0 +1,68 @@
+"""Sums of squares are exact to float64 and do not depend on threads."""
+
+import math
+
+import pytest
+import torch
+
+from infinity.optim.compiled import PIECE_NUMEL
+from infinity.optim.norm import clip_coefficient, sum_of_squares
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+MODES = [pytest.param(True, id="compiled"), pytest.param(False, id="eager")]
+
+
+@pytest.mark.parametrize("compiled", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_float64_sum(dtype, compiled):
+    grad = torch.randn(5 * PIECE_NUMEL + 123).to(dtype)
+    wanted = math.fsum((grad.double() ** 2).tolist())
+    assert sum_of_squares(grad, compiled=compiled) == pytest.approx(wanted, rel=1e-14)
+    shifted = grad[1:]  # pairs that do not begin on an int32
+    wanted = math.fsum((shifted.double() ** 2).tolist())
+    assert sum_of_squares(shifted, compiled=compiled) == pytest.approx(wanted, rel=1e-14)
+
+
+@pytest.mark.parametrize("compiled", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_change_a_bit(dtype, compiled):
+    grad = torch.randn(9 * PIECE_NUMEL + 5).to(dtype)
+    before = torch.get_num_threads()
+    sums = set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            sums.add(sum_of_squares(grad, compiled=compiled))
+    finally:
+        torch.set_num_threads(before)
+    assert len(sums) == 1
+
+
+@pytest.mark.parametrize("compiled", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("at", [7, -1])
+def test_inf_and_nan_propagate(dtype, compiled, bad, at):
+    grad = torch.zeros(2 * PIECE_NUMEL + 5, dtype=dtype)
+    grad[at] = bad
+    assert not math.isfinite(sum_of_squares(grad, compiled=compiled))
+
+
+@pytest.mark.parametrize("compiled", MODES)
+def test_no_finite_gradient_overflows(compiled):
+    grad = torch.full((2 * PIECE_NUMEL,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    assert math.isfinite(sum_of_squares(grad, compiled=compiled))
+
+
+def test_small_and_empty_gradients():
+    assert sum_of_squares(torch.empty(0)) == 0.0
+    assert sum_of_squares(torch.tensor([[3.0, 4.0]])) == 25.0
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 7.5, 1e30])
+def test_the_coefficient_is_that_of_clip_grad_norm(norm):
+    parameter = torch.nn.Parameter(torch.ones(()))
+    parameter.grad = torch.tensor(norm)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.5)
+    assert norm * clip_coefficient(norm, 1.5) == pytest.approx(parameter.grad.item(), rel=1e-6)
+    assert clip_coefficient(norm, None) == 1.0
