@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The numbers of AdamW, with the framework's defaults."""
+    """The numbers of AdamW; the defaults suit tiny models."""
 
     lr: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.95)
@@ -87,7 +87,7 @@ class Reference:
         rule, limit = self.rule, self.rule.max_grad_norm
         self.steps += 1
         coefficient = 1.0 if limit is None else min(1.0, limit / (float(norm) + 1e-6))
-        factor = torch.tensor(coefficient / self.loss_scale, dtype=torch.float32)
+        factor = _f32(float(_f32(coefficient)) / self.loss_scale)
         for name, p in self.parameters.items():
             if not p.requires_grad:
                 continue
