@@ -91,8 +91,10 @@ def test_it_follows_torch_adamw_over_many_steps():
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("grad_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [*zip(DTYPES, DTYPES, strict=True), *((dtype, torch.float32) for dtype in DTYPES[:2])],
+)
 def test_compiled_and_eager_give_the_same_bits(dtype, grad_dtype):
     shard = Shard(dtype, 100_003, grad_dtype)
     hyper = HYPER.tensor()
