@@ -1,0 +1,1 @@
+"""Measurements side by side; each script prints ratios from one run."""

@@ -1,0 +1,274 @@
+"""What engines share: a transfer is cut into requests, queued, and ends with its last request.
+
+[Note: the life of a request]
+``queued`` (in one of two queues, urgent first) -> ``with the kernel`` -> ``settled``. An engine takes
+requests with :meth:`QueuedEngine._take`, moves their bytes and tells :meth:`QueuedEngine._settle` the
+result, as the kernel gave it: a count, or a negative errno. Settling compares the count with what was
+asked; what is missing goes back to the front of the queue. A transfer ends when each of its requests
+is settled, also after an error, because until then the kernel may still touch the memory.
+
+[Note: Ctrl-C]
+A signal raises between any two bytecodes of the main thread, and only there. So a caller does one thing
+that counts, a single append to a queue; all else happens on threads of the engine, and no moment exists
+in which an interrupt leaves a request that nobody will settle.
+"""
+
+import errno
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from infinity.core.errors import DiskError, StateError
+from infinity.core.extent import BLOCK_NBYTES, Extent
+from infinity.nvme.volume import Volume
+
+#: A request that is interrupted or moves nothing this often in a row is an error.
+_PATIENCE = 1000
+
+
+class Memory(Protocol):
+    """Bytes that can be cut: a memoryview, or with ``gds`` a uint8 tensor on the device."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, key: slice, /) -> Any: ...
+
+
+class Move:
+    """A transfer that ends with the last of its requests; see :class:`infinity.core.transfer.Transfer`."""
+
+    __slots__ = ("_calls", "_ended", "_event", "_lock", "error", "memory", "nbytes", "pending", "writes")
+
+    def __init__(self, lock: threading.Lock, memory: Memory, *, writes: bool) -> None:
+        self._lock = lock  # the engine's; guards what follows
+        self._calls: list[Callable[[], None]] = []
+        self._ended = False
+        self._event: threading.Event | None = None
+        self.error: DiskError | None = None
+        self.memory: Memory | None = memory  # kept alive until the kernel is done with it
+        self.nbytes, self.writes, self.pending = memory.nbytes, writes, 0
+
+    def wait(self) -> None:
+        """Return when every byte has moved, or raise the first error, a :class:`DiskError`."""
+        event = None
+        with self._lock:
+            if not self._ended:
+                event = self._event = self._event or threading.Event()
+        if event is not None:
+            event.wait()
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def done(self) -> bool:
+        return self._ended
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Run ``call`` once, when the move has ended; at once if it has."""
+        with self._lock:
+            if not self._ended:
+                self._calls.append(call)
+                return
+        call()
+
+    def end(self) -> None:
+        """Mark the end, wake who waits, run the calls; the engine's lock is not held."""
+        with self._lock:
+            self._ended, self.memory = True, None
+            calls, self._calls = self._calls, []
+            if self._event is not None:
+                self._event.set()
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                # An engine's thread must outlive the mistake of a caller, which is shown like
+                # that of any thread.
+                hook = threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                threading.excepthook(hook)
+
+
+class Request:
+    """A contiguous part of a move, small enough for one system call."""
+
+    __slots__ = ("fd", "file", "move", "moved", "nbytes", "offset", "start", "tries")
+
+    def __init__(self, move: Move, file: int, fd: int, offset: int, start: int, nbytes: int) -> None:
+        self.move, self.file, self.fd = move, file, fd
+        self.offset = offset  # in the file
+        self.start = start  # in the move's memory
+        self.nbytes, self.moved, self.tries = nbytes, 0, 0
+
+    def memory(self) -> Any:
+        """What of the move's memory is still to be moved."""
+        assert self.move.memory is not None
+        return self.move.memory[self.start + self.moved : self.start + self.nbytes]
+
+
+class QueuedEngine:
+    """Queues, results, counters; an engine adds :meth:`_wake` and :meth:`_stop`, and threads.
+
+    Args:
+        volume: Owns the files.
+        name: As in ``memory.engine``.
+        request_nbytes: Bytes of the largest request.
+    """
+
+    def __init__(self, volume: Volume, name: str, request_nbytes: int) -> None:
+        self.name, self._volume, self._request_nbytes = name, volume, request_nbytes
+        self._lock = threading.Lock()  # guards what follows
+        self._idle = threading.Condition(self._lock)
+        self._urgent: deque[Request] = deque()
+        self._queue: deque[Request] = deque()
+        self._taken_nbytes = self._nbytes_read = self._nbytes_written = 0
+        self._closed = self._stopping = False
+
+    # --- the protocol ------------------------------------------------------------------------
+
+    def read(self, extent: Extent, memory: Memory, *, urgent: bool = False) -> Move:
+        """Start reading ``extent`` into ``memory``; see the protocol."""
+        return self._start(extent, memory, self._urgent if urgent else self._queue, writes=False)
+
+    def write(self, extent: Extent, memory: Memory) -> Move:
+        """Start writing ``memory`` to ``extent``; see the protocol."""
+        return self._start(extent, memory, self._queue, writes=True)
+
+    @property
+    def nbytes_read(self) -> int:
+        return self._nbytes_read
+
+    @property
+    def nbytes_written(self) -> int:
+        return self._nbytes_written
+
+    @property
+    def in_flight_nbytes(self) -> int:
+        """Bytes of requests that are queued or with the kernel."""
+        with self._lock:
+            return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._queue) for r in queue)
+
+    def close(self) -> None:
+        """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
+        with self._lock:
+            self._closed = True
+            self._wake()
+            self._idle.wait_for(lambda: not (self._taken_nbytes or self._urgent or self._queue))
+            first, self._stopping = not self._stopping, True
+            self._wake()
+        if first:
+            self._stop()
+
+    # --- from an engine ----------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Wake threads: something was queued, or they must stop. The lock is held."""
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        """Give back threads, which end as ``_stopping`` is set, and kernel contexts."""
+        raise NotImplementedError
+
+    def _take(self) -> Request | None:
+        """The next request, urgent ones first. The lock is held; on a thread of the engine."""
+        queue = self._urgent or self._queue
+        if not queue:
+            return None
+        request = queue.popleft()
+        self._taken_nbytes += request.nbytes
+        return request
+
+    def _put_back(self, request: Request) -> None:
+        """It goes first; the lock is held, on a thread of the engine."""
+        self._taken_nbytes -= request.nbytes
+        self._urgent.appendleft(request)
+        self._wake()
+
+    def _settle(self, request: Request, result: int) -> None:
+        """Take in the result of a request: bytes moved, or a negative errno. No lock is held."""
+        move = request.move
+        if self._unfinished(request, result):
+            with self._lock:
+                self._put_back(request)
+            return
+        with self._lock:
+            self._taken_nbytes -= request.nbytes
+            move.pending -= 1
+            ended = not move.pending
+            if ended and move.error is None:
+                if move.writes:
+                    self._nbytes_written += move.nbytes
+                else:
+                    self._nbytes_read += move.nbytes
+        if ended:
+            move.end()
+        if self._closed:
+            with self._lock:
+                self._idle.notify_all()
+
+    def _unfinished(self, request: Request, result: int) -> bool:
+        """Whether the rest of a request has to be asked for again."""
+        if result < 0:
+            again = -result in (errno.EINTR, errno.EAGAIN)
+        else:
+            # Only whole blocks count: the rest must start where O_DIRECT can start.
+            moved = min(request.moved + result, request.nbytes)
+            moved = moved if moved == request.nbytes else moved // BLOCK_NBYTES * BLOCK_NBYTES
+            if moved > request.moved:
+                request.moved, request.tries = moved, 0
+            again = request.moved < request.nbytes and result > 0
+        if again and request.tries < _PATIENCE and request.move.error is None:
+            request.tries += 1
+            return True
+        if request.moved < request.nbytes and request.move.error is None:
+            # Nothing moved without an error: the file ended before the extent.
+            request.move.error = self._error(request, -result if result < 0 else errno.EIO)
+        return False
+
+    def _error(self, request: Request, code: int) -> DiskError:
+        return DiskError(
+            code,
+            "write" if request.move.writes else "read",
+            self._volume.path(request.file),
+            offset=request.offset,
+            nbytes=request.nbytes,
+            moved=request.moved,
+        )
+
+    # --- starting ----------------------------------------------------------------------------
+
+    def _start(self, extent: Extent, memory: Memory, queue: deque[Request], *, writes: bool) -> Move:
+        if extent.nbytes != memory.nbytes:
+            raise ValueError(f"an extent of {extent.nbytes} bytes and memory of {memory.nbytes} bytes differ")
+        move = Move(self._lock, memory, writes=writes)
+        requests = self._cut(move, extent)
+        if not requests:
+            move.end()
+            return move
+        move.pending = len(requests)
+        with self._lock:
+            if self._closed:
+                raise StateError(f"the {self.name} engine is closed")
+            queue.extend(requests)
+            self._wake()
+        return move
+
+    def _cut(self, move: Move, extent: Extent) -> list[Request]:
+        """Requests in the order of their bytes; those of different files take turns."""
+        start, by_piece = 0, []
+        for piece in extent.pieces:
+            by_piece.append(self._cut_piece(move, piece.file, piece.offset, start, piece.nbytes))
+            start += piece.nbytes
+        if len(by_piece) == 1:
+            return by_piece[0]
+        # Every drive gets work at once; all of one before the next would leave the others idle.
+        longest = max(map(len, by_piece), default=0)
+        return [piece[i] for i in range(longest) for piece in by_piece if i < len(piece)]
+
+    def _cut_piece(self, move: Move, file: int, offset: int, start: int, nbytes: int) -> list[Request]:
+        fd, step = self._volume.fd(file), self._request_nbytes
+        return [
+            Request(move, file, fd, offset + at, start + at, min(step, nbytes - at))
+            for at in range(0, nbytes, step)
+        ]

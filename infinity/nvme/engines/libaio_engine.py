@@ -1,0 +1,182 @@
+"""Linux's asynchronous I/O: many requests with the kernel, one thread that takes in their results.
+
+One thread sleeps in the kernel until requests are done and submits others in their place; a second
+one submits what comes while the kernel has less than its share. The package ``libaio`` is used by its
+C layer: requests lie in arrays that are made once.
+"""
+
+import ctypes
+import errno
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+from infinity.nvme.engines.base import QueuedEngine, Request
+from infinity.nvme.volume import Volume
+
+#: 32 MiB with the kernel keep a drive busy; more would only make urgent reads wait longer.
+_REQUEST_NBYTES = 2 * 2**20
+_DEPTH = 16
+
+
+def load() -> ModuleType:
+    """The C layer of the package.
+
+    Raises:
+        ImportError: The package is missing.
+        OSError: The system library is missing.
+    """
+    import libaio.libaio  # imported here: it loads libaio.so.1, which a machine may lack
+
+    module: ModuleType = libaio.libaio
+    return module
+
+
+class LibaioEngine(QueuedEngine):
+    """Keeps up to ``depth`` requests with the kernel.
+
+    Raises:
+        ImportError: The package is missing.
+        OSError: The system library is missing, or the kernel gives no context.
+    """
+
+    def __init__(self, volume: Volume, *, depth: int = _DEPTH, request_nbytes: int = _REQUEST_NBYTES) -> None:
+        super().__init__(volume, "libaio", request_nbytes)
+        self._c: Any = load()
+        self._context = self._c.io_context_t()
+        self._c.io_queue_init(depth, ctypes.byref(self._context))
+        self._slots = _Slots(self._c, depth)
+        self._submitting = threading.Lock()
+        self._work = threading.Condition(self._lock)  # something is queued
+        self._results = threading.Condition(self._lock)  # the kernel has something
+        self._threads = [
+            threading.Thread(target=self._feed, name="infinity-aio-submit", daemon=True),
+            threading.Thread(target=self._reap, name="infinity-aio-reap", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _wake(self) -> None:
+        if self._slots.free:  # else the reaper submits, as soon as one is
+            self._work.notify()
+        if self._stopping:
+            self._results.notify()
+
+    def _stop(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._c.io_queue_release(self._context)
+
+    # --- to the kernel -----------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        """Submit what comes while the kernel has less than its share."""
+        while True:
+            with self._lock:
+                while not (self._slots.free and (self._urgent or self._queue)):
+                    if self._stopping:
+                        return
+                    self._work.wait()
+            self._submit_all()
+
+    def _submit_all(self) -> None:
+        with self._submitting:
+            while self._submit():
+                pass
+
+    def _submit(self) -> bool:
+        """Hand over as many requests as there are free slots; whether there may be more to do."""
+        with self._lock:
+            slots = []
+            while self._slots.free and (request := self._take()) is not None:
+                slots.append(self._slots.fill(request))
+        if not slots:
+            return False
+        taken = code = 0
+        try:
+            taken = self._c.io_submit(self._context, len(slots), self._slots.pointers(slots))
+        except OSError as error:
+            code = error.errno or errno.EIO
+        with self._lock:
+            self._slots.with_kernel += taken
+            busy = self._slots.with_kernel > 0
+            if taken and busy:
+                self._results.notify()
+            refused = [self._slots.clear(slot) for slot in slots[taken:]]
+            # The code is the first one's; the others were not looked at.
+            guilty = refused.pop(0) if code and not (code == errno.EAGAIN and busy) else None
+            for request in reversed(refused):
+                self._put_back(request)
+        if code == errno.EAGAIN:
+            time.sleep(0.001)  # the kernel is short of memory
+        if guilty is not None:
+            self._settle(guilty, -code)
+        return True
+
+    # --- from the kernel ---------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        events = (self._c.io_event * self._slots.count)()
+        while True:
+            with self._lock:
+                # Below 0 for a moment, when results overtake the count of what was submitted.
+                while self._slots.with_kernel <= 0:
+                    if self._stopping:
+                        return
+                    self._results.wait()
+            for request, result in self._results_of(events):
+                self._settle(request, result)
+
+    def _results_of(self, events: Any) -> list[tuple[Request, int]]:
+        """Requests that are done and what became of them; blocks until there is one."""
+        try:
+            count = self._c.io_getevents(self._context, 1, self._slots.count, events, None)
+        except OSError as error:
+            if error.errno != errno.EINTR:
+                raise
+            return []
+        with self._lock:
+            self._slots.with_kernel -= count
+            done = [(self._slots.clear(event.data - 1), event.res) for event in events[:count]]
+        self._submit_all()  # first keep the drive busy, then tell who waits
+        return done
+
+
+class _Slots:
+    """The C structures of the requests that are with the kernel; made once, used again."""
+
+    def __init__(self, c: Any, count: int) -> None:
+        self._c, self.count, self.with_kernel = c, count, 0
+        self.free = list(range(count))
+        self._blocks = (c.iocb * count)()
+        self._common = [block.u.c for block in self._blocks]  # views of the same memory
+        self._pointers = [ctypes.pointer(block) for block in self._blocks]
+        self._array = (c.iocb_p * count)()
+        self._requests: list[Request | None] = [None] * count
+
+    def fill(self, request: Request) -> int:
+        """The slot that now describes what is left of ``request``."""
+        slot = self.free.pop()
+        self._requests[slot] = request
+        block, common = self._blocks[slot], self._common[slot]
+        block.data = slot + 1  # ctypes reads a zero pointer as None
+        block.aio_lio_opcode = self._c.IO_CMD_PWRITE if request.move.writes else self._c.IO_CMD_PREAD
+        block.aio_fildes = request.fd
+        common.buf = ctypes.addressof(ctypes.c_char.from_buffer(request.memory()))
+        common.nbytes = request.nbytes - request.moved
+        common.offset = request.offset + request.moved
+        return slot
+
+    def clear(self, slot: int) -> Request:
+        """Free the slot; its request."""
+        request, self._requests[slot] = self._requests[slot], None
+        assert request is not None
+        self.free.append(slot)
+        return request
+
+    def pointers(self, slots: list[int]) -> Any:
+        """The argument of io_submit; valid until the next call."""
+        for at, slot in enumerate(slots):
+            self._array[at] = self._pointers[slot]
+        return self._array

@@ -1,0 +1,59 @@
+"""Blocking system calls on a few threads: works wherever Linux does."""
+
+import errno
+import os
+import threading
+
+from infinity.nvme.engines.base import QueuedEngine, Request
+from infinity.nvme.volume import Volume
+
+#: Together 64 MiB with the kernel, and few switches between threads: fio's speed on what we measured.
+_THREADS = 8
+_REQUEST_NBYTES = 8 * 2**20
+
+
+class ThreadsEngine(QueuedEngine):
+    """``os.preadv`` and ``os.pwritev``, which let other threads run while they wait.
+
+    Args:
+        volume: Owns the files.
+        threads: How many requests the kernel gets at one time.
+    """
+
+    def __init__(self, volume: Volume, *, threads: int = _THREADS, name: str = "threads") -> None:
+        super().__init__(volume, name, _REQUEST_NBYTES)
+        self._work = threading.Condition(self._lock)
+        self._threads = [
+            threading.Thread(target=self._main, name=f"infinity-io-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _wake(self) -> None:
+        self._work.notify(len(self._threads) if self._stopping else len(self._urgent) + len(self._queue))
+
+    def _stop(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _main(self) -> None:
+        while True:
+            with self._lock:
+                while (request := self._take()) is None:
+                    if self._stopping:
+                        return
+                    self._work.wait()
+            try:
+                result = self._move(request)
+            except OSError as error:
+                result = -(error.errno or errno.EIO)
+            self._settle(request, result)
+
+    def _move(self, request: Request) -> int:
+        """Bytes moved; blocking.
+
+        Raises:
+            OSError: As the kernel says.
+        """
+        call = os.pwritev if request.move.writes else os.preadv
+        return call(request.fd, [request.memory()], request.offset + request.moved)

@@ -1,0 +1,246 @@
+"""Preallocated files, one per directory, that hand out extents striped over all of them."""
+
+import errno
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from infinity.core.errors import DiskError
+from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
+from infinity.nvme.errors import BufferedIOWarning, DirectoryError
+from infinity.nvme.space import Range, Space
+
+__all__ = ["BufferedIOWarning", "Volume"]
+
+_MIB = 2**20
+#: Files grow in steps of this, so that small extents do not cost a system call each (bytes).
+_GROWTH_NBYTES = 64 * _MIB
+
+
+class Volume:
+    """One file per path; all of them start empty. Any thread may call.
+
+    A fresh range reads as zeros. A range that was freed and is allocated again holds what it held,
+    unless zeros are asked for.
+
+    Args:
+        paths: The files; their directories exist.
+        weights: Relative speeds of their drives; equal when None.
+
+    Raises:
+        DirectoryError: A file cannot be made.
+        ValueError: ``paths`` and ``weights`` do not fit each other.
+    """
+
+    def __init__(self, paths: Sequence[Path], weights: Sequence[float] | None = None) -> None:
+        weights = [1.0] * len(paths) if weights is None else list(weights)
+        if not paths or len(paths) != len(weights) or min(weights) <= 0:
+            raise ValueError(
+                f"a volume needs one positive weight per path; got {weights} for {len(paths)} paths"
+            )
+        self._weights = [weight / sum(weights) for weight in weights]
+        self._lock = threading.Lock()
+        self._peak_nbytes = 0
+        self._files: list[_File] = []
+        try:
+            for path in paths:
+                self._files.append(_File(Path(path)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        """Number of files."""
+        return len(self._files)
+
+    def fd(self, file: int) -> int:
+        return self._files[file].fd
+
+    def path(self, file: int) -> Path:
+        return self._files[file].path
+
+    @property
+    def buffered(self) -> bool:
+        """Whether some file goes through the page cache."""
+        return any(not file.direct for file in self._files)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of all extents that were allocated and not freed."""
+        return sum(file.space.taken_nbytes for file in self._files)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that was allocated at one time (bytes)."""
+        return self._peak_nbytes
+
+    def allocate(self, nbytes: int, *, what: str, zeroed: bool = False) -> Extent:
+        """Take ``nbytes`` that no other extent has; the file system has reserved them.
+
+        From 2 MiB per file on, an extent lies on every file, in proportion to the weights and in steps
+        of 1 MiB; a smaller one lies whole on the file that holds least for its weight.
+
+        Args:
+            nbytes: A positive multiple of ``BLOCK_NBYTES``.
+            what: Whose bytes, for messages.
+            zeroed: Write zeros where the range held something before.
+
+        Raises:
+            DiskError: The file system is full, or the process may not write that large a file.
+            ValueError: ``nbytes`` is not such a multiple.
+        """
+        if nbytes <= 0 or nbytes % BLOCK_NBYTES:
+            raise ValueError(
+                f"{what}: an extent has a positive multiple of {BLOCK_NBYTES} bytes; got {nbytes}"
+            )
+        with self._lock:
+            taken = self._take(nbytes, what)
+            self._peak_nbytes = max(self._peak_nbytes, self.allocated_nbytes)
+        if zeroed:
+            for file, piece in taken:
+                if not piece.fresh:
+                    self._files[file].zero(piece)
+        return Extent(tuple(Piece(file, piece.offset, piece.nbytes) for file, piece in taken))
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back; nothing may be in flight to or from it.
+
+        Raises:
+            ValueError: It was given back before.
+        """
+        with self._lock:
+            for piece in extent.pieces:
+                self._files[piece.file].space.give(piece.offset, piece.nbytes)
+
+    def sync(self) -> None:
+        """Return when everything written so far survives a power cut.
+
+        Raises:
+            DiskError: The drive reports an error.
+        """
+        for file in self._files:
+            try:
+                os.fdatasync(file.fd)
+            except OSError as error:
+                raise DiskError(error.errno or errno.EIO, "sync", file.path, offset=0, nbytes=0) from error
+
+    def close(self) -> None:
+        """Close the files; they stay on disk. May be called twice."""
+        for file in self._files:
+            file.close()
+
+    def _take(self, nbytes: int, what: str) -> list[tuple[int, Range]]:
+        taken: list[tuple[int, Range]] = []
+        try:
+            for file, part in self._parts(nbytes):
+                taken.append((file, self._files[file].take(part, what)))
+        except BaseException:
+            for file, piece in taken:
+                self._files[file].space.untake(piece)
+            raise
+        return taken
+
+    def _parts(self, nbytes: int) -> list[tuple[int, int]]:
+        """``(file, nbytes)`` of each part of an extent, in order."""
+        if len(self._files) > 1 and nbytes < 2 * _MIB * len(self._files):
+            return [(min(range(len(self._files)), key=self._load), nbytes)]
+        parts, start, share = [], 0, 0.0
+        for file, weight in enumerate(self._weights):
+            share += weight
+            last = file == len(self._weights) - 1
+            stop = nbytes if last else int(share * nbytes / _MIB) * _MIB
+            if stop > start:
+                parts.append((file, stop - start))
+                start = stop
+        return parts
+
+    def _load(self, file: int) -> float:
+        return self._files[file].space.taken_nbytes / self._weights[file]
+
+
+class _File:
+    """One file of a volume and the space in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.space, self._reserved = path, Space(), 0
+        self.fd, self.direct = _open(path)
+
+    def take(self, nbytes: int, what: str) -> Range:
+        taken = self.space.take(nbytes)
+        try:
+            self._reserve(self.space.end, what)
+        except BaseException:
+            self.space.untake(taken)
+            raise
+        return taken
+
+    def _reserve(self, end: int, what: str) -> None:
+        """Make the file system promise room up to ``end``."""
+        if end <= self._reserved:
+            return
+        ends = (aligned(end, _GROWTH_NBYTES), end)
+        for attempt, reserved in enumerate(ends):
+            nbytes = reserved - self._reserved
+            try:
+                os.posix_fallocate(self.fd, self._reserved, nbytes)
+            except OSError as error:
+                # A failed call may have reserved a part of it.
+                os.ftruncate(self.fd, self._reserved)
+                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                    os.ftruncate(self.fd, end)  # no promise to be had: a full disk shows at a write
+                    self._reserved = end
+                    return
+                if attempt + 1 < len(ends):
+                    continue
+                action = f"reservation of room for {what}"
+                raise DiskError(
+                    error.errno or errno.EIO, action, self.path, offset=self._reserved, nbytes=nbytes
+                ) from error
+            self._reserved = reserved
+            return
+
+    def zero(self, piece: Range) -> None:
+        """Write zeros; blocking.
+
+        Raises:
+            DiskError: They could not be written.
+        """
+        with mmap.mmap(-1, min(_MIB, piece.nbytes)) as zeros, memoryview(zeros) as view:
+            at, end = piece.offset, piece.offset + piece.nbytes
+            while at < end:
+                try:
+                    moved = os.pwrite(self.fd, view[: min(len(view), end - at)], at)
+                except OSError as error:
+                    raise DiskError(
+                        error.errno or errno.EIO, "write of zeros", self.path, offset=at, nbytes=end - at
+                    ) from error
+                at += moved
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Descriptor, and whether it bypasses the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise DirectoryError(error.errno or errno.EIO, f"making the file {path}", path) from error
+    warnings.warn(
+        f"{path.parent}: this file system refuses O_DIRECT, so bytes go through the page cache: slower, and "
+        "memory beyond the budget; give memory.nvme a directory on a local ext4 or xfs drive",
+        BufferedIOWarning,
+        stacklevel=4,
+    )
+    return fd, False
