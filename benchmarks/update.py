@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from report import Claim, print_table, write_json
 
-from infinity.optim.layout import CHUNK_NUMEL, StateLayout
+from infinity.core.extent import aligned
+from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL, StateLayout
 from infinity.optim.master import initial_state
 from infinity.optim.rules import AdamWRule, Hyper
 
@@ -103,13 +104,14 @@ def claims(took: dict[str, float]) -> list[Claim]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--numel", type=int, default=96 * 2**20, help="elements that are updated")
+    parser.add_argument("--numel", type=int, default=100_000_000, help="elements that are updated")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
-    parser.add_argument("--quick", action="store_true", help="32 Mi elements, 7 rounds")
+    parser.add_argument("--quick", action="store_true", help="30 M elements, 7 rounds")
     parser.add_argument("--json", help="write the claims to this file")
     options = parser.parse_args()
-    numel, rounds = (32 * 2**20, 7) if options.quick else (options.numel, options.rounds)
+    numel, rounds = (30_000_000, 7) if options.quick else (options.numel, options.rounds)
+    numel = aligned(numel, GRAIN_NUMEL)
     torch.set_num_threads(options.threads)
     ours, fused, copy = Ours(numel, options.threads), Fused(numel), Copy(numel)
     took = in_turns(
