@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from report import Claim, print_table, write_json
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
     parser.add_argument("--quick", action="store_true", help="30 M elements, 7 rounds")
-    parser.add_argument("--json", help="write the claims to this file")
+    parser.add_argument("--json", type=Path, help="write the claims to this file")
     options = parser.parse_args()
     numel, rounds = (30_000_000, 7) if options.quick else (options.numel, options.rounds)
     numel = aligned(numel, GRAIN_NUMEL)

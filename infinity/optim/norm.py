@@ -35,6 +35,11 @@ def sum_of_squares(grad: Tensor, *, compiled: bool = True) -> float:
     return math.fsum([*sums.tolist(), *_eager_sums(flat[whole:])])
 
 
+def prepare(dtype: torch.dtype) -> None:
+    """Compile for gradients of ``dtype`` on the CPU, so that the first sum does not wait for it."""
+    _kernel(dtype)
+
+
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """What gradients of global ``norm`` are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does.
 

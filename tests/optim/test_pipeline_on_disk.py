@@ -1,0 +1,154 @@
+"""The pipeline over the real engines and a real file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinity.core.extent import Extent
+from infinity.core.transfer import Transfer, TransferEngine
+from infinity.nvme.engines import make_engine
+from infinity.nvme.pool import HostPool
+from infinity.nvme.volume import Volume
+from infinity.optim.layout import GRAIN_NUMEL, StateLayout
+from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline
+from infinity.optim.rules import AdamWRule, Hyper
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NUMEL, CHUNK = 11 * GRAIN_NUMEL, 4 * GRAIN_NUMEL
+
+
+class Disk:
+    """A volume, an engine and a pool for one test."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.volume = Volume([directory / "a", directory / "b"])
+        try:
+            self.engine: TransferEngine = make_engine(name, self.volume)
+        except (ImportError, OSError) as error:
+            self.volume.close()
+            pytest.skip(f"no {name} here: {error}")
+        self.pool = HostPool(2 * 2**20)
+
+    def move(self, extent: Extent, content: Tensor | None = None) -> Tensor:
+        """Write ``content``, or read what is there."""
+        with self.pool.lease(extent.nbytes, who="test") as lease:
+            if content is not None:
+                lease.tensor.copy_(content)
+                self.engine.write(extent, lease.memory).wait()
+            else:
+                self.engine.read(extent, lease.memory).wait()
+            return lease.tensor.clone()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pool.close()
+        self.volume.close()
+
+
+@pytest.fixture(params=["threads", "libaio"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(request.param, tmp_path)
+    yield disk
+    assert disk.pool.leased_nbytes == 0
+    disk.close()
+
+
+class Shard:
+    """A shard with two versions on disk."""
+
+    def __init__(self, disk: Disk, layout: StateLayout) -> None:
+        self.layout = layout
+        self.weight = torch.randn(NUMEL).to(layout.dtype)
+        self.state = torch.randint(0, 60, (layout.state_nbytes(NUMEL),), dtype=torch.uint8)
+        self.versions = [self._extents(disk) for _ in range(2)]
+        for (weight, state), start in zip(self.versions[0], range(0, NUMEL, CHUNK), strict=True):
+            stop = min(NUMEL, start + CHUNK)
+            disk.move(weight, self.weight[start:stop].view(torch.uint8))
+            disk.move(state, self._state_bytes(start, stop))
+
+    def _extents(self, disk: Disk) -> list[tuple[Extent, Extent]]:
+        numels = [min(CHUNK, NUMEL - start) for start in range(0, NUMEL, CHUNK)]
+        sizes = [(self.layout.weight_nbytes(n), self.layout.state_nbytes(n)) for n in numels]
+        return [
+            (disk.volume.allocate(weight, what="weight"), disk.volume.allocate(state, what="state"))
+            for weight, state in sizes
+        ]
+
+    def _state_bytes(self, start: int, stop: int) -> Tensor:
+        fields = self.layout.views(self.state, NUMEL)
+        return torch.cat([field[start:stop].contiguous().view(torch.uint8) for field in fields])
+
+    def chunks(self, read: int) -> tuple[Chunk, ...]:
+        pairs = zip(self.versions[read], self.versions[1 - read], strict=True)
+        return tuple(
+            Chunk(start, min(CHUNK, NUMEL - start), *old, *new)
+            for start, (old, new) in zip(range(0, NUMEL, CHUNK), pairs, strict=True)
+        )
+
+    def check(self, disk: Disk, version: int) -> None:
+        for (weight, state), start in zip(self.versions[version], range(0, NUMEL, CHUNK), strict=True):
+            stop = min(NUMEL, start + CHUNK)
+            assert torch.equal(disk.move(weight), self.weight[start:stop].view(torch.uint8))
+            assert torch.equal(disk.move(state), self._state_bytes(start, stop))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ten_steps_over_two_versions_equal_the_same_steps_in_memory(disk, dtype):
+    layout, rule = StateLayout.of(dtype), AdamWRule(dtype, compiled=False)
+    shards = [Shard(disk, layout) for _ in range(3)]
+    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, rule)
+    for step in range(1, 11):
+        hyper = Hyper(lr=1e-2, weight_decay=0.1, step=step).tensor()
+        for at, shard in enumerate(shards):
+            grad = torch.randn(NUMEL).to(dtype)
+            at_hand = shard.weight.clone() if (step + at) % 2 else None
+            runs = (Run(3, 5000, hyper), Run(5000, NUMEL - 7, hyper))
+            done: list[BaseException | None] = []
+            job = UpdateJob("u", at_hand, grad, shard.chunks((step - 1) % 2), runs, -at, done.append)
+            pipeline.submit(job)
+            part = slice(3, NUMEL - 7)
+            state = tuple(field[part] for field in layout.views(shard.state, NUMEL))
+            rule.update(shard.weight[part], grad[part], state, shard.weight[part], hyper)
+        pipeline.drain()
+        assert done == [None]
+    pipeline.close()
+    for shard in shards:
+        shard.check(disk, 10 % 2)
+
+
+class Lost:
+    """A transfer that failed."""
+
+    def wait(self) -> None:
+        raise OSError(5, "lost")
+
+    def done(self) -> bool:
+        return True
+
+    def then(self, call) -> None:
+        call()
+
+
+def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypatch):
+    layout = StateLayout.of(torch.bfloat16)
+    shard = Shard(disk, layout)
+    write, count = disk.engine.write, 0
+
+    def faulty(extent: Extent, memory: memoryview) -> Transfer:
+        nonlocal count
+        count += 1
+        return Lost() if count == 4 else write(extent, memory)
+
+    monkeypatch.setattr(disk.engine, "write", faulty)
+    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, AdamWRule(torch.bfloat16, compiled=False))
+    run = Run(0, NUMEL, Hyper(lr=1e-2).tensor())
+    job = UpdateJob("u", None, torch.ones(NUMEL), shard.chunks(0), (run,), 0, lambda error: None)
+    pipeline.submit(job)
+    with pytest.raises(OSError, match="lost"):
+        pipeline.drain()
+    pipeline.close()
+    monkeypatch.undo()
+    shard.check(disk, 0)
