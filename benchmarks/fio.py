@@ -23,12 +23,13 @@ def file_nbytes(folder: Path) -> int:
     return min(4 << 30, shutil.disk_usage(folder).free // 8) >> 20 << 20
 
 
-def prepare(folder: Path) -> None:
-    """Write the files that the other functions read, so that no job meets unwritten extents."""
+def prepare(folder: Path, nbytes: int | None = None) -> None:
+    """Write the files (of ``file_nbytes`` unless told) that the other functions read, so that no job meets unwritten extents."""
+    nbytes = nbytes or file_nbytes(folder)
     for name in ("mixed", "read", "write"):
         path = folder / f"fio.{name}"
         if not path.exists():
-            _run([f"--name={name}", f"--filename={path}", f"--size={file_nbytes(folder)}", "--rw=write"])
+            _run([f"--name={name}", f"--filename={path}", f"--size={nbytes}", "--rw=write"])
 
 
 def mixed_bytes_per_s(folder: Path, read: float, written: float, seconds: float = 5) -> float:
