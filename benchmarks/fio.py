@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,12 @@ def file_nbytes(folder: Path) -> int:
 
 
 def prepare(folder: Path, nbytes: int | None = None) -> None:
-    """Write the files (of ``file_nbytes`` unless told) that the other functions read, so that no job meets unwritten extents."""
+    """Write the files that the other functions use, so that no job meets unwritten extents.
+
+    Args:
+        folder: On the drive to measure.
+        nbytes: Of each file; None: ``file_nbytes``.
+    """
     nbytes = nbytes or file_nbytes(folder)
     for name in ("mixed", "read", "write"):
         path = folder / f"fio.{name}"
@@ -57,6 +63,7 @@ def beside(folder: Path, read_per_s: float, written_per_s: float) -> Iterator[di
         args += [f"--rate={max(1, int(written_per_s))}"]
         process = subprocess.Popen(args, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
+            time.sleep(1.0)  # fio forks, opens and maps before it moves the first byte
             yield moved
         finally:
             process.send_signal(signal.SIGINT)
