@@ -1,6 +1,5 @@
 """How fast a directory's drive is, to share bytes among several in proportion."""
 
-import mmap
 import os
 import threading
 import time
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.nvme.buffers import HostBuffer, rounded
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 
@@ -44,9 +44,10 @@ def measure(directory: Path, nbytes: int = 64 * 2**20) -> Speed:
         engine = ThreadsEngine(volume)
         try:
             extent = volume.allocate(nbytes, what="the probe of the drive's speed")
-            memory = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-            # The first write also finds the blocks their place and touches the memory: not timed.
-            engine.write(extent, memory).wait()
+            buffer = HostBuffer(rounded(nbytes), pin=False)
+            buffer.tensor.fill_(1)  # memory that nobody touched is one page of zeros, which is no test
+            memory = buffer.memory[:nbytes]
+            engine.write(extent, memory).wait()  # finds the blocks their place: not timed
             began = time.perf_counter()
             engine.write(extent, memory).wait()
             written = time.perf_counter()

@@ -62,7 +62,7 @@ class RunDirectory:
 
     def file(self, name: str) -> Path:
         """Path of this rank's file ``name``, which :meth:`remove` removes."""
-        if Path(name).name != name:
+        if not name or name == ".." or Path(name).name != name:
             raise ValueError(f"{name!r}: the name of a file, without folders, was wanted")
         path = self.path / name
         self._files.add(path)
@@ -101,28 +101,32 @@ def _lock(path: Path) -> int:
     Raises:
         LockedError: Another process holds it.
     """
-    for attempt in range(_TRIES):
+    for _ in range(_TRIES):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_named(lock, path):
+            if _try_lock(lock, fcntl.LOCK_EX) and _is_named(lock, path):
                 _sign(lock)
-                return lock
-        except BlockingIOError:
-            if attempt == _TRIES - 1:
-                raise LockedError(errno.EWOULDBLOCK, _who(path), str(path)) from None
-            time.sleep(_PAUSE_S)
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
+                lock, locked = -1, lock
+                return locked
+        finally:
+            if lock >= 0:
+                os.close(lock)
+        time.sleep(_PAUSE_S)
     raise LockedError(errno.EWOULDBLOCK, _who(path), str(path))
+
+
+def _try_lock(lock: int, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_named(lock: int, path: Path) -> bool:
     """Whether the locked file still is the one at ``path``: its owner may have removed it."""
     try:
-        return os.path.samestat(os.fstat(lock), os.stat(path))
+        return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:
         return False
 
@@ -148,14 +152,9 @@ def _who(path: Path) -> str:
 def _is_held(path: Path) -> bool:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True  # its run is removing it
-    except PermissionError:
-        return True  # another user's: nothing to offer
+    except (FileNotFoundError, PermissionError):
+        return True  # its run is removing it, or it is another user's: nothing to offer
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _try_lock(lock, fcntl.LOCK_SH)
     finally:
         os.close(lock)
-    return False

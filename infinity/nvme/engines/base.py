@@ -14,6 +14,7 @@ in which an interrupt leaves a request that nobody will settle.
 """
 
 import errno
+import resource
 import sys
 import threading
 from collections import deque
@@ -105,6 +106,15 @@ class Request:
         """What of the move's memory is still to be moved."""
         assert self.move.memory is not None
         return self.move.memory[self.start + self.moved : self.start + self.nbytes]
+
+
+def _too_large(request: Request) -> bool:
+    """Whether the process may not write so far (``ulimit -f``).
+
+    The kernel cuts such a write at the limit, and then says that its length is not one of O_DIRECT's.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return limit != resource.RLIM_INFINITY and request.offset + request.nbytes > limit
 
 
 class QueuedEngine:
@@ -227,6 +237,8 @@ class QueuedEngine:
         return False
 
     def _error(self, request: Request, code: int) -> DiskError:
+        if code == errno.EINVAL and request.move.writes and _too_large(request):
+            code = errno.EFBIG
         return DiskError(
             code,
             "write" if request.move.writes else "read",

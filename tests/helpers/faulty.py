@@ -1,0 +1,129 @@
+"""An engine whose disk fails on cue: an error on the n-th transfer, a short one, a slow one."""
+
+import errno as errno_names
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.core.errors import DiskError
+from infinity.core.extent import BLOCK_NBYTES, Extent
+from infinity.core.transfer import Transfer, TransferEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The ``nth`` read or write (the first is 1) ends with ``errno``.
+
+    Attributes:
+        share: Of its bytes, what moves before: 0 nothing, 0.5 a short transfer.
+        forever: Every later one fails, too.
+    """
+
+    on: Literal["read", "write"]
+    nth: int
+    errno: int = errno_names.EIO
+    share: float = 0.0
+    forever: bool = False
+
+    def hits(self, on: str, count: int) -> bool:
+        return on == self.on and (count >= self.nth if self.forever else count == self.nth)
+
+
+class FaultyEngine:
+    """``engine`` with ``faults``; each transfer ends ``delay_s`` later than it would (s).
+
+    Attributes:
+        reads, writes: How many were started.
+    """
+
+    def __init__(self, engine: TransferEngine, *faults: Fault, delay_s: float = 0.0) -> None:
+        self.engine, self.faults, self.delay_s = engine, faults, delay_s
+        self.reads = self.writes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return f"faulty {self.engine.name}"
+
+    @property
+    def nbytes_read(self) -> int:
+        return self.engine.nbytes_read
+
+    @property
+    def nbytes_written(self) -> int:
+        return self.engine.nbytes_written
+
+    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
+        with self._lock:
+            self.reads += 1
+            fault = self._fault("read", self.reads)
+        return self._start("read", extent, memory, fault, lambda e, m: self.engine.read(e, m, urgent=urgent))
+
+    def write(self, extent: Extent, memory: memoryview) -> Transfer:
+        with self._lock:
+            self.writes += 1
+            fault = self._fault("write", self.writes)
+        return self._start("write", extent, memory, fault, self.engine.write)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _fault(self, on: str, count: int) -> Fault | None:
+        return next((fault for fault in self.faults if fault.hits(on, count)), None)
+
+    def _start(
+        self,
+        on: str,
+        extent: Extent,
+        memory: memoryview,
+        fault: Fault | None,
+        start: Callable[[Extent, memoryview], Transfer],
+    ) -> Transfer:
+        if fault is None and not self.delay_s:
+            return start(extent, memory)
+        error, moved = None, extent.nbytes
+        if fault is not None:
+            moved = int(extent.nbytes * fault.share) // BLOCK_NBYTES * BLOCK_NBYTES
+            error = DiskError(fault.errno, on, "faulty.bin", offset=0, nbytes=extent.nbytes, moved=moved)
+        inner = [start(extent.head(moved), memory[:moved])] if moved else []
+        return _Late(inner, error, self.delay_s)
+
+
+class _Late:
+    """Ends ``delay_s`` after ``inner``, with ``error`` if there is one."""
+
+    def __init__(self, inner: Sequence[Transfer], error: DiskError | None, delay_s: float) -> None:
+        self._inner, self._error = inner, error
+        self._lock, self._event = threading.Lock(), threading.Event()
+        self._calls: list[Callable[[], None]] = []
+        timer = threading.Timer(delay_s, self._end)
+        timer.daemon = True
+        if inner:
+            inner[0].then(timer.start)
+        else:
+            timer.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._event.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def wait(self) -> None:
+        self._event.wait()
+        for transfer in self._inner:
+            transfer.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def then(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._event.is_set():
+                self._calls.append(call)
+                return
+        call()

@@ -1,0 +1,352 @@
+"""The contract of an engine: the same promises, faults included, over every one of them."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.core.errors import DiskError, StateError
+from infinity.core.extent import Extent, Piece
+from infinity.nvme.engines import EngineWarning, libaio_engine, make_engine
+from infinity.nvme.engines.base import QueuedEngine, Request
+from infinity.nvme.pool import BufferLease
+from infinity.nvme.volume import Volume
+
+MIB = 2**20
+Hold = Callable[..., BufferLease]
+
+
+def fault(engine: QueuedEngine, change: Callable[[Request, int], int]) -> list[int]:
+    """Let ``change`` replace the result of every request; the results that the kernel gave."""
+    settle, results = engine._settle, []
+
+    def faulty(request: Request, result: int) -> None:
+        results.append(result)
+        settle(request, change(request, result))
+
+    engine._settle = faulty  # type: ignore[method-assign]
+    return results
+
+
+@pytest.mark.parametrize("nbytes", [4096, 2 * MIB, 3 * MIB + 4096, 20 * MIB, 33 * MIB + 8192])
+def test_what_was_written_is_read(engine: QueuedEngine, volume: Volume, lease: Hold, nbytes: int) -> None:
+    extent = volume.allocate(nbytes, what="unit")
+    out, back = lease(nbytes), lease(nbytes)
+    out.tensor.random_(0, 256)
+    engine.write(extent, out.memory).wait()
+    engine.read(extent, back.memory).wait()
+    assert torch.equal(out.tensor, back.tensor)
+    assert (engine.nbytes_read, engine.nbytes_written, engine.in_flight_nbytes) == (nbytes, nbytes, 0)
+
+
+def test_a_fresh_extent_reads_as_zeros(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+    extent, back = volume.allocate(5 * MIB, what="unit"), lease(5 * MIB, 1)
+    engine.read(extent, back.memory).wait()
+    assert not back.tensor.any()
+
+
+def test_parts_of_a_buffer_fly_to_joined_extents(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+    first, second = (volume.allocate(8 * MIB + 4096, what="unit") for _ in range(2))
+    out, back = lease(16 * MIB + 8192), lease(16 * MIB + 8192)
+    out.tensor.random_(0, 256)
+    middle = first.nbytes
+    moves = [engine.write(first, out.memory[:middle]), engine.write(second, out.memory[middle:])]
+    for move in moves:
+        move.wait()
+    engine.read(first + second, back.memory, urgent=True).wait()
+    assert torch.equal(out.tensor, back.tensor)
+
+
+def test_an_empty_extent_moves_nothing(engine: QueuedEngine, lease: Hold) -> None:
+    move = engine.read(Extent(()), lease(4096).memory[:0])
+    move.wait()
+    assert move.done()
+
+
+def test_memory_of_another_size_is_refused(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+    with pytest.raises(ValueError, match="4096 bytes and memory of 8192"):
+        engine.read(volume.allocate(4096, what="unit"), lease(8192).memory)
+
+
+def test_waiting_again_and_from_other_threads_is_the_same(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    out = lease(20 * MIB)
+    move = engine.write(volume.allocate(20 * MIB, what="unit"), out.memory)
+    threads = [threading.Thread(target=move.wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    move.wait()
+    move.wait()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_then_runs_once_after_the_end_whenever_it_is_asked(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    extent, out = volume.allocate(64 * 1024, what="unit"), lease(64 * 1024)
+    for _ in range(100):
+        move, called, threads = engine.write(extent, out.memory), [], []
+        for _ in range(3):
+            ended = threading.Event()
+            move.then(lambda m=move, e=ended, c=called: (c.append(m.done()), e.set()))
+            threads.append(ended)
+        assert all(ended.wait(5) for ended in threads)
+        assert called == [True] * 3
+        move.then(lambda called=called: called.append(True))
+        assert len(called) == 4
+
+
+def test_then_may_start_the_next_transfer(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+    extent, out, back = volume.allocate(8 * MIB, what="unit"), lease(8 * MIB, 3), lease(8 * MIB)
+    ended = threading.Event()
+    engine.write(extent, out.memory).then(
+        lambda: engine.read(extent, back.memory, urgent=True).then(ended.set)
+    )
+    assert ended.wait(10)
+    assert torch.equal(out.tensor, back.tensor)
+
+
+def test_a_call_that_raises_does_not_end_the_engine(
+    engine: QueuedEngine, volume: Volume, lease: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_value))
+    extent, out = volume.allocate(4096, what="unit"), lease(4096)
+    done = threading.Event()
+    move = engine.write(extent, out.memory)
+    # Held back until the call is registered, or it would run, and raise, right here.
+    with engine._lock:
+        ended = move._ended
+        if not ended:
+            move._calls += [lambda: 1 // 0, done.set]
+    if not ended:
+        assert done.wait(5)
+        assert isinstance(shown[0], ZeroDivisionError)
+    engine.read(extent, out.memory).wait()
+
+
+def test_short_completions_are_resumed_until_every_byte_moved(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    extent = volume.allocate(12 * MIB, what="unit")
+    out, back = lease(12 * MIB), lease(12 * MIB)
+    out.tensor.random_(0, 256)
+    engine.write(extent, out.memory).wait()
+
+    def short(request: Request, result: int) -> int:
+        if request.move.writes or result <= 8192:
+            return result
+        kept = result // 2 + 700  # not even a whole block
+        request.memory()[kept:] = bytes(result - kept)
+        return kept
+
+    results = fault(engine, short)
+    engine.read(extent, back.memory).wait()
+    assert torch.equal(out.tensor, back.tensor)
+    assert sum(results) > 12 * MIB
+    assert (engine.nbytes_read, engine.in_flight_nbytes) == (12 * MIB, 0)
+
+
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
+def test_interrupted_requests_are_asked_for_again(
+    engine: QueuedEngine, volume: Volume, lease: Hold, code: int
+) -> None:
+    extent, out, back = volume.allocate(9 * MIB, what="unit"), lease(9 * MIB, 5), lease(9 * MIB)
+    seen: set[int] = set()
+
+    def interrupted(request: Request, result: int) -> int:
+        first = id(request) not in seen
+        seen.add(id(request))
+        return -code if first else result
+
+    results = fault(engine, interrupted)
+    engine.write(extent, out.memory).wait()
+    engine.read(extent, back.memory).wait()
+    assert torch.equal(out.tensor, back.tensor)
+    assert len(results) == 2 * len(seen) or len(results) > len(seen)
+
+
+def test_a_request_that_is_interrupted_for_ever_is_an_error(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    fault(engine, lambda request, result: -errno.EAGAIN)
+    with pytest.raises(DiskError, match="EAGAIN"):
+        engine.write(volume.allocate(4096, what="unit"), lease(4096).memory).wait()
+
+
+def test_an_error_names_path_offset_bytes_and_errno_and_waits_for_the_rest(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    extent, out = volume.allocate(40 * MIB, what="unit"), lease(40 * MIB)
+    hit: list[Request] = []
+
+    def failing(request: Request, result: int) -> int:
+        if not hit:
+            hit.append(request)
+            return -errno.EIO
+        return result
+
+    fault(engine, failing)
+    move = engine.write(extent, out.memory)
+    with pytest.raises(DiskError, match=r"write of \d+ bytes at offset \d+ .*\(EIO\).*bytes free") as error:
+        move.wait()
+    assert error.value.errno == errno.EIO
+    assert error.value.path == str(volume.path(hit[0].file))
+    assert (error.value.offset, error.value.nbytes) == (hit[0].offset, hit[0].nbytes)
+    assert engine.in_flight_nbytes == 0
+    assert engine.nbytes_written == 0
+    with pytest.raises(DiskError):
+        move.wait()
+    engine.write(extent, out.memory).wait()  # the engine lives on
+
+
+def test_a_file_that_ends_too_early_is_an_error_not_a_short_read(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    extent, out = volume.allocate(10 * MIB, what="unit"), lease(10 * MIB)
+    engine.write(extent, out.memory).wait()
+    os.truncate(volume.path(0), MIB)
+    with pytest.raises(DiskError, match=r"read of .* failed after \d+ bytes"):
+        engine.read(extent, out.memory).wait()
+    assert engine.nbytes_read == 0
+
+
+def test_a_closed_file_is_a_disk_error(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    os.close(fd)
+    volume._files[0].fd, kept = fd, volume.fd(0)
+    try:
+        extent = Extent((Piece(0, 0, 4096),))
+        with pytest.raises(DiskError, match="EBADF"):
+            engine.write(extent, lease(4096).memory).wait()
+    finally:
+        volume._files[0].fd = kept
+
+
+def test_urgent_reads_go_before_what_is_queued(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+    writes = [volume.allocate(32 * MIB, what="unit") for _ in range(4)]
+    wanted, back = volume.allocate(64 * 1024, what="wanted"), lease(64 * 1024)
+    out = lease(32 * MIB)
+    order: list[str] = []
+    moves = [engine.write(extent, out.memory) for extent in writes]
+    moves[-1].then(lambda: order.append("writes"))
+    urgent = engine.read(wanted, back.memory, urgent=True)
+    urgent.then(lambda: order.append("urgent"))
+    for move in [*moves, urgent]:
+        move.wait()
+    while len(order) < 2:
+        time.sleep(0.001)
+    assert order == ["urgent", "writes"]
+
+
+def test_many_threads_move_their_own_bytes(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        nbytes = 5 * MIB
+        extents = [volume.allocate(nbytes, what=str(number)) for _ in range(3)]
+        out, back = lease(nbytes), lease(nbytes)
+        for _ in range(8):
+            extent, value = rng.choice(extents), rng.randrange(256)
+            out.tensor.fill_(value)
+            engine.write(extent, out.memory).wait()
+            engine.read(extent, back.memory, urgent=rng.random() < 0.5).wait()
+            if not bool((back.tensor == value).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+    assert engine.nbytes_read == engine.nbytes_written == 5 * 8 * 5 * MIB
+
+
+def test_close_waits_for_what_is_in_flight_and_gives_threads_back(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    out = lease(64 * MIB)
+    moves = [engine.write(volume.allocate(64 * MIB, what="unit"), out.memory) for _ in range(2)]
+    engine.close()
+    assert all(move.done() for move in moves)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("infinity-")]
+    engine.close()
+    with pytest.raises(StateError, match="closed"):
+        engine.read(Extent((Piece(0, 0, 4096),)), lease(4096).memory)
+
+
+def test_auto_falls_back_with_one_line_that_says_what_is_missing(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise OSError("libaio.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(libaio_engine, "load", missing)
+    with pytest.warns(EngineWarning, match=r"libaio\.so\.1.*pip install libaio") as caught:
+        engine = make_engine("auto", volume)
+    assert (engine.name, len(caught)) == ("threads", 1)
+    assert "\n" not in str(caught[0].message)
+    engine.close()
+    with pytest.raises(OSError, match="libaio"):
+        make_engine("libaio", volume)
+
+
+def test_an_unknown_engine_is_refused(volume: Volume) -> None:
+    with pytest.raises(ValueError, match=r"auto \| libaio \| threads \| gds"):
+        make_engine("uring", volume)
+
+
+_INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from infinity.nvme.engines import make_engine
+from infinity.nvme.pool import HostPool
+from infinity.nvme.volume import Volume
+
+volume = Volume([Path(sys.argv[2])])
+engine = make_engine(sys.argv[1], volume)
+memory = HostPool(2**24).lease(2**23, who="test").memory
+extents = [volume.allocate(2**23, what="unit") for _ in range(8)]
+settle = engine._settle
+def more(request, result):  # no transfer ends before the interrupt
+    request.tries = 0
+    settle(request, result if stop else -11)
+engine._settle, stop = more, []
+print("waiting", flush=True)
+try:
+    while True:
+        move = engine.write(extents[0], memory)
+        move.wait()
+except KeyboardInterrupt:
+    stop.append(1)
+    engine.close()
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["libaio", "threads"])
+def test_ctrl_c_ends_a_wait_and_the_engine_still_closes(name: str, tmp_path: Path, volume: Volume) -> None:
+    make_engine("threads" if name == "threads" else "auto", volume).close()
+    command = [sys.executable, "-c", _INTERRUPTED, name, str(tmp_path / "c.bin")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("ended\n", 0), err

@@ -1,0 +1,229 @@
+"""Pools: bounded, counted, shared by threads."""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.core.errors import BudgetError, StateError
+from infinity.nvme.pool import BufferLease, DevicePool, HostPool
+
+MIB = 2**20
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    pool = HostPool(16 * MIB, patience_s=0.1)
+    yield pool
+    pool.close()
+
+
+def test_a_lease_is_exactly_what_was_asked_and_accounts_for_whole_pages(pool: HostPool) -> None:
+    with pool.lease(5 * MIB + 1, who="a") as large, pool.lease(3, who="b") as small:
+        assert (large.nbytes, len(large.memory), large.tensor.shape) == (
+            5 * MIB + 1,
+            5 * MIB + 1,
+            (5 * MIB + 1,),
+        )
+        assert large.tensor.data_ptr() % (2 * MIB) == 0
+        assert small.tensor.data_ptr() % 4096 == 0
+        assert pool.leased_nbytes == 6 * MIB + 4096
+        assert pool.held == {"a": 6 * MIB, "b": 4096}
+    assert pool.leased_nbytes == 0
+    assert pool.held == {}
+    assert pool.peak_nbytes == 6 * MIB + 4096
+
+
+def test_tensor_and_memory_are_the_same_bytes(pool: HostPool) -> None:
+    with pool.lease(10_000, who="a") as lease:
+        lease.tensor.fill_(7)
+        assert bytes(lease.memory) == b"\7" * 10_000
+        lease.memory[5] = 9
+        assert lease.tensor[5] == 9
+
+
+def test_every_lease_of_a_buffer_shares_one_storage(pool: HostPool) -> None:
+    pointers = set()
+    for nbytes in (3 * MIB, 4 * MIB, 3 * MIB + 5):
+        with pool.lease(nbytes, who="a") as lease:
+            pointers |= {lease.tensor.untyped_storage().data_ptr(), lease.tensor.data_ptr()}
+            pointers.add(lease.tensor.untyped_storage().data_ptr())
+    assert len(pointers) == 1
+
+
+def test_releasing_twice_is_harmless_and_use_after_release_is_an_error(pool: HostPool) -> None:
+    lease = pool.lease(MIB, who="the reader")
+    lease.release()
+    other = pool.lease(MIB, who="other")
+    lease.release()
+    assert pool.held == {"other": MIB}
+    with pytest.raises(StateError, match="the reader"):
+        lease.tensor.zero_()
+    other.release()
+
+
+def test_what_can_never_fit_is_refused_at_once_with_the_arithmetic(pool: HostPool) -> None:
+    began = time.monotonic()
+    with pytest.raises(BudgetError, match=r"layers\.3 needs .*Raise memory\.host by at least 2097152 bytes"):
+        pool.lease(18 * MIB, who="layers.3")
+    assert time.monotonic() - began < 0.1
+
+
+def test_an_exhausted_pool_names_who_holds_it_and_what_to_raise(pool: HostPool) -> None:
+    with pool.lease(10 * MIB, who="reader"), pool.lease(4 * MIB, who="writer"):
+        message = r"no buffer of 4 MiB for late in 0\.1 s.*reader: 10 MiB, writer: 4 MiB.*raise memory\.host"
+        with pytest.raises(BudgetError, match=message):
+            pool.lease(4 * MIB, who="late")
+        assert pool.try_lease(4 * MIB, who="late") is None
+        again = pool.try_lease(2 * MIB, who="small")
+        assert again is not None
+        again.release()
+
+
+def test_a_lease_waits_until_a_buffer_comes_back() -> None:
+    pool = HostPool(4 * MIB, patience_s=10)
+    first = pool.lease(4 * MIB, who="first")
+    timer = threading.Timer(0.05, first.release)
+    timer.start()
+    with pool.lease(2 * MIB, who="second") as second:
+        assert second.nbytes == 2 * MIB
+    timer.join()
+    pool.close()
+
+
+def test_patience_starts_anew_whenever_something_is_given_back() -> None:
+    pool = HostPool(4 * MIB, patience_s=0.3)
+    large, *small = (pool.lease(n * MIB, who="x") for n in (2, 1, 1))
+    timers = [threading.Timer(0.2 * (i + 1), lease.release) for i, lease in enumerate([*small, large])]
+    for timer in timers:
+        timer.start()
+    pool.lease(4 * MIB, who="whole").release()  # after 0.6 s
+    pool.close()
+
+
+def test_a_kept_buffer_gives_way_to_another_size(pool: HostPool) -> None:
+    for nbytes in (6 * MIB, 8 * MIB, 10 * MIB, 16 * MIB):
+        pool.lease(nbytes, who="a").release()
+        assert pool.leased_nbytes + pool.kept_nbytes <= pool.capacity_nbytes
+    assert pool.kept_nbytes == 16 * MIB
+
+
+def test_memory_that_is_not_leased_goes_back_to_the_system() -> None:
+    before = _rss_nbytes()
+    pool = HostPool(64 * MIB)
+    with pool.lease(64 * MIB, who="a") as lease:
+        lease.tensor.fill_(1)
+        view = lease.tensor
+    assert _rss_nbytes() > before + 48 * MIB
+    pool.close()
+    assert _rss_nbytes() < before + 16 * MIB
+    assert int(view[5]) == 0  # a view that outlives everything is safe to read
+
+
+def test_a_forked_child_does_not_copy_the_buffers(pool: HostPool) -> None:
+    with pool.lease(8 * MIB, who="a") as lease:
+        lease.tensor.fill_(1)
+        flags = _smaps_flags(lease.tensor.data_ptr())
+    assert "dc" in flags  # do not copy on fork
+
+
+def test_a_closed_pool_refuses_and_still_takes_back() -> None:
+    pool = HostPool(4 * MIB)
+    lease = pool.lease(MIB, who="a")
+    pool.close()
+    lease.release()
+    assert (pool.leased_nbytes, pool.kept_nbytes) == (0, 0)
+    with pytest.raises(StateError, match="closed"):
+        pool.lease(MIB, who="b")
+
+
+def test_a_device_pool_has_tensors_and_no_host_memory() -> None:
+    pool = DevicePool(4 * MIB, torch.device("cpu"), patience_s=0.05)
+    with pool.lease(3 * MIB, who="a") as lease:
+        assert lease.tensor.shape == (3 * MIB,)
+        with pytest.raises(StateError, match="no host memory"):
+            lease.memory[0]
+        with pytest.raises(BudgetError, match=r"raise memory\.device"):
+            pool.lease(2 * MIB, who="b")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=25),
+    st.integers(MIB, 8 * MIB),
+)
+def test_never_above_capacity_and_no_two_live_buffers_overlap(
+    steps: list[tuple[int, bool]], capacity: int
+) -> None:
+    pool = HostPool(capacity)
+    live: list[BufferLease] = []
+    for nbytes, release_first in steps:
+        if release_first and live:
+            live.pop(nbytes % len(live)).release()
+        lease = pool.try_lease(nbytes, who=str(nbytes))
+        if lease is not None:
+            live.append(lease)
+        assert pool.leased_nbytes + pool.kept_nbytes <= capacity
+        assert pool.leased_nbytes == sum(pool.held.values())
+        assert pool.peak_nbytes <= capacity
+        spans = sorted((a.tensor.data_ptr(), a.tensor.data_ptr() + a.nbytes) for a in live)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    for lease in live:
+        lease.release()
+    assert pool.leased_nbytes == 0
+    pool.close()
+
+
+def test_many_threads_share_a_pool_without_sharing_bytes() -> None:
+    pool = HostPool(4 * MIB, patience_s=30)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for i in range(60):
+            with pool.lease((1 + (i + number) % 3) * 300_000, who=str(number)) as lease:
+                lease.tensor.fill_(number)
+                if not bool((lease.tensor == number).all()):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert pool.leased_nbytes == 0
+    assert pool.peak_nbytes <= pool.capacity_nbytes
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_pinned_buffers_are_page_locked_and_exact() -> None:
+    pool = HostPool(16 * MIB, pin=True)
+    with pool.lease(5 * MIB, who="a") as lease:
+        assert lease.tensor.is_pinned()
+        assert pool.leased_nbytes == 6 * MIB
+    pool.close()
+
+
+def _rss_nbytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _smaps_flags(address: int) -> list[str]:
+    inside = False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                start, end = (int(part, 16) for part in head.split("-"))
+                inside = start <= address < end
+            elif inside and head == "VmFlags:":
+                return line.split()[1:]
+    return []

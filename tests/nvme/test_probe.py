@@ -1,0 +1,44 @@
+"""Drives are measured once, and only where there is a choice."""
+
+from pathlib import Path
+
+import pytest
+
+from infinity.nvme import probe
+from infinity.nvme.errors import DirectoryError
+from infinity.nvme.probe import Speed, measure, stripe_weights
+
+
+def test_a_drive_is_measured_and_nothing_stays(tmp_path: Path) -> None:
+    speed = measure(tmp_path, 4 * 2**20)
+    assert speed.read_bytes_per_s > 0
+    assert speed.write_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shares_follow_the_speed_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    speeds = {fast: Speed(3e9, 3e9), slow: Speed(1e9, 1e9)}
+    monkeypatch.setattr(probe, "_speed", speeds.__getitem__)
+    assert stripe_weights([fast, slow]) == pytest.approx([0.75, 0.25])
+
+
+def test_one_directory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "measure", lambda directory: pytest.fail("measured"))
+    assert stripe_weights([tmp_path]) == [1.0]
+
+
+def test_directories_of_one_drive_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Path] = []
+    monkeypatch.setattr(probe, "_measured", {})
+    monkeypatch.setattr(probe, "measure", lambda path: (measured.append(path), Speed(2e9, 1e9))[1])
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    assert stripe_weights([tmp_path / "a", tmp_path / "b"]) == [0.5, 0.5]
+    assert len(measured) == 1
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DirectoryError):
+        measure(tmp_path / "file", 2**20)

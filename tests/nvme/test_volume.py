@@ -1,0 +1,212 @@
+"""Volumes: no two extents share a byte, full disks show before anything is lost."""
+
+import errno
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.core.errors import DiskError
+from infinity.core.extent import Extent
+from infinity.nvme.engines import make_engine
+from infinity.nvme.errors import BufferedIOWarning, DirectoryError
+from infinity.nvme.pool import BufferLease
+from infinity.nvme.space import Space
+from infinity.nvme.volume import Volume
+
+MIB = 2**20
+
+
+def test_large_extents_are_striped_in_proportion_and_small_ones_lie_whole(volume: Volume) -> None:
+    large = volume.allocate(30 * MIB + 4096, what="unit")
+    assert [(piece.file, piece.nbytes) for piece in large.pieces] == [(0, 20 * MIB), (1, 10 * MIB + 4096)]
+    small = [volume.allocate(3 * MIB, what="unit") for _ in range(6)]
+    assert all(len(extent.pieces) == 1 for extent in small)
+    on_first = sum(extent.pieces[0].file == 0 for extent in small)
+    assert on_first == 4  # weights 2 : 1
+
+
+def test_bytes_are_counted(volume: Volume) -> None:
+    first, second = volume.allocate(8 * MIB, what="a"), volume.allocate(4096, what="b")
+    assert volume.allocated_nbytes == 8 * MIB + 4096
+    volume.free(first)
+    assert (volume.allocated_nbytes, volume.peak_nbytes) == (4096, 8 * MIB + 4096)
+    volume.free(second)
+    with pytest.raises(ValueError, match="not taken"):
+        volume.free(second)
+
+
+def test_freed_bytes_are_used_again_and_zeroed_when_asked(
+    volume: Volume, lease: Callable[..., BufferLease]
+) -> None:
+    engine = make_engine("threads", volume)
+    extent, ones = volume.allocate(6 * MIB, what="a"), lease(6 * MIB, 1)
+    engine.write(extent, ones.memory).wait()
+    volume.free(extent)
+    again = volume.allocate(6 * MIB, what="b", zeroed=True)
+    assert again == extent
+    engine.read(again, ones.memory).wait()
+    assert not ones.tensor.any()
+    engine.close()
+
+
+def test_files_are_reserved_private_and_not_much_larger_than_asked(volume: Volume) -> None:
+    volume.allocate(70 * MIB, what="unit")
+    for file in range(2):
+        stat = os.fstat(volume.fd(file))
+        assert stat.st_mode & 0o777 == 0o600
+        assert stat.st_blocks * 512 >= stat.st_size
+        assert stat.st_size % (64 * MIB) == 0
+    total = sum(os.fstat(volume.fd(file)).st_size for file in range(2))
+    assert total <= 70 * MIB + 2 * 64 * MIB
+
+
+@pytest.mark.parametrize("nbytes", [0, -4096, 100, 4097])
+def test_sizes_that_are_not_whole_blocks_are_refused(volume: Volume, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="positive multiple of 4096"):
+        volume.allocate(nbytes, what="unit")
+
+
+def test_a_directory_that_cannot_hold_files_is_an_error_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DirectoryError, match=r"ENOTDIR.*give memory\.nvme a directory"):
+        Volume([tmp_path / "ok.bin", tmp_path / "file" / "x.bin"])
+
+
+def test_a_file_system_without_o_direct_is_used_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: Callable[..., BufferLease]
+) -> None:
+    opened = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT", path)
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.warns(BufferedIOWarning, match="page cache") as caught:
+        volume = Volume([tmp_path / "a.bin"])
+    assert (len(caught), volume.buffered) == (1, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = make_engine("auto", volume)
+    assert engine.name == "threads"
+    extent, out, back = volume.allocate(3 * MIB, what="unit"), lease(3 * MIB, 7), lease(3 * MIB)
+    engine.write(extent, out.memory).wait()
+    engine.read(extent, back.memory).wait()
+    assert (out.tensor == back.tensor).all()
+    engine.close()
+    volume.close()
+
+
+def test_a_full_disk_shows_at_allocation_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = Volume([tmp_path / "a.bin", tmp_path / "b.bin"])
+    kept = volume.allocate(8 * MIB, what="first")
+    fallocate = os.posix_fallocate
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        if fd == volume.fd(1):
+            raise OSError(errno.ENOSPC, "full")
+        fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=r"reservation of room for layers\.7 .*ENOSPC.*bytes free.*make room"):
+        volume.allocate(300 * MIB, what="layers.7")
+    assert volume.allocated_nbytes == kept.nbytes
+    monkeypatch.undo()
+    again = volume.allocate(300 * MIB, what="layers.7")
+    assert not _overlapping([kept, again])
+    volume.close()
+
+
+def test_the_last_room_of_a_disk_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = Volume([tmp_path / "a.bin"])
+    fallocate = os.posix_fallocate
+
+    def nearly_full(fd: int, offset: int, nbytes: int) -> None:
+        if offset + nbytes > 10 * MIB:
+            raise OSError(errno.ENOSPC, "full")
+        fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    assert volume.allocate(9 * MIB, what="unit").nbytes == 9 * MIB
+    volume.close()
+
+
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+from infinity.core.errors import DiskError
+from infinity.nvme.engines import make_engine
+from infinity.nvme.pool import HostPool
+from infinity.nvme.volume import Volume
+
+name, path = sys.argv[1], Path(sys.argv[2])
+MIB = 2**20
+volume = Volume([path])
+engine = make_engine(name, volume)
+lease = HostPool(32 * MIB).lease(16 * MIB, who="test")
+lease.tensor.fill_(1)
+first, second = volume.allocate(16 * MIB, what="a"), volume.allocate(16 * MIB, what="b")
+engine.write(first, lease.memory).wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (19 * MIB + 1000, resource.RLIM_INFINITY))
+try:
+    engine.write(second, lease.memory).wait()
+except DiskError as error:
+    print("write:", error)
+try:
+    volume.allocate(100 * MIB, what="c")
+except DiskError as error:
+    print("allocate:", error)
+lease.tensor.zero_()
+engine.read(first, lease.memory).wait()
+print("kept:", bool((lease.tensor == 1).all()))
+engine.close()
+"""
+
+
+@pytest.mark.parametrize("name", ["auto", "threads"])
+def test_a_full_disk_raises_and_keeps_what_was_written(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _LIMITED, name, str(tmp_path / "v.bin")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    write, allocate, kept = done.stdout.splitlines()
+    assert write.startswith("write: [Errno 27] write of ")
+    assert "EFBIG" in write
+    assert "make room" in write
+    assert allocate.startswith("allocate: [Errno 27] reservation of room for c of ")
+    assert kept == "kept: True"
+    assert done.returncode == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=40))
+def test_ranges_never_overlap_and_all_room_comes_back(steps: list[tuple[int, bool]]) -> None:
+    space, live = Space(), []
+    for nbytes, free_first in steps:
+        if free_first and live:
+            gone = live.pop(nbytes % len(live))
+            space.give(gone.offset, gone.nbytes)
+        live.append(space.take(nbytes))
+        if nbytes % 3 == 0:
+            space.untake(live.pop())
+        spans = sorted((taken.offset, taken.offset + taken.nbytes) for taken in live)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        assert space.taken_nbytes == sum(taken.nbytes for taken in live)
+    for taken in live:
+        space.give(taken.offset, taken.nbytes)
+    if space.end:
+        assert space.take(space.end).offset == 0
+
+
+def _overlapping(extents: list[Extent]) -> bool:
+    spans = sorted((p.file, p.offset, p.offset + p.nbytes) for extent in extents for p in extent.pieces)
+    return any(a[0] == b[0] and a[2] > b[1] for a, b in itertools.pairwise(spans))
