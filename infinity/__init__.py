@@ -1,1 +1,44 @@
-"""infinity: fine-tune models far larger than the memory of the machine."""
+"""infinity: fine-tune models far larger than the memory of the machine.
+
+Three changed lines in a plain PyTorch loop::
+
+    recipe = infinity.load_recipe("recipe.yaml")
+    with infinity.Init(recipe):
+        model = LlamaForCausalLM(config)
+    optimizer = infinity.AdamW(model, lr=1e-5, max_grad_norm=1.0)
+"""
+
+from importlib.metadata import version
+
+from infinity.core.errors import (
+    BudgetError,
+    DiskError,
+    DivergenceError,
+    InfinityError,
+    PeerError,
+    RecipeError,
+    StateError,
+)
+from infinity.optimizer import AdamW
+from infinity.recipe import Recipe, load_recipe
+from infinity.runtime import Init, close, gathered, no_sync, state_dict
+
+__all__ = [
+    "AdamW",
+    "BudgetError",
+    "DiskError",
+    "DivergenceError",
+    "InfinityError",
+    "Init",
+    "PeerError",
+    "Recipe",
+    "RecipeError",
+    "StateError",
+    "close",
+    "gathered",
+    "load_recipe",
+    "no_sync",
+    "state_dict",
+]
+
+__version__ = version("infinity-offload")

@@ -324,7 +324,9 @@ class Runtime:
             [total] = self.collectives.sum([total], "the gradient norm")
         norm = math.sqrt(total) / self.updates.loss_scale if math.isfinite(total) else total
         if math.isfinite(norm):
+            updated = list(self.updates.ready)
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
+            self.prefetcher.forget(updated)  # copies fetched after the unit's gradients were complete
         self.backward.reset()
         self._conclude_pass()
         return norm
@@ -430,6 +432,14 @@ def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
         return model.state_dict()
     finally:
         values.every_rank = before
+
+
+def close(model: nn.Module) -> None:
+    """Give back the files, memory and threads that serve ``model``, whose weights are gone then.
+
+    Waits for updates in flight, needs no other rank, and may be called after any error, and twice.
+    """
+    runtime_of(model).close()
 
 
 def _join_ranks() -> torch.device:

@@ -69,9 +69,8 @@ class After:
 
     def __init__(self, first: Ticket, begin: Callable[[], Transfer]) -> None:
         self._first, self._begin = first, begin
-        self._lock = threading.Lock()
+        self._begun = Ticket()  # ends when the second transfer exists, or cannot begin
         self._second: Transfer | None = None
-        self._error: BaseException | None = None
         first.then(self._start)
 
     def _start(self) -> None:
@@ -79,30 +78,20 @@ class After:
             self._first.wait()
             self._second = self._begin()
         except BaseException as error:  # surfaces at wait
-            self._error = error
+            self._begun.finish(error)
+        else:
+            self._begun.finish(None)
 
     def done(self) -> bool:
-        return self._first.done() and (self._second is None or self._second.done())
+        return self._begun.done() and (self._second is None or self._second.done())
 
     def wait(self) -> None:
-        self._first.wait()
-        done = threading.Event()
-        self._first.then(done.set)  # runs after _start, which was registered before it
-        while not done.wait(1.0):
-            pass
-        if self._error is not None:
-            raise self._error
+        self._begun.wait()
         assert self._second is not None
         self._second.wait()
 
     def then(self, call: Callable[[], None]) -> None:
-        def chain() -> None:
-            if self._second is None:
-                call()
-            else:
-                self._second.then(call)
-
-        self._first.then(chain)
+        self._begun.then(lambda: call() if self._second is None else self._second.then(call))
 
 
 @dataclass(slots=True)

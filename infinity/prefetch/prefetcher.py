@@ -11,7 +11,7 @@ that run the same modules start the same gathers in the same order.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from infinity.prefetch.plan import Plan, make_plan
@@ -113,9 +113,10 @@ class Prefetcher:
         self.running = self.training
         self.training.begun = bool(self.training.position)
 
-    def forget(self) -> None:
-        """Release everything that is not pinned."""
-        for unit in [u for u in self.present if not self.pins.get(u)]:
+    def forget(self, units: Iterable[int] | None = None) -> None:
+        """Release ``units`` (None: everything) that are present: their copies are stale."""
+        stale = set(self.present if units is None else units)
+        for unit in [u for u in self.present if u in stale and not self.pins.get(u)]:
             self._release(unit)
 
     def first_use(self, unit: int) -> int:

@@ -176,13 +176,25 @@ def _vit(dropout: float) -> nn.Module:
     )
 
 
+def _gpt(dropout: float) -> nn.Module:
+    from infinity.models.gpt import GPT, GPTConfig
+
+    return GPT(GPTConfig(vocab_size=VOCABULARY, seq_len=SEQUENCE, n_layers=3, d_model=HIDDEN, n_heads=4))
+
+
+def _next(generator: torch.Generator) -> Batch:
+    tokens = _tokens(generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
 _MODELS: dict[str, tuple[Callable[[float], nn.Module], Callable[[torch.Generator], dict[str, Any]]]] = {
     "llama": (_llama, _causal),
     "gpt2": (_gpt2, _causal),
     "t5": (_t5, _translation),
     "bert": (_bert, _masked),
     "vit": (_vit, _images),
+    "gpt": (_gpt, _next),
 }
 
-#: Llama (untied), GPT-2 (tied), T5 (encoder-decoder, tied), BERT (masked), ViT (images).
+#: Llama (untied), GPT-2 (tied), T5 (encoder-decoder, tied), BERT (masked), ViT (images), and ours.
 NAMES = tuple(_MODELS)

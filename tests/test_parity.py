@@ -1,0 +1,99 @@
+"""Promise 1: placement never changes numbers. One rank against the plain loop, bit by bit."""
+
+import pytest
+
+from tests.helpers import models
+from tests.helpers.reference import Rule
+from tests.helpers.training import assert_bitwise, reference, streaming, train
+
+NAMES = ("llama", "gpt2", "t5", "bert", "vit", "gpt")
+
+
+def placements(tmp_path):
+    """Every kind of placement, by name."""
+    return {
+        "host": ["memory.host=1GiB"],
+        "nvme": streaming(tmp_path, "memory.engine=threads"),
+        "part": [f"memory.nvme=[{tmp_path}]", "memory.host=1MiB"],
+        "tight": streaming(tmp_path, "memory.device=600KiB"),
+        "striped": [f"memory.nvme=[{tmp_path}/a,{tmp_path}/b]", "memory.host=200KiB"],
+        "one-version": streaming(tmp_path, "memory.versions=1"),
+        "libaio": streaming(tmp_path, "memory.engine=libaio"),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", ["host", "nvme", "tight"])
+def test_one_rank_equals_the_plain_loop_to_the_bit(tmp_path, name, place):
+    factory, batch = models.build(name, seed=1)
+    plain = reference(factory, batch)
+    assert_bitwise(train(factory, batch, placements(tmp_path)[place]), plain)
+
+
+@pytest.mark.parametrize("place", ["part", "striped", "one-version", "libaio"])
+def test_placements_do_not_change_numbers(tmp_path, place):
+    factory, batch = models.build("llama", seed=2)
+    plain = reference(factory, batch)
+    assert_bitwise(train(factory, batch, placements(tmp_path)[place]), plain)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_dtypes_with_and_without_clipping(tmp_path, dtype, clip, place):
+    factory, batch = models.build("gpt2", seed=3)
+    rule = Rule(max_grad_norm=clip)
+    plain = reference(factory, batch, dtype=dtype, rule=rule)
+    assert_bitwise(train(factory, batch, placements(tmp_path)[place], dtype=dtype, rule=rule), plain)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("place", ["host", "nvme", "one-version"])
+def test_accumulated_micro_batches(tmp_path, place, clip):
+    factory, batch = models.build("llama", seed=4)
+    rule = Rule(max_grad_norm=clip)
+    plain = reference(factory, batch, accumulate=3, steps=8, rule=rule)
+    ours = train(factory, batch, placements(tmp_path)[place], accumulate=3, steps=8, rule=rule)
+    assert_bitwise(ours, plain)
+
+
+def test_the_compiled_update_gives_the_same_bits(tmp_path):
+    factory, batch = models.build("llama", seed=5)
+    plain = reference(factory, batch)
+    for place in ("host", "nvme"):
+        overrides = [*placements(tmp_path)[place], "optim.compile=true"]
+        assert_bitwise(train(factory, batch, overrides), plain)
+
+
+def test_frozen_parameters_get_no_gradient_and_no_update(tmp_path):
+    factory, batch = models.build("llama", seed=6)
+
+    def freeze(model):
+        for name, param in model.named_parameters():
+            param.requires_grad_("layers.1" not in name and "q_proj" not in name)
+
+    plain = reference(factory, batch, change=freeze)
+    for place in ("host", "nvme"):
+        assert_bitwise(train(factory, batch, placements(tmp_path)[place], change=freeze), plain)
+
+
+def test_dropout_draws_the_same_numbers(tmp_path):
+    factory, batch = models.build("gpt2", seed=7, dropout=0.1)
+    plain = reference(factory, batch)
+    assert_bitwise(train(factory, batch, placements(tmp_path)["nvme"]), plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_recomputation_of_blocks(tmp_path, reentrant, clip):
+    factory, batch = models.build("llama", seed=8)
+    rule = Rule(max_grad_norm=clip)
+
+    def recompute(model):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+
+    plain = reference(factory, batch, change=recompute, rule=rule)
+    for place in ("host", "nvme", "tight"):
+        ours = train(factory, batch, placements(tmp_path)[place], change=recompute, rule=rule)
+        assert_bitwise(ours, plain)
