@@ -22,8 +22,9 @@ from torch import Tensor
 #: one thread (it divides work of 2**15 elements and more), so the number of threads changes nothing.
 PIECE_NUMEL = 2**14
 
-#: Elements of the tensors that a variant is compiled from; any numel >= 2 gives the same code.
-_EXAMPLE_NUMEL = 64
+#: Elements per thread of the tensors that a variant is compiled from. The numel becomes a symbol, but the
+#: compiler makes a parallel loop only if the example is worth it.
+_EXAMPLE_NUMEL = 2**13
 
 Function = Any  # a function of tensors that returns nothing
 
@@ -82,7 +83,9 @@ class Elementwise:
 
     def _compiled_or_eager(self, tensors: tuple[Tensor, ...]) -> Function:
         try:
-            return compile_once(self._function, _small(tensors), threads=self.threads, say=self._on_compile)
+            return compile_once(
+                self._function, _small(tensors, self.threads), threads=self.threads, say=self._on_compile
+            )
         except Exception as error:  # whatever a missing or broken compiler raises, eager works
             warn_eager(self._function, error, stacklevel=4)
             return self._eagerly
@@ -150,8 +153,8 @@ def _kind(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     return (tensors[0].device.type, *(t.dtype for t in tensors))
 
 
-def _small(like: tuple[Tensor, ...]) -> list[Tensor]:
+def _small(like: tuple[Tensor, ...], threads: int) -> list[Tensor]:
     """Tensors of the same types, but small, and sharing no memory."""
     *flat, table = like
-    small = [torch.zeros(_EXAMPLE_NUMEL, dtype=t.dtype, device=t.device) for t in flat]
+    small = [torch.zeros(threads * _EXAMPLE_NUMEL, dtype=t.dtype, device=t.device) for t in flat]
     return [*small, torch.ones_like(table)]

@@ -85,9 +85,12 @@ def _as_read(flat: Tensor) -> Tensor:
 @cache
 def _kernel(dtype: torch.dtype) -> Function:
     """The compiled sums for gradients of ``dtype``; eager where there is no compiler."""
-    examples = [_as_read(torch.zeros(4 * PIECE_NUMEL, dtype=dtype)), torch.zeros(4, dtype=torch.float64)]
+    threads = background_threads()
+    rows = 4 * threads
+    grad = torch.zeros(rows * PIECE_NUMEL, dtype=dtype)
     try:
-        return compile_once(_gradient_norm, examples, threads=background_threads())
+        examples = [_as_read(grad), torch.zeros(rows, dtype=torch.float64)]
+        return compile_once(_gradient_norm, examples, threads=threads)
     except Exception as error:  # whatever a missing or broken compiler raises, eager works
         warn_eager(_gradient_norm, error, stacklevel=3)
         return _gradient_norm_eager

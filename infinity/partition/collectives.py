@@ -33,6 +33,10 @@ from infinity.core.errors import DivergenceError, InfinityError, PeerError
 _KINDS = ("gather", "reduce", "sum", "fail")
 
 
+#: ``all_gather_into_tensor``, under the name that newer releases of torch want.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Pending:
     """A collective in flight: ``wait()`` returns its result or raises."""
 
@@ -101,7 +105,7 @@ class Collectives:
 
         def issue() -> Tensor:
             shard = full.chunk(self.world_size)[self.rank]
-            dist.all_gather_into_tensor(full, shard, group=self._group)
+            _all_gather(full, shard, group=self._group)
             self._settle()
             return full
 
@@ -139,7 +143,7 @@ class Collectives:
         def issue() -> list[float]:
             mine = torch.tensor(list(values), dtype=torch.float64)
             everyone = torch.empty(self.world_size * len(mine), dtype=torch.float64)
-            dist.all_gather_into_tensor(everyone, mine, group=self._control)
+            _all_gather(everyone, mine, group=self._control)
             return [float(x) for x in everyone.view(self.world_size, -1).sum(0)]
 
         result: list[float] = self._submit("sum", len(values), where, issue).wait()
@@ -204,7 +208,7 @@ class Collectives:
         """Exchange headers: see [Note: the header]."""
         mine = torch.tensor([_KINDS.index(kind), index, self._count, int(fails)], dtype=torch.int64)
         everyone = torch.empty(self.world_size * len(mine), dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone, mine, group=self._control)
+        _all_gather(everyone, mine, group=self._control)
         headers = everyone.view(self.world_size, -1)
         self._count += 1
         if int(headers[:, 3].sum()) == 0 and bool((headers == headers[0]).all()):

@@ -20,8 +20,15 @@ class ThreadsEngine(QueuedEngine):
         threads: How many requests the kernel gets at one time.
     """
 
-    def __init__(self, volume: Volume, *, threads: int = _THREADS, name: str = "threads") -> None:
-        super().__init__(volume, name, _REQUEST_NBYTES)
+    def __init__(
+        self,
+        volume: Volume,
+        *,
+        threads: int = _THREADS,
+        request_nbytes: int = _REQUEST_NBYTES,
+        name: str = "threads",
+    ) -> None:
+        super().__init__(volume, name, request_nbytes)
         self._work = threading.Condition(self._lock)
         self._threads = [
             threading.Thread(target=self._main, name=f"infinity-io-{i}", daemon=True) for i in range(threads)
