@@ -43,7 +43,7 @@ class DeviceBudget:
 
 
 def chunk_numel(host_nbytes: int, itemsize: int, most: int) -> int:
-    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them take a quarter of the host budget.
+    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them take at most half of the host budget.
 
     Args:
         host_nbytes: The host budget.
@@ -61,7 +61,7 @@ def chunk_numel(host_nbytes: int, itemsize: int, most: int) -> int:
             f"{STAGED_CHUNKS} chunks of {format_nbytes(grain * itemsize)} = {format_nbytes(least)}. "
             "Raise memory.host"
         )
-    n = max(grain, host_nbytes // 4 // (STAGED_CHUNKS * itemsize) // grain * grain)
+    n = max(grain, host_nbytes // 2 // (STAGED_CHUNKS * itemsize) // grain * grain)
     return min(n, most)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from infinity.core.errors import StateError
 from infinity.observe.events import StepReport
+from infinity.observe.timeline import Timeline
 from infinity.optim.scaler import LossScaler
 from infinity.runtime import Runtime, runtime_of
 
@@ -117,6 +118,11 @@ class AdamW(torch.optim.Optimizer):
     def budgets(self) -> dict[str, int | None]:
         """Bytes that each tier may take; None where the disk is the only limit."""
         return self.runtime.budgets()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran when; empty unless the recipe says ``observe.timeline``."""
+        return self.runtime.timeline
 
     def synchronize(self) -> None:
         """Block until every update that was started has landed on its tier."""

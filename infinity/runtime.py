@@ -27,8 +27,10 @@ from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.store import ShardStore
 from infinity.nvme.volume import Volume
-from infinity.optim.norm import clip_coefficient
+from infinity.observe.timed import TimedEngine, TimedRule
+from infinity.observe.timeline import Timeline
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
+from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
 from infinity.partition.builder import UnitBuilder
@@ -93,6 +95,8 @@ class Runtime:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.stack = contextlib.ExitStack()
         self.stalls: dict[str, float] = {}
+        self.timeline = Timeline(enabled=recipe.observe.timeline)
+        self._waited_until = time.perf_counter()
         self.values = Values(self)
         self.hooks: Hooks | None = None
         self.on_demand = 0
@@ -131,6 +135,8 @@ class Runtime:
             self.volume = self._open_volume()
             self.engine = make_engine(memory.engine, self.volume)
             self.stack.callback(self.engine.close)
+            if self.timeline.enabled:
+                self.engine = TimedEngine(self.engine, self.timeline)
             store = ShardStore(
                 self.volume, weight_itemsize=weight_itemsize, state_itemsize=state_itemsize,
                 versions=memory.versions, chunk_numel=chunk,
@@ -232,8 +238,9 @@ class Runtime:
         pipeline = None
         if self.engine is not None:
             background = AdamWRule(self.dtype, compiled=config.compile, on_compile=on_compile)
+            timed = TimedRule(background, self.timeline) if self.timeline.enabled else background
             pipeline = UpdatePipeline(
-                self.engine, self.host_pool, self.tiers.layout, background, depth=budget.STAGED_CHUNKS
+                self.engine, self.host_pool, self.tiers.layout, timed, depth=budget.STAGED_CHUNKS
             )
             self._parts.callback(pipeline.close)
         self.updates = Updates(
@@ -297,10 +304,12 @@ class Runtime:
     def waits(self, cause: str, wait: Callable[[], object]) -> None:
         """Run ``wait`` and count its seconds as a stall of ``cause``."""
         begin = time.perf_counter()
+        self.timeline.add("compute", "compute", self._waited_until, begin)
         try:
             wait()
         finally:
-            self.stalls[cause] = self.stalls.get(cause, 0.0) + time.perf_counter() - begin
+            self._waited_until = end = time.perf_counter()
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + end - begin
 
     def gather_exact(self, unit: Unit, shard: Tensor) -> Tensor:
         if self.collectives is None:

@@ -1,0 +1,47 @@
+"""An engine and an update rule that write what they do into a timeline; used only when one is wanted."""
+
+from typing import Any
+
+from infinity.core.extent import Extent
+from infinity.core.transfer import Transfer, TransferEngine
+from infinity.observe.timeline import Timeline
+
+
+class TimedEngine:
+    """A transfer engine, each of whose transfers is a span of lane ``read`` or ``write``."""
+
+    def __init__(self, engine: TransferEngine, timeline: Timeline) -> None:
+        self._engine, self._timeline = engine, timeline
+        self.name = engine.name
+
+    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
+        return self._watch("read", "weights" if urgent else "state", extent, memory, urgent)
+
+    def write(self, extent: Extent, memory: memoryview) -> Transfer:
+        return self._watch("write", "state", extent, memory, False)
+
+    def _watch(self, lane: str, name: str, extent: Extent, memory: memoryview, urgent: bool) -> Transfer:
+        begin_s = self._timeline.clock()
+        if lane == "read":
+            transfer = self._engine.read(extent, memory, urgent=urgent)
+        else:
+            transfer = self._engine.write(extent, memory)
+        transfer.then(lambda: self._timeline.add(lane, name, begin_s, self._timeline.clock()))
+        return transfer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class TimedRule:
+    """An update rule, each of whose updates is a span of lane ``update``."""
+
+    def __init__(self, rule: Any, timeline: Timeline) -> None:
+        self._rule, self._timeline = rule, timeline
+
+    def update(self, *args: Any) -> None:
+        with self._timeline.span("update", "update"):
+            self._rule.update(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
