@@ -75,7 +75,7 @@ class Backward:
             raise StateError(f"{segment.name} got a gradient after its unit's gradients were complete")
         gradient = self._open.get(unit.index)
         if gradient is None:
-            gradient = self._open[unit.index] = UnitGradient.lease(unit, self.pool)
+            gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
         gradient.add(segment, grad)
         if gradient.complete:
             self._complete(unit, gradient)
@@ -88,7 +88,7 @@ class Backward:
             gradient = self._open.get(unit.index)
             if self.syncing and unit.trainable and unit.index not in self._delivered:
                 if gradient is None:
-                    gradient = self._open[unit.index] = UnitGradient.lease(unit, self.pool)
+                    gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
                 self._complete(unit, gradient)
             elif gradient is not None and not self.syncing:
                 self._complete(unit, gradient)

@@ -8,7 +8,7 @@ with the nearest future. The backlog lets updates lag into the next forward, so 
 use; the window gets the rest, and at least two of the largest units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.core.errors import BudgetError
@@ -115,7 +115,7 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // grain) * grain
 
 
-def rounded_sum(sizes) -> int:  # type: ignore[no-untyped-def]
+def rounded_sum(sizes: Iterable[int]) -> int:
     return sum(rounded(nbytes) for nbytes in sizes)
 
 

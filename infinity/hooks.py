@@ -164,7 +164,7 @@ class Hooks:
             frame.opened.__exit__(None, None, None)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._begin_backward)
+                    leaf.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     # --- saved tensors -----------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Hooks:
         if unit is None:
             return tensor
         return Handle(
-            unit, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), unit.updates
+            unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )
 
     def unpack(self, packed: Tensor | Handle) -> Tensor:
@@ -197,7 +197,7 @@ class Hooks:
         if not self._in_backward:
             self.sink.begin_backward()
             self._in_backward = True
-            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
@@ -248,9 +248,9 @@ class Hooks:
         for key, (unit, segment) in self.places.items():
             if key not in self._hooked and segment.param.requires_grad:
                 self._hooked.add(key)
-                segment.param.register_hook(functools.partial(_drop_placeholder, segment.param))
+                segment.param.register_hook(functools.partial(_drop_placeholder, segment.param))  # type: ignore[no-untyped-call]
                 take = functools.partial(self._take_gradient, unit, segment)
-                segment.param.register_post_accumulate_grad_hook(take)
+                segment.param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def _take_gradient(self, unit: Unit, segment: Segment, param: Tensor) -> None:
         self._begin_backward()
@@ -279,5 +279,5 @@ def dress(module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable
     def after(module: nn.Module, args: Any, output: Any) -> None:
         leave(module, output)
 
-    module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
-    module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+    module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)  # type: ignore[no-untyped-call]
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)  # type: ignore[no-untyped-call]

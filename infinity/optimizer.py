@@ -65,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
         return loss * self.scaler.scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: every rank must call.
 
         A gradient that is not finite, on any rank, skips the step on every rank: weights and state stay

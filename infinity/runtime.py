@@ -99,6 +99,9 @@ class Runtime:
         self._waited_until = time.perf_counter()
         self.values = Values(self)
         self.hooks: Hooks | None = None
+        self.prefetcher: Prefetcher
+        self.updates: Updates
+        self._parts: contextlib.ExitStack
         self.on_demand = 0
         self.planned: tuple[int, int] | None = None  # bytes read and written by the last step's plan
         self._update_mark = (0, 0)
@@ -234,7 +237,9 @@ class Runtime:
     def _make_updates(self, early: bool) -> None:
         config = self.recipe.optim
         on_compile = self._say if self.rank == 0 else None
-        rule = AdamWRule(self.dtype, threads=torch.get_num_threads(), compiled=config.compile, on_compile=on_compile)
+        rule = AdamWRule(
+            self.dtype, threads=torch.get_num_threads(), compiled=config.compile, on_compile=on_compile
+        )
         pipeline = None
         if self.engine is not None:
             background = AdamWRule(self.dtype, compiled=config.compile, on_compile=on_compile)
@@ -396,7 +401,8 @@ def runtime_of(model: nn.Module) -> Runtime:
         if runtime is not None:
             return runtime
     raise StateError(
-        f"{type(model).__name__} was not built under infinity.Init; write `with infinity.Init(recipe): model = ...`"
+        f"{type(model).__name__} was not built under infinity.Init; "
+        "write `with infinity.Init(recipe): model = ...`"
     )
 
 
@@ -412,7 +418,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
+def gathered(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
+) -> Iterator[None]:
     """Inside this context the parameters hold their full values; every rank must enter it.
 
     Args:

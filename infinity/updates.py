@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -137,7 +138,7 @@ class Updates:
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
         self.early, self.next_use = early, next_use
-        self.groups: Sequence[Mapping[str, object]] = ()  # the optimizer's param_groups
+        self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
         self.spans: dict[int, tuple[Span, ...]] = {}
         self.ready: dict[int, Ready] = {}
         self.steps = 0
@@ -258,14 +259,16 @@ class Updates:
         """One tensor of hyperparameters for each parameter group; the same all through a step."""
         if self._hypers is None:
             self._hypers = self._read_groups()
-            self._tensors = [replace(h, grad_scale=grad_scale / self.loss_scale).tensor() for h in self._hypers]
+            self._tensors = [
+                replace(h, grad_scale=grad_scale / self.loss_scale).tensor() for h in self._hypers
+            ]
         return self._tensors
 
     def _read_groups(self) -> list[Hyper]:
         out = []
         for group in self.groups:
-            beta1, beta2 = group["betas"]  # type: ignore[misc]
-            numbers = [float(group[key]) for key in ("lr", "eps", "weight_decay")]  # type: ignore[arg-type]
+            beta1, beta2 = group["betas"]
+            numbers = [float(group[key]) for key in ("lr", "eps", "weight_decay")]
             lr, eps, decay = numbers
             out.append(
                 Hyper(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay, step=self.steps + 1)

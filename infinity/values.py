@@ -111,7 +111,7 @@ class Values:
         if self.runtime.construction.active:
             self.runtime.construction.touch(param)
             return param.detach().clone()
-        unit, segment = self.runtime.connected().places[id(param)]
+        unit, _ = self.runtime.connected().places[id(param)]
         wanted = self.every_rank or self.runtime.rank == 0
         key = (id(param), unit.updates)
         value = self._exported.get(key) if self.runtime.world_size == 1 else None
@@ -193,6 +193,6 @@ def watch(module: nn.Module, values: Values) -> None:
     def after(module: nn.Module, incompatible: Any) -> None:
         values.end_load(module)
 
-    module.register_state_dict_post_hook(save)
-    module.register_load_state_dict_pre_hook(before)
-    module.register_load_state_dict_post_hook(after)
+    module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]

@@ -57,9 +57,9 @@ class UnitBuilder:
         while self._stack and self._stack.pop() is not module:
             pass  # an __init__ that raised and was caught by its caller
         self.join(module)
-        if any(True for child in module.children() for _ in child.parameters()):
-            if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-                self._blocks.add(type(module))
+        container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if not container and any(True for child in module.children() for _ in child.parameters()):
+            self._blocks.add(type(module))
 
     def join(self, module: nn.Module) -> None:
         """Add the parameters that ``module`` itself owns and that no unit has."""

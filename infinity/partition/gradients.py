@@ -22,7 +22,7 @@ class UnitGradient:
         self._fired: set[int] = set()  # segments that fired in this backward
 
     @classmethod
-    def lease(cls, unit: Unit, pool: Pool) -> "UnitGradient":
+    def begin(cls, unit: Unit, pool: Pool) -> "UnitGradient":
         """Room for a unit's gradient; blocks while updates hold too much."""
         return cls(unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}"))
 
@@ -81,5 +81,5 @@ class ReleasedGradient(torch.Tensor):
             "scale the loss in place of the gradients"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -75,7 +75,7 @@ class Construction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for cls, original in self._patched.items():
-            cls.__init__ = original
+            cls.__init__ = original  # type: ignore[method-assign]
         self._patched.clear()
         if error is None:
             self._finish()

@@ -54,5 +54,3 @@ def serve(module: nn.Module, touch: Touch, deep_copy: DeepCopy) -> None:
     """Put a :class:`ServedParameters` in place of ``module._parameters``."""
     if not isinstance(module._parameters, ServedParameters):
         module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy)
-
-

@@ -13,6 +13,8 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
+    """One position of a trace."""
+
     kind: Kind
     unit: int
 
