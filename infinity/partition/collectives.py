@@ -93,7 +93,7 @@ class Collectives:
 
     # --- what the training thread calls ----------------------------------------------------
 
-    def gather(self, index: int, where: str, full: Tensor, ready: Callable[[], None]) -> Pending:
+    def gather(self, index: int, where: str, full: Tensor, ready: Callable[[], object]) -> Pending:
         """Start the all-gather of unit ``index`` into ``full``, ``(numel,)``, in place.
 
         Args:
@@ -164,7 +164,7 @@ class Collectives:
 
     def _submit(
         self, kind: str, index: int, where: str, issue: Callable[[], Any],
-        ready: Callable[[], None] | None = None, fails: bool = False,
+        ready: Callable[[], object] | None = None, fails: bool = False,
     ) -> Pending:  # fmt: skip
         pending = Pending()
 
@@ -181,7 +181,7 @@ class Collectives:
 
     def _attempt(
         self, pending: Pending, kind: str, index: int, where: str, issue: Callable[[], Any],
-        ready: Callable[[], None] | None, fails: bool,
+        ready: Callable[[], object] | None, fails: bool,
     ) -> BaseException | None:  # fmt: skip
         local: BaseException | None = None
         try:
@@ -232,7 +232,8 @@ class Collectives:
     def _run(self) -> None:
         if self.device.type != "cpu":
             torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # gathers beside compute
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(stream)  # gathers beside compute
         while (job := self._queue.get()) is not None:
             job()
 
