@@ -33,7 +33,7 @@ class Summary:
     nbytes_written: int
     planned_nbytes_read: int | None
     planned_nbytes_written: int | None
-    steps_off_plan: int  # planned steps whose bytes were not the planned ones
+    steps_off_plan: int  # steps with uses that the plan did not foresee
     peak_nbytes: dict[str, int]
     budgets: dict[str, int | None] = field(default_factory=dict)
     stall_s: dict[str, float]  # whole run, by cause
@@ -128,8 +128,7 @@ class _Series:
         self.nbytes_written.append(report.nbytes_written)
         self.planned_nbytes_read = report.planned_nbytes_read
         self.planned_nbytes_written = report.planned_nbytes_written
-        planned = (report.planned_nbytes_read, report.planned_nbytes_written)
-        self.off_plan += None not in planned and planned != (report.nbytes_read, report.nbytes_written)
+        self.off_plan += report.on_demand > 0
 
     @staticmethod
     def median(values: list[float]) -> float:
@@ -159,7 +158,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("written per step", _beside_plan(summary.nbytes_written, summary.planned_nbytes_written)),
     ]
     if summary.steps_off_plan:
-        rows.append(("", f"{summary.steps_off_plan} steps moved other bytes than planned"))
+        rows.append(("", f"{summary.steps_off_plan} steps used units that the plan did not foresee"))
     for tier, nbytes in summary.peak_nbytes.items():
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"

@@ -128,7 +128,7 @@ def summarize(steps: list[StepReport], held_out: tuple[float, ...] = ()) -> Summ
 
 
 def test_a_summary_counts_planned_steps_and_adds_up_all() -> None:
-    off = replace(REPORT, step=3, nbytes_read=1, peak_nbytes={"host": 5}, loss=3.0, step_s=4.0)
+    off = replace(REPORT, step=3, nbytes_read=1, on_demand=2, peak_nbytes={"host": 5}, loss=3.0, step_s=4.0)
     summary = summarize([RECORDED, REPORT, REPORT, off], held_out=(4.0, 3.75, 3.5))
     assert summary.steps == 4
     assert summary.tokens_per_s == 2048.0  # the recorded step's 9 s are not the run's speed
