@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,6 +40,7 @@ from infinity.partition.parameters import serve
 from infinity.partition.unit import Unit
 from infinity.prefetch.prefetcher import Prefetcher
 from infinity.recipe import Recipe
+from infinity.stalls import CountingPool, Stalls
 from infinity.tiers import Tiers
 from infinity.updates import Updates, spans_of
 from infinity.values import Values, watch
@@ -94,9 +94,8 @@ class Runtime:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.stack = contextlib.ExitStack()
-        self.stalls: dict[str, float] = {}
         self.timeline = Timeline(enabled=recipe.observe.timeline)
-        self._waited_until = time.perf_counter()
+        self.stalls = Stalls(self.timeline)
         self.values = Values(self)
         self.hooks: Hooks | None = None
         self.prefetcher: Prefetcher
@@ -210,12 +209,14 @@ class Runtime:
         else:
             self.device_pool = HostPool(self.division.total, key="memory.device")
         self._parts.callback(self.device_pool.close)
-        self.mover = UnitMover(self.units, self, self.device_pool, staging, self.collectives, self.waits)
+        pool = CountingPool(self.device_pool, self.stalls)
+        self.mover = UnitMover(self.units, self, pool, staging, self.collectives, self.stalls)
+        self._parts.callback(self.mover.close)
         streaming = {u.index: budget.rounded(u.nbytes) for u in self.units if self._streams(u)}
         self.prefetcher = Prefetcher(self.mover, streaming, self.division.window)
         self._make_updates(early)
         self.backward = Backward(
-            self.units, self.device_pool, staging, self.mover, self.updates,
+            self.units, pool, staging, self.mover, self.updates,
             self.collectives, self._reduce_dtype, hold_weights=self.division.hold_weights,
         )  # fmt: skip
         self._hook_up()
@@ -306,15 +307,8 @@ class Runtime:
         resident = self.tiers.residents.get(unit.index)
         return None if resident is None else resident.weight
 
-    def waits(self, cause: str, wait: Callable[[], object]) -> None:
-        """Run ``wait`` and count its seconds as a stall of ``cause``."""
-        begin = time.perf_counter()
-        self.timeline.add("compute", "compute", self._waited_until, begin)
-        try:
-            wait()
-        finally:
-            self._waited_until = end = time.perf_counter()
-            self.stalls[cause] = self.stalls.get(cause, 0.0) + end - begin
+    def fetch_waits_for(self, unit: Unit) -> str:
+        return self.updates.fetch_waits_for(unit)
 
     def gather_exact(self, unit: Unit, shard: Tensor) -> Tensor:
         if self.collectives is None:
@@ -330,7 +324,7 @@ class Runtime:
     def step(self, max_grad_norm: float | None) -> float | None:
         """Commit the gradients of this step: their global norm, or None when there were none."""
         self.connected().let_go()
-        self.waits("collective", self.backward.finish)
+        self.stalls("collective", self.backward.finish)
         if not self.backward.synced:
             return None
         total = self.updates.total_sum_of_squares()

@@ -158,7 +158,8 @@ class Updates:
             weight: The shard's weights if they are at hand; held until the update has read them.
             leases: Held for ``grad`` and ``weight``, given back when the update has read them.
         """
-        ready = Ready(unit, grad, sum_of_squares(grad), leases, weight)
+        squares = sum_of_squares(grad, compiled=self.rule.compiled)
+        ready = Ready(unit, grad, squares, leases, weight)
         with self._lock:
             self.ready[unit.index] = ready
         if self.early and unit.home is Tier.NVME and math.isfinite(ready.sum_of_squares):
@@ -199,6 +200,11 @@ class Updates:
                 ticket.wait()  # raises if that update failed: its weights are not there
             return self.tiers.read_weight(unit, memory)
         return After(ticket, lambda: self.tiers.read_weight(unit, memory))
+
+    def fetch_waits_for(self, unit: Unit) -> str:
+        """What a fetch of ``unit`` waits for now: its update, or the disk's read."""
+        ticket = self._tickets.get(unit.index)
+        return "read" if ticket is None or ticket.done() or self._is_next(unit) else "update"
 
     def drain(self) -> None:
         """Block until every update that was started has landed."""

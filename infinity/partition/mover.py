@@ -4,12 +4,18 @@
 The full buffer is leased first, and this rank's shard is read straight into its own slice of it.
 With one rank and no accelerator that is all: the staging buffer is the flat buffer. With several
 ranks an in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned
-host memory and uploaded into the slice by the collectives' thread, on that thread's own stream, so
-that fetch, upload and gather of different units overlap each other and compute.
+host memory and uploaded into the slice by the collectives' thread (with one rank, by a thread of its
+own), on that thread's own stream, so that fetch, upload and gather of different units overlap each
+other and compute.
+
+[Note: a buffer that compute still reads]
+On an accelerator a unit is released when its last operator was launched, not when it ended. So the
+release records an event on the compute stream, and who writes into that buffer next waits for it.
 """
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -33,6 +39,10 @@ class Shards(Protocol):
 
     def resident(self, unit: Unit) -> Tensor | None:
         """The shard when its home is host memory."""
+        ...
+
+    def fetch_waits_for(self, unit: Unit) -> str:
+        """What a fetch of ``unit`` waits for now: ``update`` or ``read``."""
         ...
 
 
@@ -62,16 +72,22 @@ class UnitMover:
         self.collectives, self.waits = collectives, waits
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Callable[[], object]] = {}
+        self._freed: dict[int, torch.cuda.Event] = {}  # by the address of the buffer's storage
+        self._uploads: ThreadPoolExecutor | None = None
+        if staging is not None and collectives is None:
+            self._uploads = ThreadPoolExecutor(1, "infinity-upload", self._on_own_stream)
 
     def start(self, index: int) -> None:
         unit = self.units[index]
         unit.lease = self.pool.lease(unit.nbytes, who=unit.name)
         full = unit.lease.tensor.view(unit.dtype)
         ready = self._bring(unit, unit.lease, unit.shard_of(full))
-        if self.collectives is None:
-            self._arriving[index] = ready
-        else:
+        if self.collectives is not None:
             self._arriving[index] = self.collectives.gather(index, unit.name, full, ready).wait
+        elif self._uploads is not None:
+            self._arriving[index] = self._uploads.submit(ready).result
+        else:
+            self._arriving[index] = ready
 
     def _bring(self, unit: Unit, lease: Lease, own: Tensor) -> Callable[[], object]:
         """Start to bring this rank's shard into ``own``; what is returned waits for it."""
@@ -101,16 +117,26 @@ class UnitMover:
         return _once(ready)
 
     def _upload(self, shard: Tensor, own: Tensor) -> None:
+        if own.device.type == "cpu":
+            own.copy_(shard)
+            return
+        stream = torch.cuda.current_stream(own.device)
+        freed = self._freed.pop(own.untyped_storage().data_ptr(), None)
+        if freed is not None:
+            stream.wait_event(freed)  # see [Note: a buffer that compute still reads]
         own.copy_(shard, non_blocking=True)
-        if own.device.type != "cpu":
-            torch.cuda.current_stream(own.device).synchronize()  # the pinned buffer is free after it
+        stream.synchronize()  # the pinned buffer is free, and compute may read
+
+    def _on_own_stream(self) -> None:
+        """This thread's uploads run beside compute."""
+        torch.cuda.set_stream(torch.cuda.Stream())
 
     def finish(self, index: int) -> None:
         unit = self.units[index]
         ready = self._arriving.pop(index, None)
         if ready is None:
             return
-        self.waits("read" if self.collectives is None else "collective", ready)
+        self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
         assert unit.lease is not None
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)
@@ -136,11 +162,19 @@ class UnitMover:
         if unit.lease is None:
             return None
         if unit.flat is not None:
+            if unit.flat.device.type != "cpu":
+                self._freed[unit.flat.untyped_storage().data_ptr()] = torch.cuda.current_stream().record_event()
             del self.attached[unit.flat.untyped_storage().data_ptr()]
             unit.detach()
         unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
         lease, unit.lease = unit.lease, None
         return lease
+
+
+    def close(self) -> None:
+        """End the upload thread."""
+        if self._uploads is not None:
+            self._uploads.shutdown()
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:

@@ -1,0 +1,62 @@
+"""Seconds that compute waits, by cause, and memory that counts the waiting for it."""
+
+import time
+from collections.abc import Callable
+
+from infinity.core.transfer import Lease, Pool
+from infinity.observe.timeline import Timeline
+
+
+class Stalls:
+    """Counts the training thread's waits; what lies between two waits is compute.
+
+    Args:
+        timeline: Gets the compute spans.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.seconds: dict[str, float] = {}
+        self._timeline = timeline
+        self._waited_until = time.perf_counter()
+
+    def __call__(self, cause: str, wait: Callable[[], object]) -> None:
+        """Run ``wait`` and count its seconds as a stall of ``cause``."""
+        begin = time.perf_counter()
+        self._timeline.add("compute", "compute", self._waited_until, begin)
+        try:
+            wait()
+        finally:
+            self._waited_until = end = time.perf_counter()
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin
+
+
+class CountingPool:
+    """A pool of the training thread: waiting for a buffer is waiting for the update that holds one."""
+
+    def __init__(self, pool: Pool, stalls: Stalls) -> None:
+        self._pool, self._stalls = pool, stalls
+
+    @property
+    def capacity_nbytes(self) -> int:
+        return self._pool.capacity_nbytes
+
+    @property
+    def leased_nbytes(self) -> int:
+        return self._pool.leased_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        return self._pool.peak_nbytes
+
+    def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
+        return self._pool.try_lease(nbytes, who=who)
+
+    def lease(self, nbytes: int, *, who: str) -> Lease:
+        found = [self._pool.try_lease(nbytes, who=who)]
+        if found[0] is None:
+            self._stalls("update", lambda: found.append(self._pool.lease(nbytes, who=who)))
+        assert found[-1] is not None
+        return found[-1]
+
+    def close(self) -> None:
+        self._pool.close()
