@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -244,7 +244,7 @@ class Runtime:
         pipeline = None
         if self.engine is not None:
             background = AdamWRule(self.dtype, compiled=config.compile, on_compile=on_compile)
-            timed = TimedRule(background, self.timeline) if self.timeline.enabled else background
+            timed: Any = TimedRule(background, self.timeline) if self.timeline.enabled else background
             pipeline = UpdatePipeline(
                 self.engine, self.host_pool, self.tiers.layout, timed, depth=budget.STAGED_CHUNKS
             )

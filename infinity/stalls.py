@@ -58,5 +58,8 @@ class CountingPool:
         assert found[-1] is not None
         return found[-1]
 
+    def fail(self, error: BaseException) -> None:
+        self._pool.fail(error)
+
     def close(self) -> None:
         self._pool.close()

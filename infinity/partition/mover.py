@@ -129,7 +129,7 @@ class UnitMover:
 
     def _on_own_stream(self) -> None:
         """This thread's uploads run beside compute."""
-        torch.cuda.set_stream(torch.cuda.Stream())
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     def finish(self, index: int) -> None:
         unit = self.units[index]
@@ -162,9 +162,10 @@ class UnitMover:
         if unit.lease is None:
             return None
         if unit.flat is not None:
+            address = unit.flat.untyped_storage().data_ptr()
             if unit.flat.device.type != "cpu":
-                self._freed[unit.flat.untyped_storage().data_ptr()] = torch.cuda.current_stream().record_event()
-            del self.attached[unit.flat.untyped_storage().data_ptr()]
+                self._freed[address] = torch.cuda.current_stream().record_event()
+            del self.attached[address]
             unit.detach()
         unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
         lease, unit.lease = unit.lease, None
