@@ -86,6 +86,7 @@ class BufferPool:
         self._kept: OrderedDict[Buffer, None] = OrderedDict()  # oldest first
         self._released_at = 0.0
         self._closed = False
+        self._failure: BaseException | None = None
 
     def _make(self, nbytes: int) -> Buffer:
         """New memory of ``nbytes``, already rounded."""
@@ -118,6 +119,7 @@ class BufferPool:
         Raises:
             BudgetError: It can never fit, or nothing was given back for ``patience_s``.
             StateError: The pool is closed.
+            BaseException: It would have to wait, after :meth:`fail`.
         """
         size = rounded(nbytes)
         if size > self.capacity_nbytes:
@@ -129,6 +131,8 @@ class BufferPool:
         with self._changed:
             waiting_since = time.monotonic()
             while not self._fits(size):
+                if self._failure is not None:
+                    raise self._failure
                 since = max(waiting_since, self._released_at)
                 left_s = since + self.patience_s - time.monotonic()
                 if left_s <= 0:
@@ -140,6 +144,12 @@ class BufferPool:
         """The same without blocking: None when it does not fit now."""
         with self._changed:
             return self._lend(nbytes, who) if self._fits(rounded(nbytes)) else None
+
+    def fail(self, error: BaseException) -> None:
+        """Those who would give buffers back ended with ``error``: whoever waits for one raises it."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Unmap what is not leased; what is leased goes as it is given back."""

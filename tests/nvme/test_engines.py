@@ -18,6 +18,7 @@ from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
 from infinity.nvme.engines import EngineWarning, libaio_engine, make_engine
 from infinity.nvme.engines.base import QueuedEngine, Request
+from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.pool import BufferLease
 from infinity.nvme.volume import Volume
 
@@ -350,3 +351,42 @@ def test_ctrl_c_ends_a_wait_and_the_engine_still_closes(name: str, tmp_path: Pat
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (out, process.returncode) == ("ended\n", 0), err
+
+
+def test_memory_may_have_any_shape_and_must_be_writable(
+    engine: QueuedEngine, volume: Volume, lease: Hold
+) -> None:
+    extent, out, back = volume.allocate(3 * MIB, what="unit"), lease(3 * MIB, 3), lease(3 * MIB)
+    engine.write(extent, out.memory.cast("f")).wait()
+    engine.read(extent, back.memory.cast("i")).wait()
+    assert torch.equal(out.tensor, back.tensor)
+    with pytest.raises(ValueError, match="writable"):
+        engine.write(extent, out.memory.toreadonly())
+
+
+def test_what_a_library_says_beyond_an_errno_reaches_who_waits(
+    volume: Volume, lease: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: ThreadsEngine, request: Request) -> int:
+        raise RuntimeError("cuFile: the driver went away")
+
+    monkeypatch.setattr(ThreadsEngine, "_move", broken)
+    engine = ThreadsEngine(volume)
+    with pytest.raises(DiskError, match="EIO") as error:
+        engine.read(volume.allocate(4096, what="unit"), lease(4096).memory).wait()
+    assert error.value.__notes__ == ["RuntimeError: cuFile: the driver went away"]
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_gds_moves_bytes_of_the_accelerator(volume: Volume) -> None:
+    pytest.importorskip("kvikio")
+    engine = make_engine("gds", volume)
+    extent = volume.allocate(20 * MIB, what="unit")
+    out = torch.randint(0, 256, (20 * MIB,), dtype=torch.uint8, device="cuda")
+    back = torch.zeros_like(out)
+    torch.cuda.synchronize()
+    engine.write(extent, out).wait()  # type: ignore[arg-type]
+    engine.read(extent, back).wait()  # type: ignore[arg-type]
+    assert torch.equal(out, back)
+    engine.close()

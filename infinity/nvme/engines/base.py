@@ -94,13 +94,14 @@ class Move:
 class Request:
     """A contiguous part of a move, small enough for one system call."""
 
-    __slots__ = ("fd", "file", "move", "moved", "nbytes", "offset", "start", "tries")
+    __slots__ = ("fd", "file", "move", "moved", "nbytes", "note", "offset", "start", "tries")
 
     def __init__(self, move: Move, file: int, fd: int, offset: int, start: int, nbytes: int) -> None:
         self.move, self.file, self.fd = move, file, fd
         self.offset = offset  # in the file
         self.start = start  # in the move's memory
         self.nbytes, self.moved, self.tries = nbytes, 0, 0
+        self.note = ""  # what a library said beyond an errno
 
     def memory(self) -> Any:
         """What of the move's memory is still to be moved."""
@@ -239,7 +240,7 @@ class QueuedEngine:
     def _error(self, request: Request, code: int) -> DiskError:
         if code == errno.EINVAL and request.move.writes and _too_large(request):
             code = errno.EFBIG
-        return DiskError(
+        error = DiskError(
             code,
             "write" if request.move.writes else "read",
             self._volume.path(request.file),
@@ -247,12 +248,19 @@ class QueuedEngine:
             nbytes=request.nbytes,
             moved=request.moved,
         )
+        if request.note:
+            error.add_note(request.note)
+        return error
 
     # --- starting ----------------------------------------------------------------------------
 
     def _start(self, extent: Extent, memory: Memory, queue: deque[Request], *, writes: bool) -> Move:
         if extent.nbytes != memory.nbytes:
             raise ValueError(f"an extent of {extent.nbytes} bytes and memory of {memory.nbytes} bytes differ")
+        if isinstance(memory, memoryview):
+            if memory.readonly:
+                raise ValueError("memory is read-only; an engine takes writable memory, also to write from")
+            memory = memory if memory.itemsize == 1 and memory.ndim == 1 else memory.cast("B")
         move = Move(self._lock, memory, writes=writes)
         requests = self._cut(move, extent)
         if not requests:

@@ -54,6 +54,8 @@ class ThreadsEngine(QueuedEngine):
                 result = self._move(request)
             except OSError as error:
                 result = -(error.errno or errno.EIO)
+            except Exception as error:  # a library's own; who waits must hear of it
+                request.note, result = f"{type(error).__name__}: {error}", -errno.EIO
             self._settle(request, result)
 
     def _move(self, request: Request) -> int:
