@@ -1,10 +1,21 @@
-"""Builds the parts and connects them to one model: the only place that knows all of them."""
+"""Builds the parts and connects them to one model: the only place that knows all of them.
 
+[Note: when something fails]
+An error surfaces where somebody waits: for a disk, a peer, a buffer. Those who do not wait must learn of
+it, too. So whoever sees an error that ends the run here (a collective, the update pipeline, ``close``
+on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside the collectives,
+and nobody here waits any longer for a buffer that will not come back.
+"""
+
+import atexit
 import contextlib
 import math
 import os
+import sys
 import weakref
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +26,7 @@ from torch import Tensor, nn
 
 from infinity import budget
 from infinity.backward import Backward
-from infinity.core.errors import StateError
+from infinity.core.errors import PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
 from infinity.core.transfer import Pool, Transfer, TransferEngine
@@ -23,7 +34,7 @@ from infinity.hooks import Hooks, dress
 from infinity.nvme.engines import make_engine
 from infinity.nvme.pool import DevicePool, HostPool
 from infinity.nvme.probe import stripe_weights
-from infinity.nvme.run_directory import RunDirectory, new_run_id
+from infinity.nvme.run_directory import RunDirectory, leftovers_line, new_run_id
 from infinity.nvme.store import ShardStore
 from infinity.nvme.volume import Volume
 from infinity.observe.timed import TimedEngine, TimedRule
@@ -42,13 +53,15 @@ from infinity.prefetch.prefetcher import Prefetcher
 from infinity.recipe import Recipe
 from infinity.stalls import CountingPool, Stalls
 from infinity.tiers import Tiers
-from infinity.updates import Updates, spans_of
+from infinity.updates import Updates
 from infinity.values import Values, watch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 #: Which runtime serves a module that was built under ``Init``.
 _runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDictionary()
+#: Those that were not closed.
+_open: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 
 
 class Init:
@@ -77,6 +90,8 @@ class Init:
     ) -> None:
         try:
             self.runtime.construction.__exit__(kind, error, trace)
+            if error is None:
+                self.runtime.meet()
         except BaseException:
             self.runtime.close()
             raise
@@ -90,7 +105,7 @@ class Runtime:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.dtype = DTYPES[recipe.train.dtype]
-        self.device = _join_ranks()
+        self.device = _join_ranks(recipe.partition.timeout_s)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.stack = contextlib.ExitStack()
@@ -104,11 +119,16 @@ class Runtime:
         self.on_demand = 0
         self.planned: tuple[int, int] | None = None  # bytes read and written by the last step's plan
         self._update_mark = (0, 0)
+        self._listener: Callable[[str], None] | None = None
+        self._unsaid: list[str] = []
+        self._failure: BaseException | None = None
+        self.collectives: Collectives | None = None
         self.run_id = _agree(recipe.run.name or new_run_id(), self.world_size)
+        _open.add(self)
         try:
             self._build_tiers()
         except BaseException:
-            self.stack.close()
+            self.close()
             raise
         self.construction = Construction(
             lambda close: UnitBuilder(self.dtype, self.rank, self.world_size, close), self.tiers, self._serve
@@ -118,12 +138,11 @@ class Runtime:
 
     def _build_tiers(self) -> None:
         memory, layout = self.recipe.memory, StateLayout.of(self.dtype)
-        self.collectives: Collectives | None = None
         if self.world_size > 1:
-            self.collectives = Collectives(self.device, self.recipe.partition.timeout_s)
+            self.collectives = Collectives(self.device, self.recipe.partition.timeout_s, self._give_up)
             self.stack.callback(self.collectives.close)
         on_gpu = self.device.type != "cpu"
-        self.host_nbytes = memory.host or _free_host_nbytes() // 2
+        self.host_nbytes = self._least(memory.host or _free_host_nbytes() // 2, "memory.host")
         host = HostPool(self.host_nbytes, pin=on_gpu)
         self.host_pool: HostPool = self.stack.enter_context(contextlib.closing(host))
         weight_itemsize, state_itemsize = layout.weight_nbytes(1), layout.state_nbytes(1)
@@ -151,6 +170,8 @@ class Runtime:
 
     def _open_volume(self) -> Volume:
         directories = []
+        if self.rank == 0 and (line := leftovers_line(self.recipe.memory.nvme)):
+            self._say(line)
         for root in self.recipe.memory.nvme:
             directory = RunDirectory.create(Path(root), self.run_id, self.rank)
             self.stack.callback(directory.remove)
@@ -185,9 +206,7 @@ class Runtime:
         """
         if self.hooks is None or self._clips != clips:
             self._connect(clips)
-        group_of = {id(p): i for i, g in enumerate(groups) for p in g["params"]}
         self.updates.groups = groups
-        self.updates.spans = {unit.index: spans_of(unit, group_of) for unit in self.units}
 
     def _connect(self, clips: bool) -> None:
         """Size the device budget and connect mover, prefetcher, gradients and updates."""
@@ -201,8 +220,9 @@ class Runtime:
         staging = self.host_pool if on_gpu else None
         sizes = [self._sizes(unit) for unit in self.units]
         self.division = budget.divide_device(
-            self.recipe.memory.device, self._device_ceiling(), sizes, early=early, world_size=self.world_size
-        )
+            self.recipe.memory.device, self._least(self._device_ceiling(), "memory.device"), sizes,
+            early=early, world_size=self.world_size,
+        )  # fmt: skip
         self.device_pool: Pool
         if on_gpu:
             self.device_pool = DevicePool(self.division.total, self.device)
@@ -250,8 +270,9 @@ class Runtime:
             )
             self._parts.callback(pipeline.close)
         self.updates = Updates(
-            self.tiers, rule, pipeline, early=early, next_use=lambda index: self.prefetcher.first_use(index)
-        )
+            self.tiers, rule, pipeline, early=early,
+            next_use=lambda index: self.prefetcher.first_use(index), on_failure=self.fail,
+        )  # fmt: skip
 
     def _sizes(self, unit: Unit) -> budget.UnitSizes:
         grad = unit.nbytes if self.world_size == 1 else unit.shard_numel * self._reduce_dtype.itemsize
@@ -372,16 +393,80 @@ class Runtime:
         if self.hooks is not None:
             self.updates.drain()
 
+    # --- the end ----------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Return when every rank has built its model, and all are the same.
+
+        Raises:
+            DivergenceError: They are not.
+            PeerError: Another rank failed while it built its own.
+        """
+        if self.collectives is not None:
+            units = [(unit.numel, str(unit.home), len(unit.segments)) for unit in self.units]
+            where = f"of the model: {len(units)} units, {sum(unit[0] for unit in units)} padded parameters"
+            self.collectives.check(zlib.crc32(repr(units).encode()), where)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: tell the others, and everyone here who waits; any thread."""
+        self._give_up(error)
+        if self.collectives is not None:
+            self.collectives.fail(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Nobody here may wait for a buffer that will not come back."""
+        self._failure = self._failure or error
+        for pool in (getattr(self, "device_pool", None), getattr(self, "host_pool", None)):
+            if pool is not None:
+                pool.fail(self._failure)
+
+    def peer_error(self, what: str, error: RuntimeError) -> PeerError:
+        """Why a collective of the caller's own did not end: ``error``, with the rank at fault."""
+        if self.collectives is None:
+            return PeerError(f"{what}: {error}")
+        return self.collectives.peer_error(what, error)
+
     def close(self) -> None:
-        """Give back files, memory and threads. May be called twice."""
+        """Give back files, memory and threads. May be called twice.
+
+        On the way out of an exception the other ranks learn of it.
+        """
+        if self in _open:
+            _open.discard(self)
+            error = sys.exception() or getattr(sys, "last_value", None)
+            if error is not None and not (isinstance(error, SystemExit) and not error.code):
+                self.fail(error)
         self.stack.close()
 
-    def _say(self, text: str) -> None:
-        self.on_say(text)
+    def _least(self, value: int, where: str) -> int:
+        """The least ``value`` of all ranks, which must decide alike."""
+        return value if self.collectives is None else self.collectives.least([value], where)[0]
 
-    @staticmethod
-    def on_say(text: str) -> None:
-        """Where lines for people go; the command line replaces it."""
+    def _say(self, text: str) -> None:
+        if self._listener is None:
+            self._unsaid.append(text)
+        else:
+            self._listener(text)
+
+    @property
+    def on_say(self) -> Callable[[str], None] | None:
+        """Where lines for people go; whoever sets it hears first what was said before."""
+        return self._listener
+
+    @on_say.setter
+    def on_say(self, listener: Callable[[str], None] | None) -> None:
+        self._listener = listener
+        unsaid, self._unsaid = self._unsaid, []
+        for text in unsaid:
+            self._say(text)
+
+
+@atexit.register
+def _close_all() -> None:
+    """No thread of ours may run while the interpreter goes, and no files of a run stay."""
+    for runtime in list(_open):
+        with contextlib.suppress(Exception):
+            runtime.close()
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -453,14 +538,16 @@ def close(model: nn.Module) -> None:
     runtime_of(model).close()
 
 
-def _join_ranks() -> torch.device:
+def _join_ranks(timeout_s: float) -> torch.device:
     """Initialise torch.distributed from torchrun's environment; this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        with _typed("meeting the other ranks"):
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return device
 
 
@@ -469,8 +556,21 @@ def _agree(value: str, world_size: int) -> str:
     if world_size == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    with _typed("agreeing on the run's id"):
+        dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+@contextlib.contextmanager
+def _typed(what: str) -> Iterator[None]:
+    """Errors of torch.distributed as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
+            "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
+        ) from error
 
 
 def _free_host_nbytes() -> int:

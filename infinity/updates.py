@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -130,16 +131,16 @@ class Updates:
         pipeline: Updates the others; None when everything is resident.
         early: Start inside backward where versions allow it.
         next_use: Position of a unit's first use in the next pass, for the order of updates.
+        on_failure: Called with the error of an update, on the pipeline's thread.
     """
 
     def __init__(
         self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, *, early: bool,
-        next_use: Callable[[int], int],
+        next_use: Callable[[int], int], on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
-        self.early, self.next_use = early, next_use
+        self.early, self.next_use, self._on_failure = early, next_use, on_failure
         self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
-        self.spans: dict[int, tuple[Span, ...]] = {}
         self.ready: dict[int, Ready] = {}
         self.steps = 0
         self.loss_scale = 1.0
@@ -147,6 +148,7 @@ class Updates:
         self._tickets: dict[int, Ticket] = {}
         self._hypers: list[Hyper] | None = None
         self._tensors: list[Tensor] = []
+        self._group_of: dict[int, int] = {}  # by id of the parameter; frozen ones are in none
         self._lock = threading.Lock()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class Updates:
     def _update_resident(self, ready: Ready, grad_scale: float) -> None:
         resident = self.tiers.residents[ready.unit.index]
         hypers = self._tensors_for(grad_scale)
-        for span in self.spans[ready.unit.index]:
+        for span in spans_of(ready.unit, self._group_of):
             part = slice(span.start, span.stop)
             state = tuple(f[part] for f in resident.state)
             weight = resident.weight[part]
@@ -238,7 +240,7 @@ class Updates:
         ready.ticket = self._tickets[unit.index] = ticket = Ticket()
         with self._lock:
             hypers = self._tensors_for(grad_scale)
-        runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in self.spans[unit.index])
+        runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in spans_of(unit, self._group_of))
         chunks = self._chunks(unit)
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if ready.weight is None else 0)
@@ -246,9 +248,16 @@ class Updates:
         self.pipeline.submit(
             UpdateJob(
                 name=unit.name, weight=ready.weight, grad=ready.grad, chunks=chunks, runs=runs,
-                priority=self.next_use(unit.index), on_done=ticket.finish, on_computed=ready.release,
+                priority=self.next_use(unit.index), on_computed=ready.release,
+                on_done=partial(self._landed, ticket),
             )
         )  # fmt: skip
+
+    def _landed(self, ticket: Ticket, error: BaseException | None) -> None:
+        """The end of an update; on the pipeline's thread."""
+        if error is not None:
+            self._on_failure(error)
+        ticket.finish(error)
 
     def _sizes(self, unit: Unit) -> tuple[int, int]:
         layout = self.tiers.layout
@@ -265,6 +274,9 @@ class Updates:
         """One tensor of hyperparameters for each parameter group; the same all through a step."""
         if self._hypers is None:
             self._hypers = self._read_groups()
+            self._group_of = {
+                id(p): i for i, group in enumerate(self.groups) for p in _params(group) if p.requires_grad
+            }
             self._tensors = [
                 replace(h, grad_scale=grad_scale / self.loss_scale).tensor() for h in self._hypers
             ]
@@ -286,8 +298,8 @@ class Updates:
         if self._hypers is not None and self._hypers != self._read_groups():
             raise StateError(
                 "param_groups changed between backward() and step(), but updates of this step already "
-                "started inside backward. Set the learning rate before backward() or after step(), or "
-                "set optim.early=false"
+                "started inside backward. Set the learning rate before backward() or after step(); or "
+                "give max_grad_norm or memory.versions=1, with which updates start at step()"
             )
 
     def _order(self) -> list[int]:
@@ -302,6 +314,10 @@ class Updates:
         """Whether the unit's update in flight belongs to a step that is not committed yet."""
         ready = self.ready.get(unit.index)
         return ready is not None and ready.ticket is not None
+
+
+def _params(group: Mapping[str, object]) -> list[Tensor]:
+    return group["params"]  # type: ignore[return-value]
 
 
 def spans_of(unit: Unit, group_of: Mapping[int, int]) -> tuple[Span, ...]:

@@ -11,11 +11,14 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from infinity.core.errors import LockedError
+from infinity.core.nbytes import format_nbytes
 from infinity.nvme.errors import DirectoryError
 
 _LOCKS = "rank*.lock"
@@ -93,6 +96,20 @@ def find_leftovers(root: Path) -> list[Path]:
         if locks and not any(_is_held(lock) for lock in locks):
             found.append(path)
     return found
+
+
+def leftovers_line(roots: Iterable[Path | str]) -> str:
+    """What to tell people about dead runs' files, and how to remove them; empty when there are none."""
+    found = [path for root in roots for path in find_leftovers(Path(root).resolve())]
+    if not found:
+        return ""
+    nbytes = sum(file.stat().st_blocks * 512 for path in found for file in path.glob("*"))
+    paths = " ".join(shlex.quote(str(path)) for path in found)
+    runs = "a run" if len(found) == 1 else f"{len(found)} runs"
+    return (
+        f"{runs} ended without removing {format_nbytes(nbytes)} of files, which nobody uses; "
+        f"to remove them: rm -r {paths}"
+    )
 
 
 def _lock(path: Path) -> int:

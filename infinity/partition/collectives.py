@@ -9,8 +9,9 @@ use overlaps compute, and no timing can change the order.
 [Note: the header]
 Before each collective the ranks exchange a few integers: what, which unit, how many so far, and
 whether this rank has failed. Ranks that took different paths differ here, and every rank raises
-an error that says who wanted what, in place of a hang or a sum of unrelated numbers. A rank that
-failed (full disk, error in its shard's fetch) says so here, and every rank raises.
+an error that says who wanted what, in place of a hang or a sum of unrelated numbers. A rank whose
+shard's fetch failed says so here, and every rank raises. What fails elsewhere travels beside the
+collectives: see :mod:`infinity.partition.peers`.
 
 [Note: reduction]
 Gradients travel in the compute dtype, one slice to each owner, and the owner adds them in fp32 in
@@ -20,6 +21,7 @@ where an element lies in the unit, and would travel in fp32 for the same exactne
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,8 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.core.errors import DivergenceError, InfinityError, PeerError
+from infinity.partition.peers import Peers
 
-_KINDS = ("gather", "reduce", "sum", "fail")
+_KINDS = ("gather", "reduce", "sum", "least", "check")
+#: Once another rank has left, what it still takes part in ends within this time (s).
+_FAREWELL_S = 5.0
 
 
 #: ``all_gather_into_tensor``, under the name that newer releases of torch want.
@@ -38,9 +43,15 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 
 class Pending:
-    """A collective in flight: ``wait()`` returns its result or raises."""
+    """A collective in flight: ``wait()`` returns its result or raises.
 
-    def __init__(self) -> None:
+    Args:
+        what: For messages.
+        failure: The error that ended the collectives, or that a wait of so many seconds must raise.
+    """
+
+    def __init__(self, what: str, failure: Callable[[str], BaseException | None]) -> None:
+        self._what, self._failure = what, failure
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._result: Any = None
@@ -53,11 +64,13 @@ class Pending:
 
         Raises:
             DivergenceError: Ranks asked for different things.
-            PeerError: Another rank failed, died or stalled.
+            PeerError: Another rank failed, died, left or stalled.
             DiskError: What the collective needed could not be read here.
         """
-        while not self._done.wait(1.0):  # in slices: Ctrl-C must get through
-            pass
+        while not self._done.wait(0.5):  # in slices: the thread may be stuck in a collective
+            failure = self._failure(self._what)
+            if failure is not None:
+                raise failure
         if self._error is not None:
             raise self._error
         return self._result
@@ -75,9 +88,13 @@ class Collectives:
     Args:
         device: Where the flat buffers are; decides NCCL or gloo.
         timeout_s: How long a silent rank is waited for.
+        on_failure: Called once with the error after which no collective will end well, on any thread.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, timeout_s: float,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device, self.timeout_s = device, timeout_s
         timeout = timedelta(seconds=timeout_s)
@@ -86,7 +103,11 @@ class Collectives:
         if device.type != "cpu":
             self._group = dist.new_group(backend="nccl", timeout=timeout)
         self._count = 0
+        self._lock = threading.Lock()  # guards what follows
         self._failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._left: tuple[str, float] | None = None  # what a rank that left said, and when we heard it
+        self.peers = Peers(self.rank, self.world_size, self._heard)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
@@ -132,77 +153,130 @@ class Collectives:
                 out.add_(other)
             out.div_(self.world_size)
             self._settle()
-            then(out)
             return out
 
-        return self._submit("reduce", index, where, issue)
+        return self._submit("reduce", index, where, issue, then=then)
 
     def sum(self, values: Sequence[float], where: str) -> list[float]:
         """The sums over ranks of a few float64 values; blocks."""
+        return [float(x) for x in self._exchange("sum", values, where).sum(0)]
 
-        def issue() -> list[float]:
+    def least(self, values: Sequence[int], where: str) -> list[int]:
+        """The least of each value over ranks (below 2**53); blocks."""
+        return [int(x) for x in self._exchange("least", values, where).amin(0)]
+
+    def check(self, fingerprint: int, where: str) -> None:
+        """Raise on every rank unless all have the same ``fingerprint``; blocks."""
+        self._submit("check", fingerprint, where, lambda: None).wait()
+
+    def _exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
+        """Every rank's values, ``(world_size, len(values))``, float64."""
+
+        def issue() -> Tensor:
             mine = torch.tensor(list(values), dtype=torch.float64)
             everyone = torch.empty(self.world_size * len(mine), dtype=torch.float64)
             _all_gather(everyone, mine, group=self._control)
-            return [float(x) for x in everyone.view(self.world_size, -1).sum(0)]
+            return everyone.view(self.world_size, -1)
 
-        result: list[float] = self._submit("sum", len(values), where, issue).wait()
+        result: Tensor = self._submit(kind, len(values), where, issue).wait()
         return result
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on; returns when they know, or can't."""
-        if self._failure is None and not isinstance(error, PeerError | DivergenceError):
-            text = f"{type(error).__name__}: {error}"
-            self._submit("fail", -1, text, lambda: None, fails=True)._done.wait(self.timeout_s)
+        """This rank cannot go on: tell the others, who raise at their next wait; any thread."""
+        self._break(error)
+        self.peers.tell(_how(error), failed=not isinstance(error, PeerError | DivergenceError))
+
+    def peer_error(self, what: str, error: BaseException | None = None) -> PeerError:
+        """Why ``what`` did not end, in words; looks for a few seconds who is at fault."""
+        why = f" ({_first_line(error)})" if error is not None else ""
+        return self._peer_error(self.peers.explain(), what, why)
 
     def close(self) -> None:
         """End the thread; collectives that wait in the queue end first."""
         self._queue.put(None)
         self._thread.join(timeout=self.timeout_s if self._failure is None else 1.0)
+        self.peers.tell("closed its model", failed=False)
+        self.peers.close()
+
+    # --- failures --------------------------------------------------------------------------
+
+    def _break(self, error: BaseException) -> None:
+        """Keep the first error, and let everyone who waits on this rank know."""
+        with self._lock:
+            first, self._failure = self._failure is None, self._failure or error
+        if first:
+            self._on_failure(error)
+
+    def _heard(self, told: str, failed: bool) -> None:
+        """Other ranks ended; on the thread of the peers."""
+        if failed:
+            self._break(self._peer_error(told, "", ""))
+        elif self._left is None:
+            self._left = (told, time.monotonic())
+
+    def _overdue(self, what: str) -> BaseException | None:
+        """What somebody must raise who waits for ``what``."""
+        left = self._left
+        if self._failure is None and left is not None and time.monotonic() > left[1] + _FAREWELL_S:
+            self._break(self._peer_error(left[0], what, ""))
+        return self._failure
+
+    def _peer_error(self, told: str, what: str, why: str) -> PeerError:
+        waited = f" while this one waited for it in: {what}" if what else ""
+        return PeerError(
+            f"rank {self.rank} stops: {told}{waited}. The first error of the ranks that it names is the "
+            f"cause: mend that, then start the run again; if a rank is only slow, raise "
+            f"partition.timeout_s ({self.timeout_s:g} s){why}"
+        )
 
     # --- the thread ------------------------------------------------------------------------
 
     def _submit(
         self, kind: str, index: int, where: str, issue: Callable[[], Any],
-        ready: Callable[[], object] | None = None, fails: bool = False,
+        ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
     ) -> Pending:  # fmt: skip
-        pending = Pending()
+        pending = Pending(f"{kind} {where}", self._overdue)
 
         def job() -> None:
-            failure = self._failure
-            if failure is None:
-                failure = self._attempt(pending, kind, index, where, issue, ready, fails)
-            if failure is not None:
-                self._failure = failure
-                pending.finish(error=failure)
+            try:
+                if self._failure is None:
+                    result = self._attempt(kind, index, where, issue, ready)
+                    if then is not None:
+                        then(result)
+                    pending.finish(result)
+            except BaseException as error:  # nothing may end this thread
+                self.fail(error)
+            if not pending.done():
+                pending.finish(error=self._failure)
 
         self._queue.put(job)
         return pending
 
     def _attempt(
-        self, pending: Pending, kind: str, index: int, where: str, issue: Callable[[], Any],
-        ready: Callable[[], object] | None, fails: bool,
-    ) -> BaseException | None:  # fmt: skip
+        self, kind: str, index: int, where: str, issue: Callable[[], Any],
+        ready: Callable[[], object] | None,
+    ) -> Any:  # fmt: skip
+        """The result of one collective.
+
+        Raises:
+            DivergenceError: Ranks asked for different things.
+            PeerError: Another rank failed, died, left or stalled.
+            BaseException: What ``ready`` raised; the others have learned of it.
+        """
         local: BaseException | None = None
         try:
             if ready is not None:
                 ready()
         except BaseException as error:
-            local, fails, where = error, True, f"{type(error).__name__}: {error}"
+            local, where = error, f"{type(error).__name__}: {error}"
+            self.fail(error)
         try:
-            self._agree(kind, index, where, fails)
-            if local is None and not fails:
-                pending.finish(issue())
-                return None
+            self._agree(kind, index, where, local is not None)
+            return issue()
         except InfinityError as error:
-            return local or error
+            raise local or error from None
         except RuntimeError as error:
-            return local or PeerError(
-                f"rank {self.rank}: another rank died or was silent for {self.timeout_s:g} s while "
-                f"this one waited for it in: {kind} {where}. Look at the first error of the other "
-                f"ranks; raise partition.timeout_s if a rank is only slow. ({_first_line(error)})"
-            )
-        return local
+            raise local or self._failure or self.peer_error(f"{kind} {where}", error) from error
 
     def _agree(self, kind: str, index: int, where: str, fails: bool) -> None:
         """Exchange headers: see [Note: the header]."""
@@ -218,7 +292,7 @@ class Collectives:
         failed = [r for r in range(self.world_size) if int(headers[r, 3])]
         if failed:
             told = "; ".join(f"rank {r} failed with {wanted[r]}" for r in failed)
-            raise PeerError(f"{told} (seen by rank {self.rank}); every rank stops here")
+            raise self._peer_error(told, "", "")
         told = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
         raise DivergenceError(
             f"the ranks took different paths at collective {self._count}: {told}. Every rank must run "
@@ -240,3 +314,14 @@ class Collectives:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:200]
+
+
+def _how(error: BaseException) -> str:
+    """How a rank ended, for the others."""
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted (Ctrl-C)"
+    if isinstance(error, SystemExit):
+        return f"left with exit code {error.code}"
+    if isinstance(error, PeerError | DivergenceError):
+        return f"stopped because of other ranks: {error}"
+    return f"failed with {type(error).__name__}: {error}"

@@ -1,0 +1,196 @@
+"""What ranks tell each other beside the collectives: that they live, that they failed, that they left.
+
+[Note: why beside]
+A rank that fails between two collectives, or whose peers are somewhere else, cannot tell them through
+a collective: nobody would be there. So each rank keeps one entry in the store through which
+torch.distributed made its groups, on a connection of its own. A thread writes it every second, with
+a beat that grows, and looks whether somebody ended. Waiting ranks then raise within about two seconds,
+and whoever finds a rank silent can say which one, and whether its process still exists.
+"""
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+#: A rank shows that it lives, and looks at the others, this often (s).
+BEAT_S = 1.0
+#: No longer than this does a rank look for what silenced another (s).
+_LOOK_S = 3.5 * BEAT_S
+#: How long the store may take to answer (s).
+_PATIENCE_S = 10.0
+
+_made = itertools.count()  # every rank makes its Peers in the same order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a rank says of itself.
+
+    Attributes:
+        beat: Grows while the process runs.
+        end: How it ended; empty while it goes on.
+        failed: It ended by an error of its own.
+    """
+
+    pid: int
+    host: str
+    machine: str  # whose process numbers can be looked up here
+    beat: int = 0
+    end: str = ""
+    failed: bool = False
+
+
+class Peers:
+    """This rank's entry, and a look at the others'. Any thread may call.
+
+    Args:
+        rank: This one.
+        world_size: Ranks.
+        on_end: Called once, on the thread of this object, when other ranks ended: with what they said,
+            and whether one of them failed (after a clean end it is called again for a failure).
+    """
+
+    def __init__(self, rank: int, world_size: int, on_end: Callable[[str, bool], None]) -> None:
+        self.rank, self.world_size, self._on_end = rank, world_size, on_end
+        self._lock = threading.Lock()  # a connection carries one question at a time
+        self._store, self._prefix = _own_store(), f"infinity/{next(_made)}"
+        self._me = Entry(pid=os.getpid(), host=socket.gethostname(), machine=_machine())
+        self._publish(self._me)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="infinity-peers", daemon=True)
+        self._thread.start()
+
+    def tell(self, end: str, *, failed: bool) -> None:
+        """Say how this rank ended; the first word stays, but a failure replaces a clean end."""
+        with suppress(RuntimeError):  # the store is gone: its keeper ended before us
+            if self._me.failed or (self._me.end and not failed):
+                return
+            self._publish(replace(self._me, end=end, failed=failed))
+            with self._lock:
+                self._store.add(f"{self._prefix}/{'failed' if failed else 'ended'}", 1)
+
+    def explain(self) -> str:
+        """Which ranks are why a collective did not end; looks for a few seconds at most."""
+        first, until = self._others(), time.monotonic() + _LOOK_S
+        while True:
+            try:
+                entries = self._others()
+            except RuntimeError:
+                return "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended"
+            told = _told(entries) or _gone(entries, self._me.machine)
+            if told:
+                return told
+            if time.monotonic() > until:
+                return _silent(first, entries)
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """End the thread; the entry stays."""
+        self._ending.set()
+        self._thread.join(2 * _PATIENCE_S)
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        heard = (0, 0)
+        while not self._ending.wait(BEAT_S):
+            try:
+                self._publish(replace(self._me, beat=self._me.beat + 1))
+                with self._lock:
+                    failed = self._store.add(f"{self._prefix}/failed", 0)
+                    counts = failed, self._store.add(f"{self._prefix}/ended", 0)
+                others = {} if counts == heard else self._others()
+            except RuntimeError:
+                continue  # the store is gone; whoever waits for a collective finds out why
+            heard = counts
+            told = _told(others)
+            if told:
+                self._on_end(told, any(entry.failed for entry in others.values()))
+
+    # --- the store ---------------------------------------------------------------------------
+
+    def _publish(self, entry: Entry) -> None:
+        with self._lock:
+            end = self._me if self._me.end and not entry.end else entry  # a beat must not unsay an end
+            self._me = replace(entry, end=end.end, failed=end.failed)
+            self._store.set(f"{self._prefix}/{self.rank}", json.dumps(asdict(self._me)))
+
+    def _others(self) -> dict[int, Entry]:
+        """The entries of all other ranks that wrote one."""
+        found = {}
+        with self._lock:
+            for rank in range(self.world_size):
+                key = f"{self._prefix}/{rank}"
+                if rank != self.rank and self._store.check([key]):
+                    found[rank] = Entry(**json.loads(self._store.get(key)))
+        return found
+
+
+def _own_store() -> Any:
+    """The group's store, on a connection of our own: others may block theirs."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone()
+    store.set_timeout(timedelta(seconds=_PATIENCE_S))
+    return store
+
+
+def _told(entries: dict[int, Entry]) -> str:
+    """What the ranks that ended said; of failures only, if there are any."""
+    failed = any(entry.failed for entry in entries.values())
+    return "; ".join(
+        f"rank {rank} {entry.end}" for rank, entry in entries.items() if entry.end and entry.failed is failed
+    )
+
+
+def _gone(entries: dict[int, Entry], machine: str) -> str:
+    """Ranks of this machine whose processes ended or are stopped."""
+    words = []
+    for rank, entry in entries.items():
+        state = _process_state(entry.pid) if entry.machine == machine else "R"
+        if state in "ZX":
+            words.append(
+                f"rank {rank} (process {entry.pid} on {entry.host}) was killed or crashed: "
+                "see its own output, and dmesg for the kernel's word on memory"
+            )
+        elif state in "Tt":
+            words.append(
+                f"rank {rank} (process {entry.pid} on {entry.host}) is stopped: SIGSTOP or a debugger"
+            )
+    return "; ".join(words)
+
+
+def _silent(before: dict[int, Entry], now: dict[int, Entry]) -> str:
+    """Ranks whose beat stands still, or that nothing is wrong with but their absence."""
+    still = [rank for rank in before if rank in now and before[rank].beat == now[rank].beat]
+    if not still:
+        return "every rank is alive, so one of them is busy elsewhere: in its own code, or with its data"
+    names = ", ".join(f"rank {rank} (process {now[rank].pid} on {now[rank].host})" for rank in still)
+    return f"{names} gave no sign of life for {_LOOK_S:g} s: dead, stopped, or cut off from the network"
+
+
+def _machine() -> str:
+    """The same for two processes that see the same process numbers."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's letter for a process of this machine: Z or X when it ended, T or t when stopped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
