@@ -109,7 +109,11 @@ class Bench:
     def overrides(self, way: Way) -> list[str]:
         budget = [f"memory.host={self.options.host if way.nvme else '20GiB'}"]
         budget += [f"run.dir={self.folder / 'runs'}"]
-        return [*budget, f"memory.nvme=[{self.folder}]"] if way.nvme else budget
+        if not way.nvme:
+            return budget
+        device = int(3.4 * self.shape.numel / way.ranks) + 96 * 2**20 * way.ranks
+        budget += ["memory.resident=false", f"memory.device={device}"]
+        return [*budget, f"memory.nvme=[{self.folder}]"]
 
     def bytes_per_step(self) -> tuple[float, float]:
         """What (c) reads and writes in a step: as reported, else as the plan has it."""
@@ -209,7 +213,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="turns of every way")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per round")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--host", default="1GiB", help="memory.host of the runs on NVMe, per rank")
+    parser.add_argument("--host", default="96MiB", help="memory.host of the runs on NVMe, per rank")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args(argv)
     if options.quick:

@@ -42,26 +42,28 @@ class DeviceBudget:
     hold_weights: bool
 
 
-def chunk_numel(host_nbytes: int, itemsize: int, most: int) -> int:
-    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them take at most half of the host budget.
+def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
+    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them fit ``staging_nbytes``.
 
     Args:
-        host_nbytes: The host budget.
+        staging_nbytes: What staging may take of the host budget.
         itemsize: Bytes of weight and state per element.
         most: Upper bound (elements).
 
     Raises:
         BudgetError: Not even the smallest chunks fit.
     """
-    grain = 2048
-    least = STAGED_CHUNKS * rounded(grain * itemsize)
-    if host_nbytes < least:
+    quantum = 2048
+    nbytes = staging_nbytes // STAGED_CHUNKS
+    grain = _GRAIN if nbytes >= _GRAIN else _BLOCK
+    n = nbytes // grain * grain // itemsize // quantum * quantum
+    if n == 0:
+        least = STAGED_CHUNKS * rounded(quantum * itemsize)
         raise BudgetError(
-            f"memory.host is {format_nbytes(host_nbytes)}; staging for updates alone needs "
-            f"{STAGED_CHUNKS} chunks of {format_nbytes(grain * itemsize)} = {format_nbytes(least)}. "
+            f"memory.host leaves {format_nbytes(staging_nbytes)} for staging; updates alone need "
+            f"{STAGED_CHUNKS} chunks of {format_nbytes(quantum * itemsize)} = {format_nbytes(least)}. "
             "Raise memory.host"
         )
-    n = max(grain, host_nbytes // 2 // (STAGED_CHUNKS * itemsize) // grain * grain)
     return min(n, most)
 
 

@@ -151,7 +151,8 @@ class Runtime:
         store, chunk, staging = None, CHUNK_NUMEL, 0
         if memory.nvme:
             itemsize = weight_itemsize + state_itemsize
-            chunk = budget.chunk_numel(self.host_nbytes, itemsize, CHUNK_NUMEL)
+            share = 2 if memory.resident else 1  # residents get at least the other half
+            chunk = budget.chunk_numel(self.host_nbytes // share, itemsize, CHUNK_NUMEL)
             staging = budget.STAGED_CHUNKS * budget.rounded(chunk * itemsize)
             self.volume = self._open_volume()
             self.engine = make_engine(memory.engine, self.volume)
@@ -163,7 +164,8 @@ class Runtime:
                 versions=memory.versions, chunk_numel=chunk,
             )  # fmt: skip
         self.tiers = Tiers(
-            layout, self.host_pool, resident_nbytes=max(0, self.host_nbytes - staging),
+            layout, self.host_pool,
+            resident_nbytes=self.host_nbytes - staging if memory.resident or not memory.nvme else 0,
             chunk_numel=chunk, store=store, engine=self.engine, versions=memory.versions,
             gather=self.gather_exact,
         )  # fmt: skip
@@ -348,6 +350,7 @@ class Runtime:
         self.stalls("collective", self.backward.finish)
         if not self.backward.synced:
             return None
+        self.connected().check_gradients()
         total = self.updates.total_sum_of_squares()
         if self.collectives is not None:
             [total] = self.collectives.sum([total], "the gradient norm")

@@ -14,9 +14,9 @@ def placements(tmp_path):
     return {
         "host": ["memory.host=1GiB"],
         "nvme": streaming(tmp_path, "memory.engine=threads"),
-        "part": [f"memory.nvme=[{tmp_path}]", "memory.host=1MiB"],
+        "part": [f"memory.nvme=[{tmp_path}]", "memory.host=400KiB"],
         "tight": streaming(tmp_path, "memory.device=600KiB"),
-        "striped": [f"memory.nvme=[{tmp_path}/a,{tmp_path}/b]", "memory.host=200KiB"],
+        "striped": [f"memory.nvme=[{tmp_path}/a,{tmp_path}/b]", "memory.host=400KiB", "memory.resident=false"],
         "one-version": streaming(tmp_path, "memory.versions=1"),
         "libaio": streaming(tmp_path, "memory.engine=libaio"),
     }

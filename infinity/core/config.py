@@ -111,6 +111,9 @@ class MemoryConfig:
         "places per unit on disk; 2: a crash leaves the last step whole; 1: half the disk",
         valid=Valid(choices=(1, 2)),
     )
+    resident: bool = setting(
+        True, "keep in host memory what fits there; false: every state streams, host memory only stages"
+    )
     engine: Literal["auto", "libaio", "threads", "gds"] = setting(
         "auto",
         "how bytes reach the disk; auto picks the fastest that works here",

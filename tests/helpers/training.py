@@ -40,7 +40,7 @@ def small_units(nbytes: int = SMALL_UNIT):
 
 def streaming(directory: Any, *more: str) -> list[str]:
     """Overrides with which a tiny model lives on NVMe."""
-    return [f"memory.nvme=[{directory}]", "memory.host=200KiB", *more]
+    return [f"memory.nvme=[{directory}]", "memory.host=200KiB", "memory.resident=false", *more]
 
 
 def recipe(dtype: str, overrides: Sequence[str]) -> infinity.Recipe:
