@@ -29,7 +29,7 @@ from worker import Job, Phase
 STATE_PER_PARAMETER = 12
 
 #: What the interpreter, torch, activations and logits take besides the states' pools (bytes).
-PROCESS_NBYTES = 2 << 30
+PROCESS_NBYTES = 11 << 28  # 2.75 GiB
 
 
 class Capacity:
@@ -93,6 +93,7 @@ class Capacity:
             steps=self.options.steps,
             folder=str(self.folder),
             overrides=overrides or [],
+            clip=None,
         )
         measured = Measured()
         measured.add(processes.run(job)[0])
@@ -104,9 +105,10 @@ class Capacity:
         return 2 if 2.1 * STATE_PER_PARAMETER * self.shape.numel < free else 1
 
     def overrides(self) -> list[str]:
-        host = self.options.host or self.options.rss - PROCESS_NBYTES
         return [
-            f"memory.host={host}",
+            "memory.resident=false",
+            f"memory.host={self.options.host}",
+            f"memory.device={self.options.rss - PROCESS_NBYTES - self.options.host}",
             f"memory.nvme=[{self.folder}]",
             f"memory.versions={self.versions}",
             f"run.dir={self.folder / 'runs'}",
@@ -169,8 +171,8 @@ def machine_nbytes() -> int:
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--params", type=number_of, default=1.2e9, help="about how many, as 1.2B")
-    parser.add_argument("--rss", type=nbytes_of, help="most resident memory allowed; default: a third of all")
-    parser.add_argument("--host", type=nbytes_of, help="memory.host; default: --rss less 2 GiB")
+    parser.add_argument("--rss", type=nbytes_of, help="most resident memory allowed; default: 85 %% of all")
+    parser.add_argument("--host", type=nbytes_of, default=96 << 20, help="memory.host, for staging")
     parser.add_argument("--versions", type=int, choices=(1, 2), help="default: what the disk has room for")
     parser.add_argument("--tokens", type=int, default=2048, help="per step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
@@ -179,7 +181,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model: under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
     options = parser.parse_args(argv)
-    options.rss = options.rss or machine_nbytes() // 3
+    options.rss = options.rss or machine_nbytes() * 85 // 100
     return options
 
 
@@ -188,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     shape = llama.shape_near(options.params)
     if options.quick:
         shape = replace(llama.TINY, layers=8, checkpoint=True)
-        options.tokens, options.host = 512, options.host or 128 << 20
+        options.tokens = 512
     options.nvme.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="capacity-", dir=options.nvme.resolve()))
     try:

@@ -111,8 +111,9 @@ class Bench:
         budget += [f"run.dir={self.folder / 'runs'}"]
         if not way.nvme:
             return budget
-        device = int(3.4 * self.shape.numel / way.ranks) + 96 * 2**20 * way.ranks
-        budget += ["memory.resident=false", f"memory.device={device}"]
+        budget += ["memory.resident=false"]
+        if way.world == 1:  # gradients wait for the norm (2 bytes), and some room to look ahead
+            budget.append(f"memory.device={int(3.4 * self.shape.numel) + 96 * 2**20}")
         return [*budget, f"memory.nvme=[{self.folder}]"]
 
     def bytes_per_step(self) -> tuple[float, float]:

@@ -46,6 +46,7 @@ class Job:
     folder: str
     overrides: list[str] = field(default_factory=list)  # of the recipe, for infinity
     lr: float = 1e-4
+    clip: float | None = 1.0  # the largest norm of the gradients
 
 
 class Plain:
@@ -56,11 +57,13 @@ class Plain:
         self.weights = list(self.model.parameters())
         self.masters = [p.detach().float() for p in self.weights]
         self.adamw = torch.optim.AdamW(self.masters, lr=job.lr, fused=True)
+        self.clip = job.clip
 
     def step(self, batch: dict[str, Tensor]) -> float:
         loss = self.model(**batch).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.weights, self.clip)
         with torch.no_grad():
             for weight, master in zip(self.weights, self.masters):
                 master.grad = None if weight.grad is None else weight.grad.float()
@@ -111,7 +114,7 @@ class Infinity:
         recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
         with infinity.Init(recipe):
             self.model = llama.make(shape)
-        self.optimizer = infinity.AdamW(self.model, lr=job.lr, max_grad_norm=1.0)
+        self.optimizer = infinity.AdamW(self.model, lr=job.lr, max_grad_norm=job.clip)
         self.report: Any = None
 
     def step(self, batch: dict[str, Tensor]) -> float:
