@@ -59,17 +59,18 @@ class Backward:
 
     # --- what hooks call ---------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
+    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
+        """One parameter's gradient of this backward pass.
+
+        Raises:
+            StateError: The gradients of this step are complete already.
+        """
         if self.synced:
             raise StateError(
                 "a second backward() before step(). To accumulate micro-batches, run every backward() but "
                 "the last inside `with infinity.no_sync(model):`; to drop the first one's gradients, call "
                 "optimizer.zero_grad()"
             )
-        self._fired = False
-
-    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        """One parameter's gradient of this backward pass."""
         self._fired = True
         if unit.index in self._delivered:
             raise StateError(f"{segment.name} got a gradient after its unit's gradients were complete")
@@ -92,11 +93,12 @@ class Backward:
                 self._complete(unit, gradient)
             elif gradient is not None and not self.syncing:
                 self._complete(unit, gradient)
-        self.synced = self.syncing
+        self.synced, self._fired = self.syncing, False
 
     def abort_backward(self) -> None:
-        """The backward pass raised: nothing of this step counts."""
-        self.reset()
+        """The backward pass raised: if it left gradients, nothing of this step counts."""
+        if self._fired:
+            self.reset()
 
     # --- step --------------------------------------------------------------------------------
 
@@ -117,6 +119,7 @@ class Backward:
         self._shards.clear()
         self._delivered.clear()
         self.synced = self._fired = False
+        self.hooks.forget_gradients()
         self.updates.forget()
 
     # --- completion --------------------------------------------------------------------------

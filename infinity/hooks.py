@@ -55,7 +55,6 @@ class Frame:
 class GradientSink(Protocol):
     """Where gradients go."""
 
-    def begin_backward(self) -> None: ...
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None: ...
     def end_backward(self) -> None: ...
     def abort_backward(self) -> None: ...
@@ -80,6 +79,7 @@ class Hooks:
         self._node: Any = None  # the autograd node that unpacked last, and the frozen
         self._node_pins: list[int] = []  # units that it keeps
         self._loose_pins: list[int] = []  # units touched outside any forward
+        self._taken: dict[int, Segment] = {}  # whose gradient of this step the sink has, by id
 
     def learn(self, units: list[Unit]) -> None:
         """Where each parameter is."""
@@ -89,15 +89,17 @@ class Hooks:
 
     def enter(self, module: nn.Module) -> None:
         """Before ``module.forward``."""
-        in_backward = torch._C._current_graph_task_id() != -1
         frame = Frame(module, [])
-        if not self.stack and not in_backward:
+        if torch._C._current_graph_task_id() != -1:
+            self._enter_backward()
+        elif not self.stack:
             self._open(frame)
         self.stack.append(frame)
         for param in module._parameters.values():
             place = self.places.get(id(param))
             if place is not None:
                 self._use(place[0], frame)
+                place[0].check_attached(place[1])
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """After ``module.forward``, also when it raised (then ``output`` is None)."""
@@ -110,15 +112,20 @@ class Hooks:
     def touch(self, param: nn.Parameter) -> None:
         """Somebody asked a module for ``param`` by name."""
         place = self.places.get(id(param))
-        if place is None or not self.streams(place[0]):
+        if place is None:
             return
-        unit = place[0]
+        unit, segment = place
+        if self.streams(unit):
+            self._touch(unit)
+        unit.check_attached(segment)
+
+    def _touch(self, unit: Unit) -> None:
         if self.stack:
             self._use(unit, self.stack[-1])
         elif torch._C._current_graph_task_id() != -1:
             self._use_in_backward(unit)
         elif unit.index not in self._loose_pins:
-            self.prefetcher.begin_inference()
+            self.prefetcher.begin_visit()
             self.prefetcher.use(unit.index)
             self._loose_pins.append(unit.index)
 
@@ -164,7 +171,7 @@ class Hooks:
             frame.opened.__exit__(None, None, None)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+                    leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
 
     # --- saved tensors -----------------------------------------------------------------------
 
@@ -185,17 +192,20 @@ class Hooks:
                 f"{unit.name}: its weights were updated after the forward pass whose backward pass runs "
                 "now. Call backward() before step(), or run the forward again"
             )
+        self._enter_backward()
         if self.streams(unit):
             self._use_in_backward(unit)
         assert unit.flat is not None
-        return unit.flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        value = unit.flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        if torch.is_grad_enabled() and self.streams(unit):
+            return value.clone()  # create_graph: the new graph saves it where our hooks do not reach
+        return value
 
     # --- backward ----------------------------------------------------------------------------
 
-    def _begin_backward(self, grad: Tensor | None = None) -> None:
-        """The first gradient of a backward pass exists."""
+    def _enter_backward(self, grad: Tensor | None = None) -> None:
+        """A backward pass runs: its end must reach us, whatever it began with."""
         if not self._in_backward:
-            self.sink.begin_backward()
             self._in_backward = True
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
@@ -248,22 +258,48 @@ class Hooks:
         for key, (unit, segment) in self.places.items():
             if key not in self._hooked and segment.param.requires_grad:
                 self._hooked.add(key)
-                segment.param.register_hook(functools.partial(_drop_placeholder, segment.param))  # type: ignore[no-untyped-call]
+                segment.param.register_hook(functools.partial(self._drop_placeholder, segment.param))  # type: ignore[no-untyped-call]
                 take = functools.partial(self._take_gradient, unit, segment)
                 segment.param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
+    def _drop_placeholder(self, param: nn.Parameter, grad: Tensor) -> None:
+        segment = self._taken.get(id(param))
+        if segment is not None:
+            _check_gradient(segment)
+        if type(param.grad) is ReleasedGradient:
+            param.grad = None
+
     def _take_gradient(self, unit: Unit, segment: Segment, param: Tensor) -> None:
-        self._begin_backward()
-        grad, param.grad = param.grad, None
+        self._enter_backward()
+        grad = param.grad
+        param.grad = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
         if grad is not None:
             self.sink.receive(unit, segment, grad)
-        stand_in = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
-        param.grad = stand_in
+            self._taken[id(param)] = segment
+
+    def check_gradients(self) -> None:
+        """Nobody dropped or replaced a gradient that this step has taken.
+
+        Raises:
+            StateError: ``model.zero_grad()``, ``p.grad = ...`` or the like.
+        """
+        for segment in self._taken.values():
+            _check_gradient(segment)
+
+    def forget_gradients(self) -> None:
+        """The step is over, or forgotten."""
+        self._taken.clear()
 
 
-def _drop_placeholder(param: nn.Parameter, grad: Tensor) -> None:
-    if type(param.grad) is ReleasedGradient:
-        param.grad = None
+def _check_gradient(segment: Segment) -> None:
+    grad = segment.param.grad
+    if type(grad) is not ReleasedGradient:
+        raise StateError(
+            f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
+            "gradient itself is kept in its unit and would be applied. To drop the gradients call "
+            "optimizer.zero_grad(), not model.zero_grad(); to change them, use hooks of tensors "
+            "(param.register_hook) or scale the loss"
+        )
 
 
 def dress(module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[..., None]) -> None:

@@ -41,7 +41,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         self.runtime: Runtime = runtime_of(model)
         self.max_grad_norm = max_grad_norm
-        self._check_parameters(model)
+        self.model = model
+        self._check_parameters()
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.runtime.connect_optimizer(self.param_groups, clips=max_grad_norm is not None)
@@ -80,6 +81,8 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         if self.scaler is not None and not self._scaled and self.runtime.backward.synced:
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
+        if self.runtime.backward.synced:
+            self._check_parameters()
         norm = self.runtime.step(self.max_grad_norm)
         if norm is None:
             return loss
@@ -176,9 +179,10 @@ class AdamW(torch.optim.Optimizer):
     def _fp16(self) -> bool:
         return self.runtime.dtype is torch.float16
 
-    def _check_parameters(self, model: nn.Module) -> None:
+    def _check_parameters(self) -> None:
+        """Every trainable parameter of the model is in a unit."""
         known = {id(s.param) for unit in self.runtime.units for s in unit.segments}
-        for name, param in model.named_parameters():
+        for name, param in self.model.named_parameters():
             if param.requires_grad and id(param) not in known:
                 raise StateError(
                     f"{name} was made outside infinity.Init, so no tier holds it. Replace or add modules "

@@ -13,10 +13,11 @@ On an accelerator a unit is released when its last operator was launched, not wh
 release records an event on the compute stream, and who writes into that buffer next waits for it.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from infinity.partition.collectives import Collectives
 from infinity.partition.unit import Unit
 
 S = UnitState
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Shards(Protocol):
@@ -50,6 +53,17 @@ class Waits(Protocol):
     """Counts the seconds that compute waits, by cause."""
 
     def __call__(self, cause: str, wait: Callable[[], object]) -> None: ...
+
+
+def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
+    """Buffers that ``torch.inference_mode`` would mark as its own could not be used in training."""
+
+    @functools.wraps(method)
+    def normal(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return normal
 
 
 class UnitMover:
@@ -77,6 +91,7 @@ class UnitMover:
         if staging is not None and collectives is None:
             self._uploads = ThreadPoolExecutor(1, "infinity-upload", self._on_own_stream)
 
+    @_never_inference
     def start(self, index: int) -> None:
         unit = self.units[index]
         unit.lease = self.pool.lease(unit.nbytes, who=unit.name)
@@ -131,6 +146,7 @@ class UnitMover:
         """This thread's uploads run beside compute."""
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
+    @_never_inference
     def finish(self, index: int) -> None:
         unit = self.units[index]
         ready = self._arriving.pop(index, None)
@@ -153,6 +169,7 @@ class UnitMover:
         if lease is not None:
             lease.release()
 
+    @_never_inference
     def take(self, index: int) -> Lease | None:
         """Release a unit, but keep its full buffer: the caller must give the lease back."""
         unit = self.units[index]
@@ -170,7 +187,6 @@ class UnitMover:
         unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
         lease, unit.lease = unit.lease, None
         return lease
-
 
     def close(self) -> None:
         """End the upload thread."""

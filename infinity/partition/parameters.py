@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from infinity.core.errors import StateError
+
 Touch = Callable[[nn.Parameter], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
 
@@ -47,7 +49,10 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         return ServedParameters(dict(self.items()), self.touch, self.deep_copy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (dict, (dict(self.items()),))
+        raise StateError(
+            "pickling a model whose parameters are sharded (torch.save(model), multiprocessing). Save "
+            "model.state_dict() with torch.save, or call model.save_pretrained()"
+        )
 
 
 def serve(module: nn.Module, touch: Touch, deep_copy: DeepCopy) -> None:

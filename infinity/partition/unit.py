@@ -16,6 +16,7 @@ raises, because the elements share one place in memory.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +136,18 @@ class Unit:
         for segment in self.segments:
             segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
 
+    def check_attached(self, segment: Segment) -> None:
+        """The parameter views the flat buffer, and nobody gave it other data.
+
+        Raises:
+            StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
+        """
+        param = segment.param
+        assert self.flat is not None
+        place = self.flat.data_ptr() + segment.offset * self.dtype.itemsize
+        if param.dtype != self.dtype or param.data_ptr() != place and segment.numel:
+            self._refuse(segment, "its place in the unit's buffer")
+
     def check_released(self, segment: Segment) -> None:
         """Nobody else gave the parameter other data while it was released.
 
@@ -143,12 +156,16 @@ class Unit:
         """
         data = segment.param.data
         if data.dtype != self.dtype or not is_placeholder(data):
-            raise StateError(
-                f"{segment.name}: its data was replaced outside infinity (now {data.dtype}, "
-                f"{tuple(data.shape)}, strides {data.stride()}); wanted the released placeholder in "
-                f"{self.dtype}. Choose the dtype with train.dtype in the recipe before building the "
-                "model, and write values inside `with infinity.gathered(params, modify=True)`"
-            )
+            self._refuse(segment, "the released placeholder")
+
+    def _refuse(self, segment: Segment, wanted: str) -> NoReturn:
+        data = segment.param.data
+        raise StateError(
+            f"{segment.name}: its data was replaced outside infinity (now {data.dtype}, "
+            f"{tuple(data.shape)}, on {data.device}); wanted {wanted} in {self.dtype}. Choose the dtype with "
+            "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
+            "change it. Write values inside `with infinity.gathered(params, modify=True)`"
+        )
 
 
 def span(names: Sequence[str]) -> str:

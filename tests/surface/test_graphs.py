@@ -1,0 +1,323 @@
+"""Graphs of every shape: what runs twice, never, in another order, or raises on the way."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity import StateError
+from tests.helpers.lockstep import WIDTH, Block, Toy, batch, lockstep, seeded
+from tests.helpers.reference import Rule
+
+BOTH = pytest.mark.parametrize("place", ["host", "nvme"])
+CLIP = pytest.mark.parametrize("clip", [1.0, None])
+
+
+class Twice(Toy):
+    """Every block runs twice, and the last projection is used by hand as well."""
+
+    def hidden(self, x):
+        x = super().hidden(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + torch.tanh(x @ self.last.weight.t()) @ self.last.weight
+
+
+class Unused(Toy):
+    """Holds parameters that no forward reads: a whole block, and one beside used ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = Block()
+        self.never = nn.Parameter(torch.ones(WIDTH))
+
+
+class Dropping(Toy):
+    """Blocks that come and go: which ones depends on the batch."""
+
+    def hidden(self, x):
+        skipped = int(x.abs().sum() * 1000) % len(self.blocks)
+        x = self.first(x.to(self.gain.dtype)) * self.gain + self.shift
+        order = [b for i, b in enumerate(self.blocks) if i != skipped]
+        for block in order if skipped else reversed(order):
+            x = block(x)
+        return x + self.offset.to(x.dtype)
+
+
+class Shared(nn.Module):
+    """Modules that share a module, and modules that share a weight, tied inside __init__."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        self.block = Block()
+        self.again = self.block
+        self.back = nn.Linear(6, WIDTH)
+        self.back.weight = self.first.weight
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x, y):
+        x = x.to(self.first.weight.dtype)
+        h = self.again(self.block(self.first(x)) + self.back(x))
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.last(h).float(), y))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder: layers deep-copied inside construction, attention with fused weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.attend = nn.MultiheadAttention(WIDTH, 4, batch_first=True, kdim=WIDTH, vdim=WIDTH)
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x, y):
+        h = self.encoder(self.first(x.to(self.first.weight.dtype))[None])
+        h = h + self.attend(h, h, h)[0]
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.last(h[0]).float(), y))
+
+
+class Lists(nn.Module):
+    """Parameters in lists and dictionaries, and embeddings with a padding row."""
+
+    def __init__(self):
+        super().__init__()
+        self.ways = nn.ParameterList([nn.Parameter(torch.randn(6, WIDTH) / 3) for _ in range(3)])
+        self.more = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH)), "b": torch.randn(WIDTH)})
+        self.rows = nn.Embedding(7, WIDTH, padding_idx=0)
+        self.last = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x, y):
+        h = sum(x.to(way.dtype) @ way for way in self.ways) * self.more["a"] + self.more["b"]
+        h = h + self.rows(x.abs().sum(1).long() % 7)
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.last(h).float(), y))
+
+
+def _inside():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 4)
+
+        def forward(self, x, y):
+            return SimpleNamespace(
+                loss=nn.functional.mse_loss(self.inner(x.to(self.inner.weight.dtype)).float(), y)
+            )
+
+    return Inner()
+
+
+GRAPHS = {
+    "parameters-used-twice": Twice, "unused-parameters": Unused, "a-graph-that-changes": Dropping,
+    "shared-modules-and-weights": Shared, "transformer-encoder": Encoder, "lists-of-parameters": Lists,
+    "a-class-defined-inside-init": _inside,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@BOTH
+@CLIP
+def test_graphs_train_bitwise_as_in_the_plain_loop(tmp_path, name, place, clip):
+    with lockstep(place, tmp_path, seeded(GRAPHS[name]), rule=Rule(max_grad_norm=clip)) as pair:
+        for step in range(5):
+            torch.manual_seed(step)  # dropout
+            mine = pair.backward(step)
+            pair.optimizer.step()
+            torch.manual_seed(step)
+            pair.number = step
+            pair.follow(mine, number=step or None)
+        pair.check()
+
+
+@BOTH
+@CLIP
+def test_two_forwards_before_one_backward(tmp_path, place, clip):
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=clip)) as pair:
+        pair.step()
+        (pair.model(**batch(10)).loss + pair.model(**batch(11)).loss).backward()
+        pair.optimizer.step()
+        (pair.plain.model(**batch(10)).loss + pair.plain.model(**batch(11)).loss).backward()
+        pair.plain.step([])
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+def test_forwards_first_and_backwards_after(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        losses = [pair.model(**batch(10)).loss, pair.model(**batch(11)).loss]
+        with infinity.no_sync(pair.model):
+            losses[0].backward()
+        losses[1].backward()
+        pair.optimizer.step()
+        pair.plain.step([batch(10), batch(11)])
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+def test_a_graph_kept_for_a_second_backward(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        loss = pair.model(**batch(10)).loss
+        with infinity.no_sync(pair.model):
+            loss.backward(retain_graph=True)
+        loss.backward()
+        pair.optimizer.step()
+        plain = pair.plain.model(**batch(10)).loss
+        plain.backward(retain_graph=True)
+        plain.backward()
+        pair.plain.step([])
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+def test_backward_of_a_graph_from_before_the_step_is_an_error(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        old = pair.model(**batch(9)).loss
+        pair.step()
+        with pytest.raises(StateError, match="updated after the forward"):
+            old.backward()
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+def test_autograd_grad_with_respect_to_inputs(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        grads = []
+        for model in (pair.model, pair.plain.model):
+            x = batch(10)["x"].requires_grad_()
+            grads.append(torch.autograd.grad(model(x, batch(10)["y"]).loss, x)[0])
+        assert torch.equal(*grads)
+        assert grads[0].isfinite().all()
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+def test_autograd_grad_with_respect_to_parameters(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        grads = [
+            torch.autograd.grad(model(**batch(10)).loss, list(model.parameters()))
+            for model in (pair.model, pair.plain.model)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+def test_autograd_grad_between_backward_and_step(tmp_path, place):
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=None)) as pair:
+        pair.step()
+        loss = pair.backward(2)
+        x = batch(10)["x"].requires_grad_()
+        mine = torch.autograd.grad(pair.model(x, batch(10)["y"]).loss, x)[0]
+        plain = torch.autograd.grad(pair.plain.model(x, batch(10)["y"]).loss, x)[0]
+        assert torch.equal(mine, plain)
+        pair.optimizer.step()
+        pair.follow(loss, number=2)
+        pair.check()
+
+
+@BOTH
+@CLIP
+def test_a_gradient_penalty_differentiates_twice(tmp_path, place, clip):
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=clip)) as pair:
+        for number in range(3):
+            for model in (pair.model, pair.plain.model):
+                x = batch(number)["x"].requires_grad_()
+                loss = model(x, batch(number)["y"]).loss
+                [slope] = torch.autograd.grad(loss, x, create_graph=True)
+                (loss + slope.square().sum()).backward()
+            pair.optimizer.step()
+            pair.plain.step([])
+        pair.check()
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("backward fails")
+
+
+class Failing(Toy):
+    """Fails where it is told to."""
+
+    where = ""
+
+    def hidden(self, x):
+        x = self.first(x.to(self.gain.dtype)) * self.gain + self.shift
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if self.where == "backward" and i == 1:
+                x = _Fails.apply(x)
+            if self.where == "forward" and i == 1:
+                raise ArithmeticError("forward fails")
+        return x + self.offset.to(x.dtype)
+
+
+@BOTH
+@CLIP
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("then", ["nothing", "step", "zero_grad"])
+def test_a_pass_that_raises_leaves_nothing_behind(tmp_path, place, clip, where, then):
+    with lockstep(place, tmp_path, seeded(Failing), rule=Rule(max_grad_norm=clip)) as pair:
+        pair.step(2)
+        pair.model.where = where
+        with pytest.raises(ArithmeticError, match=where):
+            pair.backward(50)
+        pair.model.where = ""
+        if then != "nothing":
+            getattr(pair.optimizer, then)()
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps(tmp_path, place, mode):
+    with lockstep(place, tmp_path, seeded(Encoder), rule=Rule(max_grad_norm=None)) as pair:
+        for step in range(1, 4):
+            torch.manual_seed(step)
+            mine = pair.backward(step)
+            for model in (pair.model, pair.plain.model):
+                model.eval()
+            with mode():  # also between backward and step
+                assert torch.equal(pair.model(**batch(9)).loss, pair.plain.model(**batch(9)).loss)
+            for model in (pair.model, pair.plain.model):
+                model.train()
+            pair.optimizer.step()
+            torch.manual_seed(step)
+            pair.follow(mine, number=step)
+            with mode():
+                assert pair.model(**batch(9)).loss.isfinite()
+        pair.check()
+
+
+@BOTH
+def test_submodules_can_be_called_alone(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        x = torch.randn(3, WIDTH, dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(pair.model.blocks[1](x), pair.plain.model.blocks[1](x))
+        for model in (pair.model, pair.plain.model):
+            model.blocks[2](model.blocks[0](x)).square().mean().backward()
+        pair.optimizer.step()
+        pair.plain.step([])
+        pair.step(2)
+        pair.check()
