@@ -349,6 +349,7 @@ class Runtime:
         self.connected().let_go()
         self.stalls("collective", self.backward.finish)
         if not self.backward.synced:
+            self._count_step()
             return None
         self.connected().check_gradients()
         total = self.updates.total_sum_of_squares()
@@ -359,9 +360,15 @@ class Runtime:
             updated = list(self.updates.ready)
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
             self.prefetcher.forget(updated)  # copies fetched after the unit's gradients were complete
+        self._count_step()
         self.backward.reset()
         self._conclude_pass()
         return norm
+
+    def _count_step(self) -> None:
+        """From now on collectives belong to the next step: a rank that is a step behind is found."""
+        if self.collectives is not None:
+            self.collectives.step += 1
 
     def _conclude_pass(self) -> None:
         """Keep the figures of the pass that ended; begin the next."""
@@ -406,8 +413,9 @@ class Runtime:
             PeerError: Another rank failed while it built its own.
         """
         if self.collectives is not None:
-            units = [(unit.numel, str(unit.home), len(unit.segments)) for unit in self.units]
-            where = f"of the model: {len(units)} units, {sum(unit[0] for unit in units)} padded parameters"
+            units = [(unit.home.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units]
+            numel = sum(segment.numel for unit in self.units for segment in unit.segments)
+            where = f"of the model: {len(units)} units, {numel} parameters"
             self.collectives.check(zlib.crc32(repr(units).encode()), where)
 
     def fail(self, error: BaseException) -> None:

@@ -7,8 +7,8 @@ shard's fetch), and issues it on process groups that nobody else uses. So a gath
 use overlaps compute, and no timing can change the order.
 
 [Note: the header]
-Before each collective the ranks exchange a few integers: what, which unit, how many so far, and
-whether this rank has failed. Ranks that took different paths differ here, and every rank raises
+Before each collective the ranks exchange a few integers: what, which unit, in which step, how many
+so far, and whether this rank has failed. Ranks that took different paths differ here, and every rank raises
 an error that says who wanted what, in place of a hang or a sum of unrelated numbers. A rank whose
 shard's fetch failed says so here, and every rank raises. What fails elsewhere travels beside the
 collectives: see :mod:`infinity.partition.peers`.
@@ -17,8 +17,15 @@ collectives: see :mod:`infinity.partition.peers`.
 Gradients travel in the compute dtype, one slice to each owner, and the owner adds them in fp32 in
 the order of ranks. A ring would move as many bytes, but would add in an order that depends on
 where an element lies in the unit, and would travel in fp32 for the same exactness.
+
+[Note: no thread stays behind]
+A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
+SIGABRT as soon as it wakes, which it does when the peers' connections close. So the thread waits in
+slices and leaves a collective that will not end. The group then still runs it, and would wait for it
+in its destructor: such a group is never destroyed.
 """
 
+import ctypes
 import queue
 import threading
 import time
@@ -36,6 +43,7 @@ from infinity.partition.peers import Peers
 _KINDS = ("gather", "reduce", "sum", "least", "check")
 #: Once another rank has left, what it still takes part in ends within this time (s).
 _FAREWELL_S = 5.0
+_SLICE_S = 0.25
 
 
 #: ``all_gather_into_tensor``, under the name that newer releases of torch want.
@@ -102,6 +110,7 @@ class Collectives:
         self._group = self._control
         if device.type != "cpu":
             self._group = dist.new_group(backend="nccl", timeout=timeout)
+        self.step = 0  # calls of the optimizer's step; equal on all ranks
         self._count = 0
         self._lock = threading.Lock()  # guards what follows
         self._failure: BaseException | None = None
@@ -126,7 +135,7 @@ class Collectives:
 
         def issue() -> Tensor:
             shard = full.chunk(self.world_size)[self.rank]
-            _all_gather(full, shard, group=self._group)
+            self._end(_all_gather(full, shard, group=self._group, async_op=True), self._group)
             self._settle()
             return full
 
@@ -146,7 +155,8 @@ class Collectives:
         """
 
         def issue() -> Tensor:
-            dist.all_to_all_single(spare, full, group=self._group)
+            work = dist.all_to_all_single(spare, full, group=self._group, async_op=True)
+            self._end(work, self._group)
             arrived = spare.view(self.world_size, -1)
             out.copy_(arrived[0])
             for other in arrived[1:]:
@@ -175,7 +185,7 @@ class Collectives:
         def issue() -> Tensor:
             mine = torch.tensor(list(values), dtype=torch.float64)
             everyone = torch.empty(self.world_size * len(mine), dtype=torch.float64)
-            _all_gather(everyone, mine, group=self._control)
+            self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
             return everyone.view(self.world_size, -1)
 
         result: Tensor = self._submit(kind, len(values), where, issue).wait()
@@ -235,12 +245,13 @@ class Collectives:
         self, kind: str, index: int, where: str, issue: Callable[[], Any],
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
     ) -> Pending:  # fmt: skip
+        where, step = f"{where} (step {self.step + 1})", self.step
         pending = Pending(f"{kind} {where}", self._overdue)
 
         def job() -> None:
             try:
                 if self._failure is None:
-                    result = self._attempt(kind, index, where, issue, ready)
+                    result = self._attempt(kind, index, step, where, issue, ready)
                     if then is not None:
                         then(result)
                     pending.finish(result)
@@ -253,7 +264,7 @@ class Collectives:
         return pending
 
     def _attempt(
-        self, kind: str, index: int, where: str, issue: Callable[[], Any],
+        self, kind: str, index: int, step: int, where: str, issue: Callable[[], Any],
         ready: Callable[[], object] | None,
     ) -> Any:  # fmt: skip
         """The result of one collective.
@@ -268,36 +279,60 @@ class Collectives:
             if ready is not None:
                 ready()
         except BaseException as error:
-            local, where = error, f"{type(error).__name__}: {error}"
+            local = error
             self.fail(error)
         try:
-            self._agree(kind, index, where, local is not None)
+            self._agree((_KINDS.index(kind), index, step, self._count), f"{kind} {where}", local)
             return issue()
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
             raise local or self._failure or self.peer_error(f"{kind} {where}", error) from error
 
-    def _agree(self, kind: str, index: int, where: str, fails: bool) -> None:
-        """Exchange headers: see [Note: the header]."""
-        mine = torch.tensor([_KINDS.index(kind), index, self._count, int(fails)], dtype=torch.int64)
+    def _agree(self, what: tuple[int, ...], where: str, failure: BaseException | None) -> None:
+        """Exchange headers: see [Note: the header].
+
+        Raises:
+            DivergenceError: They differ.
+            PeerError: A rank failed.
+        """
+        mine = torch.tensor([*what, int(failure is not None)], dtype=torch.int64)
         everyone = torch.empty(self.world_size * len(mine), dtype=torch.int64)
-        _all_gather(everyone, mine, group=self._control)
+        self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
         headers = everyone.view(self.world_size, -1)
         self._count += 1
-        if int(headers[:, 3].sum()) == 0 and bool((headers == headers[0]).all()):
+        failed = [r for r in range(self.world_size) if int(headers[r, -1])]
+        if not failed and bool((headers == headers[0]).all()):
             return
         wanted: list[Any] = [None] * self.world_size
-        dist.all_gather_object(wanted, f"{kind} {where}" if not fails else where, group=self._control)
-        failed = [r for r in range(self.world_size) if int(headers[r, 3])]
+        dist.all_gather_object(wanted, where if failure is None else _how(failure), group=self._control)
         if failed:
-            told = "; ".join(f"rank {r} failed with {wanted[r]}" for r in failed)
+            told = "; ".join(f"rank {r} {wanted[r]}" for r in failed)
             raise self._peer_error(told, "", "")
         told = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
         raise DivergenceError(
             f"the ranks took different paths at collective {self._count}: {told}. Every rank must run "
             "the same modules in the same order; feed every rank a batch that takes the same branches"
         )
+
+    def _end(self, work: Any, group: Any) -> None:
+        """Wait for a collective of ``group``; see [Note: no thread stays behind].
+
+        Raises:
+            RuntimeError: It ended badly, or this rank or another failed and it has not ended.
+        """
+        while group is self._control:
+            try:
+                work.wait(timedelta(seconds=_SLICE_S))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if self._failure is not None:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    raise
+            else:
+                return
+        work.wait()
 
     def _settle(self) -> None:
         if self.device.type != "cpu":

@@ -1,0 +1,475 @@
+"""Promises 4 and 6: faults end every rank, soon, with an error that says who and what to do.
+
+Faults that leave processes alive share one start of the ranks; those that end processes have one each.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity import runtime as runtime_module
+from infinity.core.errors import DiskError
+from infinity.core.tier import Tier
+from infinity.nvme.run_directory import find_leftovers
+from tests.helpers import models
+from tests.helpers.faulty import Fault, FaultyEngine
+from tests.helpers.launch import mark, run_ranks, start_ranks
+from tests.helpers.reference import Rule
+from tests.helpers.training import build, optimizer_for, streaming
+
+#: The promise (s).
+SOON_S = 30
+TIMEOUT_S = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank fared in one scenario."""
+
+    kinds: tuple[str, ...]  # the error's class and its bases; empty when there was none
+    message: str
+    elapsed_s: float
+    files: tuple[str, ...]  # of this rank, left after close
+
+
+Each = Callable[[int, Any, Any], object]
+
+
+def rank_and_world() -> tuple[int, int]:
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def loop(
+    folder: Path, *overrides: str, clip: float | None = 1.0, steps: int = 6,
+    before: Each = lambda step, model, optimizer: None, backward: Callable[[int], bool] = lambda step: True,
+) -> None:  # fmt: skip
+    """The plain loop, with what goes wrong in ``before`` or ``backward``."""
+    rank, world = rank_and_world()
+    factory, batch = models.build("gpt", seed=0)
+    settings = [*streaming(folder, f"partition.timeout_s={TIMEOUT_S}", "memory.engine=threads"), *overrides]
+    model = build(factory, "bf16", settings)
+    optimizer = optimizer_for(model, Rule(max_grad_norm=clip))
+    with contextlib.closing(optimizer):
+        for step in range(steps):
+            before(step, model, optimizer)
+            loss = model(**batch(step, rank, world)).loss
+            if backward(step):
+                loss.backward()
+            optimizer.step()
+        optimizer.synchronize()
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    """No file may be larger: the full disk that needs no root."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def breakable() -> Iterator[list[FaultyEngine]]:
+    """Engines that are made in this context can be given faults."""
+    make, made = runtime_module.make_engine, []
+
+    def faulty(*args: Any) -> FaultyEngine:
+        made.append(FaultyEngine(make(*args)))
+        return made[-1]
+
+    runtime_module.make_engine = faulty
+    try:
+        yield made
+    finally:
+        runtime_module.make_engine = make
+
+
+def extra_module(folder: Path, guilty: bool) -> None:
+    def before(step: int, model: Any, optimizer: Any) -> None:
+        if guilty and step == 2:
+            with torch.no_grad():
+                model(**models.build("gpt", seed=0)[1](0, *rank_and_world()))
+
+    loop(folder, "memory.device=600KiB", before=before)
+
+
+def another_order(folder: Path, guilty: bool) -> None:
+    def before(step: int, model: Any, optimizer: Any) -> None:
+        if guilty and step == 2:
+            blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+            blocks[0], blocks[1] = blocks[1], blocks[0]
+
+    loop(folder, before=before)
+
+
+def another_model(folder: Path, guilty: bool) -> None:
+    with infinity.Init(infinity.load_recipe(overrides=streaming(folder))):
+        torch.nn.Linear(64, 65 if guilty else 64)
+
+
+def skipped_backward(folder: Path, guilty: bool) -> None:
+    loop(folder, backward=lambda step: not (guilty and step == 2))
+
+
+def own_error(folder: Path, guilty: bool) -> None:
+    def before(step: int, model: Any, optimizer: Any) -> None:
+        if guilty and step == 2:
+            raise LookupError("the data of this rank ended")
+
+    loop(folder, before=before)
+
+
+def own_error_while_building(folder: Path, guilty: bool) -> None:
+    with infinity.Init(infinity.load_recipe(overrides=streaming(folder))):
+        torch.nn.Linear(64, 64)
+        if guilty:
+            raise LookupError("no such model")
+
+
+def left_early(folder: Path, guilty: bool) -> None:
+    loop(folder, steps=2 if guilty else 6)
+
+
+def full_disk_at_construction(folder: Path, guilty: bool) -> None:
+    with file_limit(100_000) if guilty else contextlib.nullcontext():
+        loop(folder)
+
+
+def full_disk_in_training(folder: Path, guilty: bool) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def before(step: int, model: Any, optimizer: Any) -> None:
+            if guilty and step == 2:
+                stack.enter_context(file_limit(100_000))
+
+        loop(folder, before=before)
+
+
+def unwritable(folder: Path, guilty: bool) -> None:
+    file = folder / f"file{rank_and_world()[0]}"
+    file.touch()
+    loop(file / "below" if guilty else folder)
+
+
+def broken(on: str, clip: float | None, folder: Path, guilty: bool) -> None:
+    with breakable() as engines:
+
+        def before(step: int, model: Any, optimizer: Any) -> None:
+            if guilty and step == 2:
+                [engine] = engines
+                count = engine.writes if on == "write" else engine.reads
+                engine.faults = (Fault(on=on, nth=count + 3, forever=True),)
+
+        loop(folder, before=before, clip=clip)
+
+
+def broken_writes(folder: Path, guilty: bool) -> None:
+    broken("write", 1.0, folder, guilty)
+
+
+def broken_early_writes(folder: Path, guilty: bool) -> None:
+    broken("write", None, folder, guilty)
+
+
+def broken_reads(folder: Path, guilty: bool) -> None:
+    broken("read", 1.0, folder, guilty)
+
+
+def broken_early_reads(folder: Path, guilty: bool) -> None:
+    broken("read", None, folder, guilty)
+
+
+def interrupted_hook(folder: Path, guilty: bool) -> None:
+    """An error of the user's own code, deep inside backward."""
+
+    def before(step: int, model: Any, optimizer: Any) -> None:
+        def hook(grad: torch.Tensor) -> None:
+            raise LookupError("in backward")
+
+        if guilty and step == 2:
+            block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[0]
+            block.register_forward_hook(lambda m, a, out: out.register_hook(hook) and None)
+
+    loop(folder, before=before)
+
+
+#: What goes wrong, the error of the rank where it does, that of the others, and what messages must say.
+SCENARIOS: tuple[tuple[Callable[[Path, bool], None], str, str, str], ...] = (
+    (extra_module, "DivergenceError", "DivergenceError", "rank 1 wants gather"),
+    (another_order, "DivergenceError", "DivergenceError", "rank 1 wants"),
+    (another_model, "DivergenceError", "DivergenceError", "rank 1 wants check of the model"),
+    (skipped_backward, "DivergenceError", "DivergenceError", "(step 4)"),
+    (own_error, "LookupError", "PeerError", "rank 1 failed with LookupError: the data of this rank ended"),
+    (own_error_while_building, "LookupError", "PeerError", "rank 1 failed with LookupError: no such model"),
+    (interrupted_hook, "LookupError", "PeerError", "rank 1 failed with LookupError: in backward"),
+    (left_early, "", "PeerError", "rank 1 closed its model"),
+    (full_disk_at_construction, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+    (full_disk_in_training, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+    (unwritable, "DiskError", "PeerError", "rank 1 failed with DirectoryError"),
+    (broken_writes, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+    (broken_early_writes, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+    (broken_reads, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+    (broken_early_reads, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+)
+
+
+def attempt(scenario: Callable[[Path, bool], None], folder: Path, guilty: bool) -> Outcome:
+    begin, error = time.monotonic(), None
+    try:
+        scenario(folder, guilty)
+    except Exception as raised:
+        error = raised
+    elapsed_s = time.monotonic() - begin
+    files = tuple(str(path) for path in folder.rglob(f"rank{rank_and_world()[0]}.*"))
+    kinds = () if error is None else tuple(cls.__name__ for cls in type(error).__mro__)
+    return Outcome(kinds, str(error), elapsed_s, files)
+
+
+def play_all(folder: str) -> dict[str, Outcome]:
+    import torch.distributed as dist
+
+    outcomes = {}
+    for scenario, *_ in SCENARIOS:
+        place = Path(folder) / scenario.__name__
+        place.mkdir(exist_ok=True)
+        outcomes[scenario.__name__] = attempt(scenario, place, dist.get_rank() == 1)
+        dist.barrier()
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    return run_ranks(play_all, 2, str(tmp_path_factory.mktemp("faults")), timeout_s=170)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "here", "there", "says"), SCENARIOS, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_fault_of_one_rank_ends_both_with_typed_errors(two_ranks, scenario, here, there, says):
+    other, guilty = (outcomes[scenario.__name__] for outcomes in two_ranks)
+    assert here in guilty.kinds or (not here and not guilty.kinds), guilty
+    assert there in other.kinds, other
+    assert says in other.message, other
+    assert "InfinityError" in other.kinds
+    for outcome in (guilty, other):
+        assert outcome.elapsed_s < SOON_S
+        assert not outcome.files
+
+
+ALONE = [s for s in SCENARIOS if s[1] == "DiskError" or "own" in s[0].__name__ or "hook" in s[0].__name__]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "here"), [s[:2] for s in ALONE], ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_fault_with_one_rank_is_a_typed_error(tmp_path, scenario, here):
+    outcome = attempt(scenario, tmp_path, True)
+    assert here in outcome.kinds, outcome
+    assert outcome.elapsed_s < SOON_S
+    assert not outcome.files
+    if here == "DiskError":
+        assert "memory.nvme" in outcome.message
+
+
+# --- the committed step --------------------------------------------------------------------------
+
+
+def masters(optimizer: infinity.AdamW) -> dict[int, tuple[torch.Tensor, ...]]:
+    runtime = optimizer.runtime
+    stored = [unit for unit in runtime.units if unit.home is Tier.NVME]
+    assert len(stored) > 2
+    return {unit.index: runtime.tiers.shard_fields(unit) for unit in stored}
+
+
+def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def fail_in_step_3(
+    model: Any, optimizer: infinity.AdamW, batch: Callable[..., Any], engines: list[FaultyEngine],
+    steps: list[dict[int, tuple[torch.Tensor, ...]]], on: str, nth: int,
+) -> None:  # fmt: skip
+    """Keep the exact values before each step; from step 3 on the ``nth`` transfer fails."""
+    for step in range(5):
+        if step <= 3:
+            optimizer.synchronize()
+            steps.append(masters(optimizer))
+        if step == 3:
+            [engine] = engines
+            count = engine.writes if on == "write" else engine.reads
+            engine.faults = (Fault(on=on, nth=count + nth),)
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize("on", ["write", "read"])
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("nth", [1, 6, 11])
+def test_after_a_disk_error_a_whole_committed_step_can_be_read(tmp_path, on, clip, nth):
+    factory, batch = models.build("gpt", seed=0)
+    steps: list[dict[int, tuple[torch.Tensor, ...]]] = []
+    with breakable() as engines:
+        model = build(factory, "bf16", streaming(tmp_path))
+        optimizer = optimizer_for(model, Rule(max_grad_norm=clip))
+        with contextlib.closing(optimizer):
+            with pytest.raises(DiskError):
+                fail_in_step_3(model, optimizer, batch, engines, steps, on, nth)
+            versions = []
+            for ahead in range(2):
+                for unit in optimizer.runtime.units:
+                    unit.version += ahead
+                versions.append(masters(optimizer))
+    whole = [
+        step
+        for step, saved in enumerate(steps)
+        if all(any(same(version[index], fields) for version in versions) for index, fields in saved.items())
+    ]
+    assert 3 in whole  # what step() had committed when the disk failed
+
+
+# --- processes that end --------------------------------------------------------------------------
+
+
+def endless(folder: str, how: str) -> None:
+    """Train until something happens to rank 1; says at each step that it lives."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    rank, world = rank_and_world()
+
+    def stop_here(*args: Any) -> None:
+        mark("there")
+        if rank == world - 1:
+            time.sleep(60)
+
+    def before(step: int, model: Any, optimizer: Any) -> None:
+        if step != 3:
+            return
+        if how == "exit" and rank == world - 1:
+            sys.exit(0)
+        if how == "raise" and rank == world - 1:
+            raise LookupError("out of data")
+        block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[1]
+        if how == "forward":
+            block.register_forward_hook(stop_here)
+        elif how == "backward":
+            block.register_forward_hook(lambda m, a, out: out.register_hook(stop_here) and None)
+        elif how == "waiting":
+            mark("there")
+        elif how == "idle":
+            stop_here()
+
+    with contextlib.ExitStack() as stack:
+        if how == "waiting":
+            engines = stack.enter_context(breakable())
+
+            def slow(step: int, model: Any, optimizer: Any) -> None:
+                if step == 3:
+                    engines[0].delay_s = 20.0
+                before(step, model, optimizer)
+
+            loop(Path(folder), before=slow, steps=1000)
+        else:
+            loop(Path(folder), before=before, steps=1000)
+
+
+def ends_of(folder: Path, how: str, signum: int | None, world: int) -> list[Any]:
+    with start_ranks(endless, world, str(folder), how, group=False) as ranks:
+        if signum is not None:
+            ranks.reached("there", world - 1)
+            time.sleep(0.3)
+            ranks.kill(world - 1, signum)
+        ends = ranks.wait(timeout_s=60)
+    for end in ends:
+        assert not end.hung, end
+        assert not end.left_behind, end
+        assert end.ended_s < SOON_S + (60 if signum is None else 0)
+        assert end.exit_code in (0, 1, -signal.SIGKILL), end
+    return ends
+
+
+def files(folder: Path) -> list[Path]:
+    return list(folder.rglob("rank*.bin"))
+
+
+@pytest.mark.parametrize("how", ["forward", "backward", "idle"])
+def test_a_killed_rank_ends_the_other_which_names_it(tmp_path, how):
+    other, killed = ends_of(tmp_path, how, signal.SIGKILL, 2)
+    assert killed.exit_code == -signal.SIGKILL
+    assert other.error_type == "PeerError", other
+    assert "rank 1" in other.message
+    assert "was killed or crashed" in other.message
+    assert [path.name for path in files(tmp_path)] == ["rank1.bin"]
+    if how == "idle":
+        leftovers_are_told(tmp_path)
+
+
+def leftovers_are_told(folder: Path) -> None:
+    """The next run says what the dead one left and how to remove it, and removes nothing."""
+    [left] = find_leftovers(folder)
+    lines: list[str] = []
+    model = build(models.build("gpt", seed=0)[0], "bf16", streaming(folder))
+    infinity.runtime.runtime_of(model).on_say = lines.append
+    infinity.close(model)
+    assert len(lines) == 1
+    assert f"rm -r {left}" in lines[0]
+    assert files(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [("exit", "SystemExit", "rank 1 closed its model"), ("raise", "LookupError", "LookupError: out of data")],
+)
+def test_a_rank_that_leaves_ends_the_other(tmp_path, how, error, says):
+    other, left = ends_of(tmp_path, how, None, 2)
+    assert left.error_type == error
+    assert other.error_type == "PeerError", other
+    assert says in other.message
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["forward", "backward", "waiting"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_ctrl_c_ends_every_rank_and_removes_the_files(tmp_path, how, world):
+    *others, interrupted = ends_of(tmp_path, how, signal.SIGINT, world)
+    assert interrupted.error_type == "KeyboardInterrupt", interrupted
+    for other in others:
+        assert other.error_type == "PeerError", other
+        assert "rank 1 was interrupted (Ctrl-C)" in other.message
+    assert not files(tmp_path)
+
+
+def test_a_stopped_rank_is_named_after_the_timeout(tmp_path):
+    with start_ranks(endless, 2, str(tmp_path), "idle", group=False) as ranks:
+        ranks.reached("there", 1)
+        ranks.kill(1, signal.SIGSTOP)
+        ranks.processes[0].wait(timeout=SOON_S)
+        ranks.kill(1, signal.SIGKILL)
+        other, _ = ranks.wait(timeout_s=5)
+    assert other.error_type == "PeerError", other
+    assert "rank 1" in other.message
+    assert "is stopped" in other.message
+    assert "partition.timeout_s" in other.message
+
+
+def test_the_errno_of_a_full_disk_is_kept(tmp_path):
+    with pytest.raises(DiskError) as caught:
+        full_disk_in_training(tmp_path, True)
+    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
+    assert "make room" in str(caught.value)
