@@ -26,8 +26,9 @@ class Values:
     def __init__(self, runtime: "Runtime") -> None:
         self.runtime = runtime
         self.every_rank = False  # who gets the values of state_dict()
-        self._exported: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
-        self._loading: dict[nn.Module, contextlib.ExitStack] = {}
+        self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
+        self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
+        self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
 
     def serves(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether any of ``params`` is in a unit of this runtime."""
@@ -52,20 +53,22 @@ class Values:
         streams = hooks.streams(unit)
         if streams:
             outer = prefetcher.running
-            prefetcher.begin_inference()
+            prefetcher.begin_visit()
             prefetcher.use(unit.index)
             prefetcher.running = outer
         assert unit.flat is not None
+        unit.check_all_attached()
         before = unit.shard_of(unit.flat).clone() if modify else None
         try:
             with torch.no_grad():
                 yield
             if before is not None:
                 self._store(unit, unit.flat, before)
+            unit.check_all_attached()
         finally:
             if streams:
                 outer = prefetcher.running
-                prefetcher.begin_inference()
+                prefetcher.begin_visit()
                 prefetcher.unpin(unit.index)
                 prefetcher.end_inference()
                 prefetcher.running = outer
@@ -75,6 +78,7 @@ class Values:
             dist.broadcast(flat, src=0)
         self.runtime.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
         unit.updates += 1
+        unit.allow_writes()
 
     def _check_writable(self, unit: Unit) -> None:
         if unit.index in self.runtime.updates.ready:
@@ -101,26 +105,30 @@ class Values:
             if param is None or key not in state_dict or id(param) not in self._places():
                 continue
             keeps_vars = isinstance(state_dict[key], nn.Parameter)
-            value = self._value(param)
+            value = self._value(param, state_dict)
             if value is None:
                 del state_dict[key]
             else:
                 state_dict[key] = nn.Parameter(value, param.requires_grad) if keeps_vars else value
 
-    def _value(self, param: nn.Parameter) -> Tensor | None:
+    def _value(self, param: nn.Parameter, destination: dict[str, Any]) -> Tensor | None:
+        if self._destination is None or self._destination() is not destination:
+            self._exported = {}
+            self._destination = weakref.ref(destination, self._forget_exported)
+        if id(param) not in self._exported:  # a tied weight is one tensor under two names
+            self._exported[id(param)] = self._full_value(param)
+        return self._exported[id(param)]
+
+    def _forget_exported(self, destination: Any) -> None:
+        if destination is self._destination:
+            self._destination, self._exported = None, {}
+
+    def _full_value(self, param: nn.Parameter) -> Tensor | None:
         if self.runtime.construction.active:
             self.runtime.construction.touch(param)
             return param.detach().clone()
-        unit, _ = self.runtime.connected().places[id(param)]
-        wanted = self.every_rank or self.runtime.rank == 0
-        key = (id(param), unit.updates)
-        value = self._exported.get(key) if self.runtime.world_size == 1 else None
-        if value is None:  # a tied weight is one tensor under two names, as in the plain model
-            with self.gathered([param], modify=False):
-                value = _copy_to_cpu(param) if wanted else None
-            if value is not None and self.runtime.world_size == 1:
-                self._exported[key] = value
-        return value
+        with self.gathered([param], modify=False):
+            return _copy_to_cpu(param) if self.every_rank or self.runtime.rank == 0 else None
 
     def _places(self) -> dict[int, tuple[Unit, Segment]]:
         if self.runtime.construction.active:
@@ -128,16 +136,23 @@ class Values:
             return {id(s.param): (u, s) for u in units for s in u.segments}
         return self.runtime.connected().places
 
-    def begin_load(self, module: nn.Module) -> None:
+    def begin_load(self, module: nn.Module, assign: bool) -> None:
         """``load_state_dict`` is about to copy into this module's own parameters."""
+        self.end_load()  # of the parent: its own parameters come before its children's
+        if assign:
+            raise StateError(
+                "load_state_dict(assign=True) would replace sharded parameters by whole ones. Load with "
+                "assign=False, which copies into them, unit by unit"
+            )
         own = [p for p in module._parameters.values() if p is not None]
-        if module not in self._loading and not self.runtime.construction.active:
-            stack = contextlib.ExitStack()
-            self._loading[module] = stack
-            stack.enter_context(self.gathered(own, modify=True))
+        if not self.runtime.construction.active:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.gathered(own, modify=True))
+                self.loading = stack.pop_all()
 
-    def end_load(self, module: nn.Module) -> None:
-        stack = self._loading.pop(module, None)
+    def end_load(self) -> None:
+        """Store what was copied; also after a load that raised on its way."""
+        stack, self.loading = self.loading, None
         if stack is not None:
             stack.close()
 
@@ -187,11 +202,11 @@ def watch(module: nn.Module, values: Values) -> None:
     def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         values.export(module, state_dict, prefix)
 
-    def before(module: nn.Module, *rest: Any) -> None:
-        values.begin_load(module)
+    def before(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        values.begin_load(module, assign=metadata.get("assign_to_params_buffers", False))
 
     def after(module: nn.Module, incompatible: Any) -> None:
-        values.end_load(module)
+        values.end_load()
 
     module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]

@@ -1,23 +1,34 @@
 """What is fetched and released at each position of a recorded step. Pure: no torch, no clock.
 
-[Note: the nearest future]
-At every position memory should hold the units that will be used soonest: those in use, then the
-next one, the one after it, and so on, until the budget is full. What is there and does not belong
-to that set is released; what belongs to it and is not there is fetched, nearest use first. With a
-known future this one rule is both things that are usually two mechanisms: prefetching as far ahead
-as memory allows, and Belady's rule for what to keep (the last blocks of the forward pass are still
-there when the backward pass begins).
+[Note: keep, then look ahead]
+Two questions have different answers. *What should stay between two uses?* Whatever saves the most
+fetches: when room is short, the unit whose next use is farthest goes (Belady). *When should the
+others come?* As early as there is room, nearest use first, but never in the place of something that
+stays. So a plan is made in two walks over the trace. The first finds the uses that are served by
+what an earlier use left in memory. The second releases everything else as soon as its use ends, and
+fills the room with the nearest future.
 
-Source: Belady 1966 (the farthest next use goes first); ZeRO-Infinity (arXiv:2104.07857), section
-6.2 (the overlap-centric order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap
-around the step.
+Belady alone would leave no room to fetch ahead: the next unit could only come when the last one has
+gone. So the first walk keeps room for the units of the next :data:`LEAD` uses, one for each stage of
+a fetch (disk, bus, other ranks).
+
+The walks go around: what is not updated in a pass may stay for the next one.
+
+Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching
+strategies" 1995 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section
+6.2 (the overlap-centric order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around
+the step.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.prefetch.trace import Event, Kind
+
+#: Uses ahead whose units are on their way, whatever else could stay in their place.
+LEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,68 +63,229 @@ class Plan:
             yield from actions.fetch
 
 
-class Window:
-    """Plays events on a set of units that are present; decides by the nearest future."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Uses of one unit with no use of another between them.
 
-    def __init__(self, events: Sequence[Event], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
-        self.events, self.nbytes, self.capacity_nbytes = events, nbytes, capacity_nbytes
-        self.uses = [(i, e.unit) for i, e in enumerate(events) if e.kind is Kind.USE]
-        self.present: set[int] = set()
+    Attributes:
+        first: Position of its first use.
+        last: Position of its last use.
+        following: Index of the unit's next run. In the next pass it counts on from this one's runs;
+            infinite when the unit is updated before that.
+    """
+
+    unit: int
+    first: int
+    last: int
+    following: float
+
+
+def runs_of(events: Sequence[Event]) -> tuple[Run, ...]:
+    """The runs of a pass, in order."""
+    spans: list[tuple[int, int, int]] = []
+    for position, event in enumerate(events):
+        if event.kind is Kind.USE:
+            if spans and spans[-1][0] == event.unit:
+                spans[-1] = (event.unit, spans[-1][1], position)
+            else:
+                spans.append((event.unit, position, position))
+    updated = {event.unit for event in events if event.kind is Kind.DONE}
+    following: dict[int, float] = {}
+    for i, (unit, _, _) in reversed([*enumerate(spans)]):
+        following[unit] = math.inf if unit in updated else len(spans) + i
+    runs: list[Run] = []
+    for i, (unit, first, last) in reversed([*enumerate(spans)]):
+        runs.append(Run(unit, first, last, following[unit]))
+        following[unit] = i
+    return tuple(reversed(runs))
+
+
+class Memory:
+    """Units that are present while a trace is walked, and where in the trace we are."""
+
+    def __init__(self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
+        self.runs, self.nbytes, self.capacity_nbytes = runs, nbytes, capacity_nbytes
+        self.present: dict[int, float] = {}  # the index of each unit's next run
+        self.present_nbytes = 0
         self.pins: Counter[int] = Counter()
-        self.peak_nbytes = 0
-        self._next = 0  # first entry of uses that is not before the position
+        self.index = 0  # runs that have begun
 
-    def desired(self, position: int) -> list[int]:
-        """Pinned units, then the units of the nearest uses after ``position`` that fit."""
-        while self._next < len(self.uses) and self.uses[self._next][0] <= position:
-            self._next += 1
-        wanted = dict.fromkeys(u for u in self.present if self.pins[u])
-        room = self.capacity_nbytes - sum(self.nbytes[u] for u in wanted)
-        for i in range(self._next, len(self.uses)):
-            unit = self.uses[i][1]
-            if unit in wanted:
-                continue
-            if self.nbytes[unit] > room:
+    def fits(self, unit: int) -> bool:
+        return self.present_nbytes + self.nbytes[unit] <= self.capacity_nbytes
+
+    def load(self, unit: int, run: float) -> None:
+        self.present[unit] = run
+        self.present_nbytes += self.nbytes[unit]
+
+    def drop(self, unit: int) -> None:
+        if self.present.pop(unit, None) is not None:
+            self.present_nbytes -= self.nbytes[unit]
+
+    def held(self, position: int) -> set[int]:
+        """Units that nobody may take: pinned, or between two uses of the run that goes on."""
+        held = {unit for unit, pins in self.pins.items() if pins}
+        if self.index and position < self.runs[self.index - 1].last:
+            held.add(self.runs[self.index - 1].unit)
+        return held
+
+    def make_room(self, unit: int, held: set[int]) -> list[int]:
+        """Drop the farthest next uses until ``unit`` fits, or only ``held`` ones are left."""
+        dropped: list[int] = []
+        while not self.fits(unit):
+            free = [(run, other) for other, run in self.present.items() if other not in held]
+            if not free:
                 break
-            wanted[unit] = None
-            room -= self.nbytes[unit]
-        return list(wanted)
+            dropped.append(max(free)[1])
+            self.drop(dropped[-1])
+        return dropped
 
-    def turn(self, position: int) -> Actions:
-        """Bring what is present to what is desired after ``position``."""
-        wanted = self.desired(position)
-        release = tuple(sorted(self.present - set(wanted)))
-        fetch = tuple(u for u in wanted if u not in self.present)
-        self.present = set(wanted)
-        self.peak_nbytes = max(self.peak_nbytes, sum(self.nbytes[u] for u in wanted))
-        return Actions(release, fetch)
+    def note(self, position: int, event: Event) -> None:
+        """Count pins and runs. The unit of a use is present."""
+        if event.kind is Kind.USE:
+            self.pins[event.unit] += 1
+            if self.index < len(self.runs) and self.runs[self.index].first == position:
+                self.present[event.unit] = self.runs[self.index].following
+                self.index += 1
+        elif event.kind is Kind.UNPIN and self.pins[event.unit] > 1:
+            self.pins[event.unit] -= 1
+        else:
+            del self.pins[event.unit]
+            if event.kind is Kind.DONE:
+                self.drop(event.unit)
+
+    def wrap(self) -> None:
+        """The next pass begins."""
+        self.index = 0
+        self.pins.clear()
+        for unit, run in self.present.items():
+            self.present[unit] = run - len(self.runs)
+
+
+class Keeping(Memory):
+    """The first walk: which runs find their unit in memory. See [Note: keep, then look ahead]."""
+
+    def __init__(
+        self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int
+    ) -> None:
+        super().__init__(runs, nbytes, capacity_nbytes)
+        self.lead = lead
+        self.fetched: set[int] = set()
+
+    def lap(self, events: Sequence[Event]) -> None:
+        """One pass, from what the last one left."""
+        self.fetched = set()
+        self._look_ahead(-1)
+        for position, event in enumerate(events):
+            if event.kind is Kind.USE and event.unit not in self.present:
+                self._fetch(self.index, self.held(position))
+            self.note(position, event)
+            self._look_ahead(position)
+
+    def _look_ahead(self, position: int) -> None:
+        """Have the next uses' units there, as far as they fit beside what is held."""
+        coming = self.runs[self.index : self.index + self.lead]
+        if all(run.unit in self.present for run in coming):
+            return
+        held = self.held(position)
+        room = self.capacity_nbytes - sum(self.nbytes[unit] for unit in held)
+        for index, run in enumerate(coming, self.index):
+            if run.unit not in held:
+                room -= self.nbytes[run.unit]
+                if room < 0:
+                    return
+                held.add(run.unit)
+            if run.unit not in self.present:
+                self._fetch(index, held)
+
+    def _fetch(self, index: int, held: set[int]) -> None:
+        unit = self.runs[index].unit
+        self.make_room(unit, held)
+        self.load(unit, index)
+        self.fetched.add(index)
+
+
+class Filling(Memory):
+    """The second walk: fetch as early as there is room, in the order of use.
+
+    Args:
+        fetched: Indices of runs that do not find their unit in memory.
+    """
+
+    def __init__(
+        self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, fetched: set[int]
+    ) -> None:
+        super().__init__(runs, nbytes, capacity_nbytes)
+        self.fetched = fetched
+        self.cursor = 0  # runs before it have their unit, or find it kept
+        self.peak_nbytes = 0
+
+    def begin(self) -> tuple[int, ...]:
+        """What is present before the first event, nearest use first."""
+        first = {run.unit: index for index, run in reversed([*enumerate(self.runs)])}
+        for unit, index in first.items():
+            if index not in self.fetched:
+                self.load(unit, index)
+        self._fill()
+        return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
 
     def play(self, position: int, event: Event) -> Actions:
-        """One event, and what to do after it; a use of what is absent fetches it first."""
-        demand: tuple[int, ...] = ()
-        if event.kind is Kind.USE:
-            if event.unit not in self.present:
-                demand = (event.unit,)
-                self.present.add(event.unit)
-            self.pins[event.unit] += 1
-        elif event.kind is Kind.UNPIN:
-            self.pins[event.unit] = max(0, self.pins[event.unit] - 1)
-        else:
-            self.pins[event.unit] = 0
-            self.present.discard(event.unit)
-        actions = self.turn(position)
-        return Actions(actions.release, demand + actions.fetch)
+        """One event, and what to do after it."""
+        release: list[int] = []
+        fetch: list[int] = []
+        if event.kind is Kind.USE and event.unit not in self.present:
+            release += self.make_room(event.unit, self.held(position))
+            self.load(event.unit, self.index)
+            self.cursor = max(self.cursor, self.index + 1)
+            fetch.append(event.unit)
+        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
+        self.note(position, event)
+        if event.kind is Kind.UNPIN and self._leaves(position, event.unit):
+            self.drop(event.unit)
+            release.append(event.unit)
+        fetch += self._fill()
+        again = set(release) & set(fetch)  # there is room after all
+        return Actions(
+            tuple(sorted(u for u in release if u not in again)), tuple(u for u in fetch if u not in again)
+        )
+
+    def _leaves(self, position: int, unit: int) -> bool:
+        """Whether a unit that was let go is not needed, or is fetched anew for its next use."""
+        if unit not in self.present or unit in self.held(position):
+            return False
+        following = self.present[unit]
+        return math.isinf(following) or int(following) % len(self.runs) in self.fetched
+
+    def _fill(self) -> list[int]:
+        fetch: list[int] = []
+        while self.cursor < len(self.runs):
+            unit = self.runs[self.cursor].unit
+            if self.cursor in self.fetched:
+                if unit in self.present or not self.fits(unit):
+                    break
+                self.load(unit, self.cursor)
+                fetch.append(unit)
+            self.cursor += 1
+        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
+        return fetch
 
 
-def make_plan(events: Sequence[Event], nbytes: Mapping[int, int], capacity_nbytes: int) -> Plan:
+def make_plan(
+    events: Sequence[Event], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int = LEAD
+) -> Plan:
     """The plan for a recorded pass.
 
     Args:
         events: What happened, in order.
         nbytes: Size of each unit's full buffer (bytes).
         capacity_nbytes: What all full buffers together may take.
+        lead: Uses ahead whose units are on their way in any case.
     """
-    window = Window(events, nbytes, capacity_nbytes)
-    begin = window.turn(-1).fetch
-    actions = tuple(window.play(i, event) for i, event in enumerate(events))
-    return Plan(tuple(events), begin, actions, window.peak_nbytes)
+    runs = runs_of(events)
+    keeping = Keeping(runs, nbytes, capacity_nbytes, lead)
+    keeping.lap(events)
+    keeping.wrap()
+    keeping.lap(events)
+    filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
+    begin = filling.begin()
+    actions = tuple(filling.play(i, event) for i, event in enumerate(events))
+    return Plan(tuple(events), begin, actions, filling.peak_nbytes)

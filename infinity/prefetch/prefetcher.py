@@ -3,13 +3,21 @@
 [Note: passes]
 A training pass lasts from one optimizer step to the next, whatever the number of forwards and
 backwards in it; an inference pass is one outermost call without gradients. Each kind has its own
-trace and plan; what is present in memory is shared.
+trace and plan; what is present in memory is shared. A visit is neither: somebody reads a few values
+(``gathered``, ``state_dict``), and no plan follows from it.
 
 [Note: the same on every rank]
 Every decision here depends on events and sizes only, never on what has already arrived. So ranks
 that run the same modules start the same gathers in the same order.
+
+[Note: what the plan did not foresee]
+An event that is not the plan's next one is served on demand, and the plan waits: often a use was
+added, and the plan goes on with the event after it. Where the last few events are found together
+later in the plan, something was left out, and the plan goes on from there. The new trace becomes
+the plan of the next pass.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -34,18 +42,55 @@ class Mover(Protocol):
         ...
 
 
+#: Events that must follow each other as in the plan before it goes on elsewhere.
+CONTEXT = 3
+
+
 class Pass:
     """One kind of pass: its plan, and where in it we are."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self.trace = Trace()
-        self.following = False
+        self.cursor = 0  # the plan's next event
         self.begun = False
+        self._places: dict[tuple[Event, ...], list[int]] | None = None
 
     @property
     def position(self) -> int:
         return len(self.trace.events)
+
+    def follow(self, plan: Plan) -> None:
+        self.plan, self._places = plan, None
+
+    def restart(self) -> None:
+        self.trace, self.cursor, self.begun = Trace(), 0, False
+
+    def align(self, event: Event) -> range:
+        """Write ``event`` down; the positions of the plan that are over with it: none when unforeseen."""
+        self.trace.add(event)
+        if self.plan is None:
+            return range(0)
+        begin, events = self.cursor, self.plan.events
+        if begin < len(events) and events[begin] == event:
+            self.cursor += 1
+        elif self.position >= CONTEXT:
+            context = tuple(self.trace.events[-CONTEXT:])
+            later = self._find(context)
+            if later is not None:
+                self.cursor = later + 1
+        return range(begin, self.cursor)
+
+    def _find(self, context: tuple[Event, ...]) -> int | None:
+        """The nearest position, not over yet, at which the plan has these events."""
+        assert self.plan is not None
+        if self._places is None:
+            self._places = {}
+            for i in range(CONTEXT, len(self.plan.events) + 1):
+                self._places.setdefault(self.plan.events[i - CONTEXT : i], []).append(i - 1)
+        places = self._places.get(context, [])
+        nearest = bisect_left(places, self.cursor)
+        return places[nearest] if nearest < len(places) else None
 
 
 class Prefetcher:
@@ -61,9 +106,10 @@ class Prefetcher:
         self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.pins: dict[int, int] = {}
-        self.training, self.inference = Pass(), Pass()
+        self.training, self.inference, self.visit = Pass(), Pass(), Pass()
         self.running = self.training
         self._first_uses: dict[int, int] = {}
+        self._unforeseen: dict[int, None] = {}  # present, but in no plan: the first to go
         self.on_demand = 0  # uses, in this training pass, that no plan foresaw
         self.planned: list[int] | None = None  # fetches of this training pass, by its plan
 
@@ -73,13 +119,18 @@ class Prefetcher:
         """Have ``unit`` gathered and pinned when this returns; then look ahead."""
         self.pins[unit] = self.pins.get(unit, 0) + 1
         self._begin()
+        over = self.running.align(Event(Kind.USE, unit))
+        release, fetch = self._actions(over)
+        self._release_all(release)
         if unit not in self.present:
-            if self.running.plan is not None:
-                self.on_demand += 1
+            if unit not in fetch:
+                self._count_unforeseen(unit)
             self._make_room(unit)
             self._start(unit)
+        elif over:
+            self._unforeseen.pop(unit, None)
         self.present.move_to_end(unit)
-        self._advance(Event(Kind.USE, unit))
+        self._fetch_all(fetch)
         self.mover.finish(unit)
 
     def unpin(self, unit: int) -> None:
@@ -92,6 +143,7 @@ class Prefetcher:
         """``unit``'s gradients are complete and the mover has taken its weights away."""
         self.pins.pop(unit, None)
         self.present.pop(unit, None)
+        self._unforeseen.pop(unit, None)
         self._advance(Event(Kind.DONE, unit))
 
     # --- passes ------------------------------------------------------------------------------
@@ -107,17 +159,25 @@ class Prefetcher:
     def begin_inference(self) -> None:
         self.running = self.inference
 
+    def begin_visit(self) -> None:
+        """What follows, until :meth:`end_inference`, is neither training nor inference."""
+        self.running = self.visit
+
     def end_inference(self) -> None:
         """The next use belongs to the training pass, which begins again if it had not begun."""
-        self._conclude(self.inference)
+        if self.running is self.visit:
+            self.visit.restart()
+        else:
+            self._conclude(self.inference)
+            if self.training.position:  # in the middle of a step: what inference left is in the way
+                self._unforeseen.update((u, None) for u in self.present if not self.pins.get(u))
         self.running = self.training
         self.training.begun = bool(self.training.position)
 
     def forget(self, units: Iterable[int] | None = None) -> None:
         """Release ``units`` (None: everything) that are present: their copies are stale."""
         stale = set(self.present if units is None else units)
-        for unit in [u for u in self.present if u in stale and not self.pins.get(u)]:
-            self._release(unit)
+        self._release_all([unit for unit in self.present if unit in stale])
 
     def first_use(self, unit: int) -> int:
         """Position of a unit's first use in the next training pass; its index while unknown."""
@@ -128,13 +188,12 @@ class Prefetcher:
     def _conclude(self, ended: Pass) -> None:
         events = tuple(ended.trace.events)
         if events and (ended.plan is None or ended.plan.events != events):
-            ended.plan = make_plan(events, self.nbytes, self.capacity_nbytes)
+            ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes))
             if ended is self.training:
                 self._first_uses = {
                     e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE
                 }
-        ended.trace, ended.begun = Trace(), False
-        ended.following = ended.plan is not None
+        ended.restart()
 
     def _begin(self) -> None:
         """Before the first event of a pass: bring in its nearest future."""
@@ -143,8 +202,7 @@ class Prefetcher:
             return
         running.begun = True
         wanted = set(running.plan.begin)
-        for unit in [u for u in self.present if u not in wanted and not self.pins.get(u)]:
-            self._release(unit)
+        self._release_all([unit for unit in self.present if unit not in wanted])
         for unit in running.plan.begin:
             if unit not in self.present:
                 self._expect(unit)
@@ -152,35 +210,68 @@ class Prefetcher:
 
     def _advance(self, event: Event) -> None:
         """Write the event down; when it was foreseen, do what the plan says after it."""
-        running = self.running
-        position = running.position
-        running.trace.add(event)
-        plan = running.plan
-        if plan is None or not running.following:
-            return
-        if position >= len(plan.events) or plan.events[position] != event:
-            running.following = False  # from here on demand; the new trace becomes the plan
-            self.planned = None
-            return
-        actions = plan.actions[position]
-        for unit in actions.release:
+        over = self.running.align(event)
+        release, fetch = self._actions(over)
+        self._release_all(release)
+        self._fetch_all(fetch)
+
+    def _actions(self, over: range) -> tuple[list[int], list[int]]:
+        """What the plan releases and fetches at these positions, taken together."""
+        if self.running.plan is None:
+            return [], []
+        if len(over) != 1:
+            self.planned = None  # from here on the plan's bytes are not this pass's
+        release: dict[int, None] = {}
+        fetch: dict[int, None] = {}
+        for position in over:
+            actions = self.running.plan.actions[position]
+            for unit in actions.release:
+                fetch.pop(unit, None)
+                release[unit] = None
+            for unit in actions.fetch:
+                release.pop(unit, None)
+                fetch[unit] = None
+        return list(release), list(fetch)
+
+    def _release_all(self, units: Iterable[int]) -> None:
+        for unit in units:
             if unit in self.present and not self.pins.get(unit):
                 self._release(unit)
-        for unit in actions.fetch:
+
+    def _fetch_all(self, units: Iterable[int]) -> None:
+        for unit in units:
             self._expect(unit)
             self._prefetch(unit)
 
+    def _count_unforeseen(self, unit: int) -> None:
+        self.planned = None
+        if self.running.plan is not None:
+            self.on_demand += 1
+        if self.running.plan is not None or self.running is not self.training:
+            self._unforeseen[unit] = None
+
     def _prefetch(self, unit: int) -> None:
-        if unit not in self.present and self._present_nbytes + self.nbytes[unit] <= self.capacity_nbytes:
+        """Start what the plan wants, if it fits beside what the plan has."""
+        self._unforeseen.pop(unit, None)
+        if unit in self.present:
+            return
+        self._evict(list(self._unforeseen), unit)
+        if self._fits(unit):
             self._start(unit)
 
     def _make_room(self, unit: int) -> None:
-        """Release the least recently used until ``unit`` fits; pinned ones stay."""
-        for other in list(self.present):
-            if self._present_nbytes + self.nbytes[unit] <= self.capacity_nbytes:
+        """Release what no plan wants, then the least recently used, until ``unit`` fits."""
+        self._evict([*self._unforeseen, *self.present], unit)
+
+    def _evict(self, candidates: Iterable[int], unit: int) -> None:
+        """Release candidates that are not pinned, in their order, until ``unit`` fits."""
+        for other in candidates:
+            if self._fits(unit):
                 return
-            if not self.pins.get(other):
-                self._release(other)
+            self._release_all([other])
+
+    def _fits(self, unit: int) -> bool:
+        return sum(self.nbytes[u] for u in self.present) + self.nbytes[unit] <= self.capacity_nbytes
 
     def _start(self, unit: int) -> None:
         self.present[unit] = None
@@ -192,8 +283,5 @@ class Prefetcher:
 
     def _release(self, unit: int) -> None:
         del self.present[unit]
+        self._unforeseen.pop(unit, None)
         self.mover.release(unit)
-
-    @property
-    def _present_nbytes(self) -> int:
-        return sum(self.nbytes[u] for u in self.present)
