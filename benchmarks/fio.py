@@ -19,6 +19,17 @@ def available() -> bool:
     return shutil.which("fio") is not None
 
 
+def pages() -> list[str]:
+    """Buffers on huge pages, as ours are, where the system has some (``sysctl vm.nr_hugepages=80``).
+
+    With pages of 4 KiB fio may reach a third of what the drive can do.
+    """
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("HugePages_Free:") and int(line.split()[1]) >= 40:
+            return ["--iomem=shmhuge"]
+    return []
+
+
 def file_nbytes(folder: Path) -> int:
     """Bytes of a test file: 4 GiB, or an eighth of what is free."""
     return min(4 << 30, shutil.disk_usage(folder).free // 8) >> 20 << 20
@@ -55,7 +66,7 @@ def beside(folder: Path, read_per_s: float, written_per_s: float) -> Iterator[di
     moved: dict[str, float] = {}
     with tempfile.NamedTemporaryFile(prefix="fio-", suffix=".json") as out:
         # Of this load only the rate matters; a shallow queue keeps it smooth.
-        args = ["fio", *_COMMON[:2], "--ioengine=libaio", "--iodepth=8", "--thread", "--time_based"]
+        args = ["fio", *_COMMON[:2], *pages(), "--ioengine=libaio", "--iodepth=8", "--thread", "--time_based"]
         args += ["--runtime=7200", "--output-format=json", f"--output={out.name}"]
         args += ["--name=read", f"--filename={folder / 'fio.read'}", "--rw=read"]
         args += [f"--rate={max(1, int(read_per_s))}"]
@@ -80,7 +91,7 @@ def _moved(text: str) -> dict[str, float]:
 
 
 def _run(args: list[str]) -> dict[str, Any]:
-    command = ["fio", *_COMMON, "--ioengine=libaio", "--iodepth=32", *args]
+    command = ["fio", *_COMMON, *pages(), "--ioengine=libaio", "--iodepth=32", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")

@@ -88,6 +88,7 @@ class Bench:
             steps=self.options.steps,
             folder=str(self.folder),
             overrides=self.overrides(way) if way.way == "infinity" else [],
+            clip=self.options.clip,
         )
         try:
             phases = processes.run(job, way.world)
@@ -211,9 +212,10 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", default="134M,367M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--tokens", default="512,1024,2048", help="per step, all ranks together")
     parser.add_argument("--ways", default=",".join(way.key for way in WAYS), help="rows to measure")
+    parser.add_argument("--clip", default="1.0", help="largest gradient norm in every way, or none")
     parser.add_argument("--rounds", type=int, default=2, help="turns of every way")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per round")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--host", default="96MiB", help="memory.host of the runs on NVMe, per rank")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args(argv)
@@ -223,6 +225,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     options.sizes = [SIZES[name] for name in options.sizes.split(",")]
     options.tokens = [int(tokens) for tokens in options.tokens.split(",")]
     options.ways = options.ways.split(",")
+    options.clip = None if options.clip == "none" else float(options.clip)
     return options
 
 

@@ -92,11 +92,13 @@ class FSDP2:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=job.lr, fused=True)
+        self.clip = job.clip
 
     def step(self, batch: dict[str, Tensor]) -> float:
         loss = self.model(**batch).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.adamw.step()
         self.adamw.zero_grad()
         return float(loss)
