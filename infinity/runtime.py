@@ -131,7 +131,10 @@ class Runtime:
             self.close()
             raise
         self.construction = Construction(
-            lambda close: UnitBuilder(self.dtype, self.rank, self.world_size, close), self.tiers, self._serve
+            lambda close: UnitBuilder(self.dtype, self.rank, self.world_size, close),
+            self.tiers,
+            self._serve,
+            self.device,
         )
 
     # --- building ----------------------------------------------------------------------------
@@ -165,10 +168,17 @@ class Runtime:
             )  # fmt: skip
         self.tiers = Tiers(
             layout, self.host_pool,
-            resident_nbytes=self.host_nbytes - staging if memory.resident or not memory.nvme else 0,
+            resident_nbytes=self._resident_nbytes(staging),
             chunk_numel=chunk, store=store, engine=self.engine, versions=memory.versions,
             gather=self.gather_exact,
         )  # fmt: skip
+
+    def _resident_nbytes(self, staging: int) -> int:
+        """What residents may take: the host budget but for staging, and for gradients of an accelerator."""
+        if not self.recipe.memory.resident and self.recipe.memory.nvme:
+            return 0
+        room = self.host_nbytes - staging
+        return room if self.device.type == "cpu" else room // 2
 
     def _open_volume(self) -> Volume:
         directories = []
@@ -300,6 +310,8 @@ class Runtime:
 
     def _enter(self, module: nn.Module) -> None:
         if not self.construction.active:
+            if self.values.loading is not None:
+                self.values.end_load()
             self.connected().enter(module)
 
     def _leave(self, module: nn.Module, output: object) -> None:
@@ -346,6 +358,7 @@ class Runtime:
 
     def step(self, max_grad_norm: float | None) -> float | None:
         """Commit the gradients of this step: their global norm, or None when there were none."""
+        self.values.end_load()
         self.connected().let_go()
         self.stalls("collective", self.backward.finish)
         if not self.backward.synced:

@@ -48,6 +48,7 @@ class Construction:
         make_builder: Makes the builder that cuts units, given what to call with a closed one.
         masters: Where values go.
         serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in.
+        device: Where the finished model computes; its buffers go there whole.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Construction:
         make_builder: Callable[[Callable[[Unit], None]], UnitBuilder],
         masters: Masters,
         serve: Callable[[nn.Module], None],
+        device: torch.device,
     ) -> None:
         self.builder = make_builder(self.close_unit)
-        self.masters, self._serve = masters, serve
+        self.masters, self._serve, self.device = masters, serve, device
         self.roots: list[nn.Module] = []
         self._patched: dict[type[nn.Module], Any] = {}
         self._building: list[nn.Module] = []
@@ -180,7 +182,10 @@ class Construction:
         for unit in self.builder.units:
             unit.rename(names)
             for s in unit.segments:
-                s.param.data = placeholder(s.shape, unit.dtype, s.param.device)
+                s.param.data = placeholder(s.shape, unit.dtype, self.device)
+        for module in (m for root in roots for m in root.modules()):
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self.device)
 
     def _true_roots(self) -> list[nn.Module]:
         """The modules that no other module of this construction holds."""
