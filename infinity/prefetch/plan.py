@@ -128,10 +128,10 @@ class Memory:
             held.add(self.runs[self.index - 1].unit)
         return held
 
-    def make_room(self, unit: int, held: set[int]) -> list[int]:
-        """Drop the farthest next uses until ``unit`` fits, or only ``held`` ones are left."""
+    def make_room(self, nbytes: int, held: set[int]) -> list[int]:
+        """Drop the farthest next uses until ``nbytes`` fit, or only ``held`` ones are left."""
         dropped: list[int] = []
-        while not self.fits(unit):
+        while self.present_nbytes + nbytes > self.capacity_nbytes:
             free = [(run, other) for other, run in self.present.items() if other not in held]
             if not free:
                 break
@@ -180,6 +180,8 @@ class Keeping(Memory):
                 self._fetch(self.index, self.held(position))
             self.note(position, event)
             self._look_ahead(position)
+            if self.present_nbytes > self.capacity_nbytes:  # of units that were pinned together
+                self.make_room(0, self.held(position))
 
     def _look_ahead(self, position: int) -> None:
         """Have the next uses' units there, as far as they fit beside what is held."""
@@ -199,7 +201,7 @@ class Keeping(Memory):
 
     def _fetch(self, index: int, held: set[int]) -> None:
         unit = self.runs[index].unit
-        self.make_room(unit, held)
+        self.make_room(self.nbytes[unit], held)
         self.load(unit, index)
         self.fetched.add(index)
 
@@ -233,7 +235,7 @@ class Filling(Memory):
         release: list[int] = []
         fetch: list[int] = []
         if event.kind is Kind.USE and event.unit not in self.present:
-            release += self.make_room(event.unit, self.held(position))
+            release += self.make_room(self.nbytes[event.unit], self.held(position))
             self.load(event.unit, self.index)
             self.cursor = max(self.cursor, self.index + 1)
             fetch.append(event.unit)
@@ -252,6 +254,8 @@ class Filling(Memory):
         """Whether a unit that was let go is not needed, or is fetched anew for its next use."""
         if unit not in self.present or unit in self.held(position):
             return False
+        if self.present_nbytes > self.capacity_nbytes:
+            return True  # units that were pinned together were too much
         following = self.present[unit]
         return math.isinf(following) or int(following) % len(self.runs) in self.fetched
 
