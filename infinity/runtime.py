@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from infinity import budget
 from infinity.backward import Backward
+from infinity.commits import Commits
 from infinity.core.errors import PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
@@ -123,6 +124,7 @@ class Runtime:
         self._unsaid: list[str] = []
         self._failure: BaseException | None = None
         self.collectives: Collectives | None = None
+        self._record: Path | None = None  # of the commit, where states are on NVMe
         self.run_id = _agree(recipe.run.name or new_run_id(), self.world_size)
         _open.add(self)
         try:
@@ -189,6 +191,7 @@ class Runtime:
             self.stack.callback(directory.remove)
             directories.append(directory)
         paths = [directory.file(f"rank{self.rank}.bin") for directory in directories]
+        self._record = directories[0].file(f"rank{self.rank}.commit")
         volume = Volume(paths, stripe_weights([path.parent for path in paths]))
         self.stack.callback(volume.close)
         return volume
@@ -283,8 +286,17 @@ class Runtime:
             self._parts.callback(pipeline.close)
         self.updates = Updates(
             self.tiers, rule, pipeline, early=early,
-            next_use=lambda index: self.prefetcher.first_use(index), on_failure=self.fail,
+            next_use=lambda index: self.prefetcher.first_use(index), units=self.units,
+            commits=self._open_commits(), on_failure=self.fail,
         )  # fmt: skip
+
+    def _open_commits(self) -> Commits | None:
+        """The writer of commit records, where a unit has two versions on disk."""
+        if self.volume is None or self._record is None or self.recipe.memory.versions < 2:
+            return None
+        commits = Commits(self._record, self.volume.sync)
+        self._parts.callback(commits.close)
+        return commits
 
     def _sizes(self, unit: Unit) -> budget.UnitSizes:
         grad = unit.nbytes if self.world_size == 1 else unit.shard_numel * self._reduce_dtype.itemsize
@@ -460,6 +472,8 @@ class Runtime:
             error = sys.exception() or getattr(sys, "last_value", None)
             if error is not None and not (isinstance(error, SystemExit) and not error.code):
                 self.fail(error)
+                if self.hooks is not None:
+                    self.updates.abandon(error)
         self.stack.close()
 
     def _least(self, value: int, where: str) -> int:

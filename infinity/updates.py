@@ -22,9 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity.commits import Commits
 from infinity.core.errors import StateError
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Transfer
+from infinity.nvme.journal import CommitRecord
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
@@ -131,15 +133,19 @@ class Updates:
         pipeline: Updates the others; None when everything is resident.
         early: Start inside backward where versions allow it.
         next_use: Position of a unit's first use in the next pass, for the order of updates.
+        units: All of the model's, for the commit record.
+        commits: Writes the commit record; None without two versions on disk.
         on_failure: Called with the error of an update, on the pipeline's thread.
     """
 
     def __init__(
         self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, *, early: bool,
-        next_use: Callable[[int], int], on_failure: Callable[[BaseException], None] = lambda error: None,
+        next_use: Callable[[int], int], units: Sequence[Unit] = (), commits: Commits | None = None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
         self.early, self.next_use, self._on_failure = early, next_use, on_failure
+        self.units, self.commits = units, commits
         self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
         self.ready: dict[int, Ready] = {}
         self.steps = 0
@@ -184,7 +190,15 @@ class Updates:
             if ready.unit.home is Tier.NVME:
                 ready.unit.version = (ready.unit.version + 1) % self.tiers.versions
         self.steps += 1
+        self._record()
         self._close_step()
+
+    def _record(self) -> None:
+        """Let the commit record follow when the updates of this step have landed."""
+        if self.commits is not None:
+            tickets = [ready.ticket for ready in self.ready.values() if ready.ticket is not None]
+            versions = tuple(unit.version for unit in self.units)
+            self.commits.add(CommitRecord(self.steps, versions), tickets)
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -212,6 +226,13 @@ class Updates:
         """Block until every update that was started has landed."""
         if self.pipeline is not None:
             self.pipeline.drain()
+        if self.commits is not None:
+            self.commits.wait()
+
+    def abandon(self, error: BaseException) -> None:
+        """End every update with ``error``, soon; what is committed on NVMe stays."""
+        if self.pipeline is not None:
+            self.pipeline.abandon(error)
 
     # --- starting ----------------------------------------------------------------------------
 
@@ -234,6 +255,8 @@ class Updates:
     def _launch(self, ready: Ready, grad_scale: float) -> None:
         assert self.pipeline is not None
         unit = ready.unit
+        if self.commits is not None:
+            self.commits.wait()  # see the commit barrier
         earlier = self._tickets.get(unit.index)
         if earlier is not None:
             earlier.wait()
