@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class Loop:
         self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
         self._data = data
         self._device = device()
-        self._mean = RankMean()
+        self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self._scheduler = LambdaLR(
             optimizer, lambda step: lr_factor(step, recipe.optim, steps=recipe.train.steps)
         )
@@ -91,6 +92,8 @@ class Loop:
                 self._optimizer.report()  # an evaluation's time and bytes are not the next step's
                 for view in self._views:
                     view.evaluated(step, held_out)
+        self._optimizer.synchronize()  # the updates of the last step may fail, too,
+        self._mean(0.0)  # on any rank, and then no rank ends as if all were well
 
     def _step(self) -> float:
         """One optimizer step; returns this rank's loss, the mean over its micro-batches."""
@@ -127,16 +130,25 @@ class RankMean:
 
     It has a process group of its own, because the model's may carry prefetched gathers that
     another thread ordered.
+
+    Args:
+        optimizer: Knows why a rank does not answer.
+        timeout_s: How long a silent rank is waited for.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and world_size() > 1 else None
+    def __init__(self, optimizer: Any, timeout_s: float) -> None:
+        self._optimizer, self._group = optimizer, None
+        if dist.is_initialized() and world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def __call__(self, value: float) -> float:
         if self._group is None:
             return value
         total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total, group=self._group)
+        try:
+            dist.all_reduce(total, group=self._group)
+        except RuntimeError as error:
+            raise self._optimizer.runtime.peer_error("the mean of the loss over ranks", error) from error
         return float(total) / world_size()
 
 

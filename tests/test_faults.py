@@ -107,7 +107,7 @@ def extra_module(folder: Path, guilty: bool) -> None:
             with torch.no_grad():
                 model(**models.build("gpt", seed=0)[1](0, *rank_and_world()))
 
-    loop(folder, "memory.device=600KiB", before=before)
+    loop(folder, "memory.device=400KiB", before=before)
 
 
 def another_order(folder: Path, guilty: bool) -> None:
@@ -381,7 +381,7 @@ def endless(folder: str, how: str) -> None:
 
             def slow(step: int, model: Any, optimizer: Any) -> None:
                 if step == 3:
-                    engines[0].delay_s = 20.0
+                    engines[0].delay_s = 2.0
                 before(step, model, optimizer)
 
             loop(Path(folder), before=slow, steps=1000)

@@ -157,6 +157,12 @@ class UpdatePipeline:
         """What the thread did so far."""
         return self._stats
 
+    def abandon(self, error: BaseException) -> None:
+        """End every job with ``error``, without starting another chunk; returns at once."""
+        with self._changed:
+            self._error = self._error or error
+            self._notify()
+
     def close(self) -> None:
         """Finish what was submitted, then end the thread; raises nothing. May be called again."""
         with self._changed:
@@ -182,6 +188,8 @@ class UpdatePipeline:
     def _turn(self) -> bool:
         """Do what can be done now, or sleep until something can; False when all is over."""
         seen = self._take_submitted()
+        if self._error is not None:
+            raise self._error
         landed = self._land()
         started = self._start()
         updated = self._update()
