@@ -1,0 +1,276 @@
+"""The prefetcher with a mover that only writes down what it is told."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.prefetch.prefetcher import Prefetcher
+
+fast = settings(deadline=None, max_examples=100)
+
+
+class FakeMover:
+    """Checks the order of calls: start, finish, release; each in its turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.present: dict[int, bool] = {}  # whether it was finished
+
+    def start(self, unit: int) -> None:
+        assert unit not in self.present, f"{unit} is here"
+        self.present[unit] = False
+        self.calls.append(("start", unit))
+
+    def finish(self, unit: int) -> None:
+        self.present[unit] = True
+        self.calls.append(("finish", unit))
+
+    def release(self, unit: int) -> None:
+        del self.present[unit]
+        self.calls.append(("release", unit))
+
+    def starts(self) -> list[int]:
+        return [unit for call, unit in self.calls if call == "start"]
+
+
+def make(units: int = 10, capacity: int = 5) -> tuple[Prefetcher, FakeMover]:
+    mover = FakeMover()
+    return Prefetcher(mover, dict.fromkeys(range(units), 1), capacity), mover
+
+
+def visit(prefetcher: Prefetcher, units) -> None:
+    for unit in units:
+        prefetcher.use(unit)
+        prefetcher.unpin(unit)
+
+
+def update(prefetcher: Prefetcher, mover: FakeMover, unit: int) -> None:
+    """A unit of the backward pass: used, then taken by its update."""
+    prefetcher.use(unit)
+    del mover.present[unit]
+    prefetcher.done(unit)
+
+
+def step(prefetcher: Prefetcher, mover: FakeMover, forward, backward=None) -> int:
+    """One training pass: how many of its uses nobody foresaw."""
+    visit(prefetcher, forward)
+    for unit in reversed(list(forward)) if backward is None else backward:
+        update(prefetcher, mover, unit)
+    on_demand = prefetcher.on_demand
+    prefetcher.forget(forward)
+    prefetcher.end_training_pass()
+    return on_demand
+
+
+def infer(prefetcher: Prefetcher, units) -> None:
+    prefetcher.begin_inference()
+    visit(prefetcher, units)
+    prefetcher.end_inference()
+
+
+def test_the_second_pass_foresees_every_use():
+    prefetcher, mover = make()
+    assert step(prefetcher, mover, range(10)) == 0  # nothing to foresee with
+    mover.calls.clear()
+    assert step(prefetcher, mover, range(10)) == 0
+    begun = set()
+    for (call, unit), after in zip(mover.calls, [*mover.calls[1:], ("", -1)], strict=True):
+        begun |= {unit} if call == "start" else set()
+        if call == "start" and len(begun) < 10:
+            assert after != ("finish", unit), f"{unit} was started only when it was needed"
+
+
+def test_the_plans_fetches_are_what_the_mover_starts():
+    prefetcher, mover = make()
+    step(prefetcher, mover, range(10))
+    for _ in range(3):
+        before = len(mover.starts()) - len(mover.present)
+        visit(prefetcher, range(10))
+        for unit in reversed(range(10)):
+            update(prefetcher, mover, unit)
+        assert prefetcher.planned == mover.starts()[before:]
+        prefetcher.end_training_pass()
+    assert prefetcher.planned is not None
+
+
+def test_the_first_units_of_the_next_pass_go_out_at_the_step():
+    prefetcher, mover = make()
+    step(prefetcher, mover, range(10))
+    assert list(mover.present) == [0, 1, 2, 3, 4]
+
+
+def test_a_changed_graph_is_served_counted_and_planned_anew():
+    prefetcher, mover = make()
+    step(prefetcher, mover, range(10))
+    changed = [9, 0, 8, 1, 7, 2, 6, 3, 5, 4]
+    assert step(prefetcher, mover, changed) > 0
+    assert step(prefetcher, mover, changed) == 0
+
+
+def test_an_added_use_costs_itself_and_what_it_pushed_out():
+    prefetcher, mover = make(12)
+    step(prefetcher, mover, range(10))
+    assert step(prefetcher, mover, [0, 1, 2, 3, 11, 4, 5, 6, 7, 8, 9], [*reversed(range(10)), 11]) <= 3
+    prefetcher, mover = make(12)
+    step(prefetcher, mover, range(10))
+    assert step(prefetcher, mover, range(10), [9, 8, 7, 6, 11, 5, 4, 3, 2, 1, 0]) <= 2
+
+
+def test_a_branch_that_was_left_out_costs_at_most_a_few_uses_on_demand():
+    prefetcher, mover = make(30)
+    step(prefetcher, mover, range(30))
+    assert step(prefetcher, mover, [*range(10), *range(20, 30)]) <= 6
+
+
+def test_bytes_are_not_promised_for_a_pass_that_left_its_plan():
+    prefetcher, mover = make()
+    step(prefetcher, mover, range(10))
+    assert prefetcher.planned is not None
+    visit(prefetcher, [5])
+    assert prefetcher.planned is None
+
+
+def test_inference_between_passes_has_its_own_plan():
+    prefetcher, mover = make()
+    step(prefetcher, mover, range(10))
+    infer(prefetcher, range(10))
+    assert step(prefetcher, mover, range(10)) == 0
+    infer(prefetcher, range(10))
+    assert prefetcher.on_demand == 0
+    assert step(prefetcher, mover, range(10)) == 0
+
+
+def test_inference_that_fits_reads_its_units_once():
+    prefetcher, mover = make(capacity=10)
+    for _ in range(5):
+        infer(prefetcher, range(10))
+    assert len(mover.starts()) == 10
+
+
+def test_inference_in_a_loop_keeps_what_memory_can_hold():
+    prefetcher, mover = make(units=20, capacity=16)
+    for _ in range(20):
+        infer(prefetcher, range(20))
+    assert len(mover.starts()) / 20 < 12  # the least recently used would read all 20
+
+
+def test_inference_in_the_middle_of_a_step_leaves_memory_to_the_step():
+    prefetcher, mover = make()
+    step(prefetcher, mover, range(10))
+    infer(prefetcher, range(10))
+    visit(prefetcher, range(10))
+    infer(prefetcher, range(10))
+    for unit in reversed(range(10)):
+        update(prefetcher, mover, unit)
+    assert prefetcher.on_demand <= 5  # what the window held, and not the rest
+
+
+def test_visits_change_no_plan():
+    prefetcher, mover = make()
+    for _ in range(2):
+        step(prefetcher, mover, range(10))
+        infer(prefetcher, range(10))
+    plans = prefetcher.training.plan, prefetcher.inference.plan
+    for unit in range(10):  # a checkpoint between two steps
+        prefetcher.begin_visit()
+        prefetcher.use(unit)
+        prefetcher.unpin(unit)
+        prefetcher.end_inference()
+    assert (prefetcher.training.plan, prefetcher.inference.plan) == plans
+    assert step(prefetcher, mover, range(10)) == 0
+
+
+def test_stale_copies_are_dropped_and_others_stay():
+    prefetcher, mover = make()
+    visit(prefetcher, [0, 1, 2, 3])
+    prefetcher.use(4)
+    prefetcher.forget([1, 3, 4, 9])
+    assert set(mover.present) == {0, 2, 4}  # 4 is pinned
+    prefetcher.forget()
+    assert set(mover.present) == {4}
+
+
+def test_a_pinned_unit_stays_until_its_last_user_ends():
+    prefetcher, mover = make(capacity=2)
+    prefetcher.use(0)
+    prefetcher.use(0)
+    prefetcher.unpin(0)
+    visit(prefetcher, range(1, 10))
+    assert mover.present[0]
+    prefetcher.unpin(0)
+    visit(prefetcher, range(1, 10))
+    assert 0 not in mover.present
+
+
+# --- by property --------------------------------------------------------------------------------
+
+
+@st.composite
+def passes(draw):
+    """A few passes of random events over eight units: (kind of pass, events)."""
+    event = st.tuples(st.sampled_from(("use", "use", "use", "nest", "unpin", "done")), st.integers(0, 7))
+    several = st.lists(st.tuples(st.booleans(), st.lists(event, max_size=25)), min_size=1, max_size=5)
+    out = draw(several)
+    if draw(st.booleans()):  # like real training: the same again, perhaps with something added
+        out = [*out, *out]
+    return out
+
+
+def play(prefetcher: Prefetcher, mover: FakeMover, several) -> None:
+    for inference, events in several:
+        if inference:
+            prefetcher.begin_inference()
+        pins: list[int] = []
+        dead: set[int] = set()
+        for kind, unit in events:
+            if kind == "unpin" and pins:
+                prefetcher.unpin(pins.pop())
+            elif kind == "done" and not inference and unit in mover.present and unit not in pins:
+                update(prefetcher, mover, unit)
+                dead.add(unit)
+            elif kind in ("use", "nest") and unit not in dead:
+                prefetcher.use(unit)
+                assert mover.present[unit], "a use returns when the unit is there"
+                if kind == "nest" and len(pins) < 2:
+                    pins.append(unit)
+                else:
+                    prefetcher.unpin(unit)
+            assert set(mover.present) == set(prefetcher.present)
+            assert sum(prefetcher.nbytes[u] for u in mover.present) <= prefetcher.capacity_nbytes
+            assert all(mover.present.get(unit) for unit in pins), "a pinned unit stays"
+        for unit in pins:
+            prefetcher.unpin(unit)
+        if inference:
+            prefetcher.end_inference()
+        else:
+            prefetcher.forget(dead)
+            prefetcher.end_training_pass()
+
+
+@fast
+@given(passes(), st.lists(st.integers(1, 9), min_size=8, max_size=8), st.integers(0, 40))
+def test_whatever_happens_uses_are_served_within_the_budget(several, sizes, more):
+    mover = FakeMover()
+    capacity = sum(sorted(sizes)[-3:]) + more  # two that are pinned and one that is used
+    play(Prefetcher(mover, dict(enumerate(sizes)), capacity), mover, several)
+
+
+@fast
+@given(passes(), st.integers(3, 9))
+def test_equal_events_give_equal_calls(several, capacity):
+    logs = []
+    for _ in range(2):
+        prefetcher, mover = make(8, capacity)
+        play(prefetcher, mover, several)
+        logs.append(mover.calls)
+    assert logs[0] == logs[1]
+
+
+@fast
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=30), st.integers(2, 9))
+def test_any_pass_that_is_repeated_is_foreseen(units, capacity):
+    prefetcher, mover = make(8, capacity)
+    for _ in range(3):
+        visit(prefetcher, units)
+        on_demand = prefetcher.on_demand
+        prefetcher.end_training_pass()
+        assert on_demand == 0
