@@ -50,6 +50,7 @@ class DiskError(InfinityError, OSError):
         self, errno: int, action: str, path: Path | str, *, offset: int, nbytes: int, moved: int = 0
     ) -> None:
         self.path, self.offset, self.nbytes = str(path), offset, nbytes
+        self._made_with = errno, action, self.path, offset, nbytes, moved
         free = _free_nbytes(self.path)
         name = errno_names.errorcode.get(errno, str(errno))
         text = (
@@ -57,6 +58,13 @@ class DiskError(InfinityError, OSError):
             f"{os.strerror(errno)} ({name}); {free}. The committed step is unharmed; {_advice(errno)}"
         )
         super().__init__(errno, text, self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_disk_error, self._made_with)
+
+
+def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, moved: int) -> DiskError:
+    return DiskError(errno, action, path, offset=offset, nbytes=nbytes, moved=moved)
 
 
 def _free_nbytes(path: str) -> str:

@@ -1,6 +1,7 @@
 """Sizes as people write them: ``8GiB``, ``512MiB``, ``1.5TB``."""
 
 import re
+from decimal import Decimal
 
 _UNITS = {
     "": 1, "B": 1,
@@ -21,13 +22,17 @@ def parse_nbytes(text: str | int) -> int:
     match = _PATTERN.fullmatch(str(text))
     if not match or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write 8GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(Decimal(match[1]) * _UNITS[match[2].upper()])
 
 
 def format_nbytes(nbytes: float) -> str:
     """``nbytes`` for people, in binary units, three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+        if abs(nbytes) < 1023.5:
+            return f"{_digits(nbytes) if unit != 'B' else f'{nbytes:.0f}'} {unit}"
         nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
+    return f"{_digits(nbytes)} TiB"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"

@@ -268,7 +268,7 @@ def test_equal_events_give_equal_calls(several, capacity):
 @fast
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=30), st.integers(2, 9))
 def test_any_pass_that_is_repeated_is_foreseen(units, capacity):
-    prefetcher, mover = make(8, capacity)
+    prefetcher, _ = make(8, capacity)
     for _ in range(3):
         visit(prefetcher, units)
         on_demand = prefetcher.on_demand

@@ -1,0 +1,46 @@
+"""Where a unit may go, and what it says where it may not."""
+
+import itertools
+
+import pytest
+
+from infinity.core.errors import StateError
+from infinity.core.lifecycle import ALLOWED, Lifecycle, UnitState
+
+S = UnitState
+PAIRS = list(itertools.product(UnitState, UnitState))
+
+
+def test_every_state_is_in_the_table():
+    assert set(ALLOWED) == set(UnitState)
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda s: s.name)
+def test_a_move_follows_the_table_or_raises_and_changes_nothing(before, after):
+    lifecycle = Lifecycle("layers.3", before)
+    if after in ALLOWED[before]:
+        lifecycle.move(after)
+        assert lifecycle.state is after
+        return
+    with pytest.raises(StateError, match=f"^layers.3: {before.name} -> {after.name}; allowed: ") as raised:
+        lifecycle.move(after)
+    assert all(state.name in str(raised.value) for state in ALLOWED[before])
+    assert lifecycle.state is before
+
+
+def test_every_state_leads_to_gathered_and_back_home():
+    def reachable(state):
+        found, pending = set(), [state]
+        while pending:
+            for after in ALLOWED[pending.pop()] - found:
+                found.add(after)
+                pending.append(after)
+        return found
+
+    for state in UnitState:
+        assert {S.GATHERED, S.ON_NVME} <= reachable(state)
+
+
+def test_a_unit_is_never_gathered_twice():
+    assert S.GATHERED not in ALLOWED[S.GATHERED]
+    assert S.FETCHING not in ALLOWED[S.GATHERED]
