@@ -99,7 +99,7 @@ def divide_device(
         total = max(needed, min(wish, ceiling))
     if total < needed:
         raise BudgetError(
-            f"memory.device is {format_nbytes(total)}, needed are {format_nbytes(needed)}: "
+            f"memory.device is {format_nbytes(total)}, needed are {format_nbytes(needed)} ({needed} bytes): "
             f"{format_nbytes(grad)} of gradients that wait for step(), {format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_largest(units)}), {format_nbytes(window_least)} "
             f"for two units in flight. Raise memory.device"
