@@ -132,9 +132,9 @@ class Hooks:
     def let_go(self) -> None:
         """Units that were touched outside any forward need not stay."""
         if self._loose_pins:
-            for index in self._loose_pins:
+            loose, self._loose_pins = self._loose_pins, []
+            for index in loose:
                 self.prefetcher.unpin(index)
-            self._loose_pins.clear()
             self.prefetcher.end_inference()
 
     def _use(self, unit: Unit, frame: Frame) -> None:
@@ -278,13 +278,16 @@ class Hooks:
             self._taken[id(param)] = segment
 
     def check_gradients(self) -> None:
-        """Nobody dropped or replaced a gradient that this step has taken.
+        """Nobody dropped or replaced a gradient that this step has taken, or wrote a weight.
 
         Raises:
             StateError: ``model.zero_grad()``, ``p.grad = ...`` or the like.
         """
         for segment in self._taken.values():
             _check_gradient(segment)
+        for unit, segment in self.places.values():
+            if unit.flat is not None:
+                unit.check_attached(segment)
 
     def forget_gradients(self) -> None:
         """The step is over, or forgotten."""

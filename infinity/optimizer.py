@@ -181,9 +181,12 @@ class AdamW(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Every trainable parameter of the model is in a unit."""
-        known = {id(s.param) for unit in self.runtime.units for s in unit.segments}
+        known = {id(s.param): (unit, s) for unit in self.runtime.units for s in unit.segments}
         for name, param in self.model.named_parameters():
-            if param.requires_grad and id(param) not in known:
+            if id(param) in known:
+                unit, segment = known[id(param)]
+                unit.check_data(segment)
+            elif param.requires_grad:
                 raise StateError(
                     f"{name} was made outside infinity.Init, so no tier holds it. Replace or add modules "
                     "inside the `with infinity.Init(recipe)` block, or freeze it with requires_grad_(False)"

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from infinity.core.errors import StateError
 from infinity.core.transfer import Lease, Pool
@@ -63,6 +64,53 @@ class UnitGradient:
         return self.flat
 
 
+#: What may be asked of a released gradient: nothing that depends on its values.
+_SHAPES = frozenset(
+    [
+        "shape",
+        "size",
+        "dim",
+        "ndim",
+        "numel",
+        "nelement",
+        "stride",
+        "dtype",
+        "device",
+        "layout",
+        "element_size",
+        "itemsize",
+        "is_floating_point",
+        "is_complex",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_nested",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_mkldnn",
+        "is_mps",
+        "is_xla",
+        "is_leaf",
+        "is_contiguous",
+        "_has_compatible_shallow_copy_type",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "requires_grad",
+        "grad_fn",
+        "get_device",
+        "storage_offset",
+        "names",
+        "has_names",
+        "_is_view",
+        "__repr__",
+        "__hash__",
+        "__len__",
+    ]
+)
+
+
 class ReleasedGradient(torch.Tensor):
     """What ``p.grad`` is while the gradient is in its unit: the right shape, and no values.
 
@@ -72,9 +120,15 @@ class ReleasedGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__", "__repr__", "is_floating_point", "dim", "size", "numel"):
-            with torch._C.DisableTorchFunctionSubclass():
+        if name == "__get__":  # of a property, which func is bound to
+            name = func.__self__.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _SHAPES or TracingContext.try_get() is not None:  # torch.compile looks at shapes
                 return func(*args, **(kwargs or {}))
+            if name in ("to", "cpu", "cuda") and func(*args, **(kwargs or {})) is args[0]:
+                return args[0]  # model.to() of the device where it is
+            if name == "__set__" and args[0] is args[1]:
+                return None  # the same
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded, and is not here. "
             "Clip with infinity.AdamW(..., max_grad_norm=...), read optimizer.grad_norm after step(), and "

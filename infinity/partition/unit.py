@@ -41,6 +41,7 @@ class Segment:
     numel: int
     shape: torch.Size
     created_dtype: torch.dtype
+    writes: int = 0  # autograd's count of writes to the parameter when it was attached
 
     @property
     def stop(self) -> int:
@@ -129,9 +130,16 @@ class Unit:
         for segment in self.segments:
             self.check_released(segment)
             segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+        self.allow_writes()
+
+    def allow_writes(self) -> None:
+        """What was written to the parameters until now is stored, or is the stored value."""
+        for segment in self.segments:
+            segment.writes = segment.param._version
 
     def detach(self) -> None:
         """Give every parameter its placeholder; the flat buffer has no reader afterwards."""
+        self.check_all_attached()
         self.flat = None
         for segment in self.segments:
             segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
@@ -145,8 +153,25 @@ class Unit:
         param = segment.param
         assert self.flat is not None
         place = self.flat.data_ptr() + segment.offset * self.dtype.itemsize
-        if param.dtype != self.dtype or param.data_ptr() != place and segment.numel:
+        if param.dtype != self.dtype or (param.data_ptr() != place and segment.numel):
             self._refuse(segment, "its place in the unit's buffer")
+        if param._version != segment.writes:
+            raise StateError(
+                f"{segment.name} was written outside `with infinity.gathered(params, modify=True)`: what was "
+                "written would be lost, or would not agree with the exact weights. Write inside that context"
+            )
+
+    def check_data(self, segment: Segment) -> None:
+        """The parameter's data is what the unit's state says."""
+        if self.flat is None:
+            self.check_released(segment)
+        else:
+            self.check_attached(segment)
+
+    def check_all_attached(self) -> None:
+        """See :meth:`check_attached`."""
+        for segment in self.segments:
+            self.check_attached(segment)
 
     def check_released(self, segment: Segment) -> None:
         """Nobody else gave the parameter other data while it was released.
