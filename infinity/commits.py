@@ -6,6 +6,7 @@ of step t is on disk; by then the forward pass of step t+1 has waited for nearly
 anyway. A process that is killed at any moment leaves a record whose versions are whole.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,13 +54,10 @@ class Commits:
         Raises:
             DiskError: An update of that step failed; the record before it stands.
         """
-        if self._last is not None:
-            while True:  # in slices: Ctrl-C must get through
-                try:
-                    return self._last.result(timeout=1.0)
-                except TimeoutError:
-                    if self._last.done():
-                        raise
+        while self._last is not None:  # in slices: Ctrl-C must get through
+            with contextlib.suppress(TimeoutError):
+                self._last.result(timeout=1.0)
+                return
 
     def close(self) -> None:
         """End the thread, after the record that is being written."""
