@@ -125,6 +125,8 @@ class Hooks:
         elif torch._C._current_graph_task_id() != -1:
             self._use_in_backward(unit)
         elif unit.index not in self._loose_pins:
+            if not self.prefetcher.holds([*self._loose_pins, unit.index]):
+                self.let_go()  # print(model) asks for every bias
             self.prefetcher.begin_visit()
             self.prefetcher.use(unit.index)
             self._loose_pins.append(unit.index)

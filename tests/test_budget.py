@@ -115,7 +115,7 @@ def test_a_model_without_parameters_needs_nothing():
 def test_staged_chunks_fit_and_are_as_large_as_they_may_be(staging, itemsize, most):
     most *= QUANTUM
     if staging < budget.STAGED_CHUNKS * rounded(QUANTUM * itemsize):
-        with pytest.raises(BudgetError, match="Raise memory[.]host"):
+        with pytest.raises(BudgetError, match=r"Raise memory\.host"):
             chunk_numel(staging, itemsize, most)
         return
     numel = chunk_numel(staging, itemsize, most)

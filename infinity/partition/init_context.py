@@ -147,6 +147,9 @@ class Construction:
             self._begin(module)
             try:
                 original(module, *args, **kwargs)
+            except BaseException:
+                self.roots = [root for root in self.roots if root is not module]
+                raise
             finally:
                 self._building.pop()
             self._end(module)

@@ -180,7 +180,7 @@ class Unit:
             StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
         """
         data = segment.param.data
-        if data.dtype != self.dtype or not is_placeholder(data):
+        if data.dtype != self.dtype or not is_placeholder(data) or _filled(data):
             self._refuse(segment, "the released placeholder")
 
     def _refuse(self, segment: Segment, wanted: str) -> NoReturn:
@@ -223,3 +223,8 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 def is_placeholder(data: Tensor) -> bool:
     """Whether ``data`` is a placeholder: one element in storage, whatever the shape."""
     return data.untyped_storage().nbytes() == data.dtype.itemsize
+
+
+def _filled(placeholder: Tensor) -> bool:
+    """Whether ``zero_`` or ``fill_``, which torch lets through, wrote to a placeholder in host memory."""
+    return placeholder.device.type == "cpu" and not math.isnan(placeholder.as_strided((), ()).item())

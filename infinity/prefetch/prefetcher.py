@@ -179,6 +179,10 @@ class Prefetcher:
         stale = set(self.present if units is None else units)
         self._release_all([unit for unit in self.present if unit in stale])
 
+    def holds(self, units: Iterable[int]) -> bool:
+        """Whether all of ``units`` fit into memory together."""
+        return sum(self.nbytes[unit] for unit in units) <= self.capacity_nbytes
+
     def first_use(self, unit: int) -> int:
         """Position of a unit's first use in the next training pass; its index while unknown."""
         return self._first_uses.get(unit, unit)
@@ -271,7 +275,7 @@ class Prefetcher:
             self._release_all([other])
 
     def _fits(self, unit: int) -> bool:
-        return sum(self.nbytes[u] for u in self.present) + self.nbytes[unit] <= self.capacity_nbytes
+        return self.holds([*self.present, unit])
 
     def _start(self, unit: int) -> None:
         self.present[unit] = None

@@ -1,0 +1,251 @@
+"""Where units end."""
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.core.errors import StateError
+from infinity.partition import builder
+from infinity.partition.builder import UnitBuilder
+from infinity.partition.init_context import Construction
+from infinity.partition.parameters import ServedParameters, serve
+from infinity.partition.unit import is_placeholder
+from tests.helpers import models
+
+CPU = torch.device("cpu")
+
+
+class MemoryMasters:
+    """Exact values of every unit, in a dictionary."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, torch.Tensor] = {}
+
+    def put(self, unit, master) -> None:
+        self.values[unit.index] = master(0, unit.numel)
+
+    def get(self, unit) -> torch.Tensor:
+        return self.values[unit.index]
+
+
+class Build:
+    """A model built in shards, and its exact values as a state dict."""
+
+    def __init__(self, factory, *, target: int = 8000, world_size: int = 1, dtype=torch.bfloat16) -> None:
+        self.masters = MemoryMasters()
+        before, builder.TARGET_SHARD_NBYTES = builder.TARGET_SHARD_NBYTES, target
+        try:
+            construction = Construction(
+                lambda close: UnitBuilder(dtype, 0, world_size, close), self.masters, self._serve, CPU
+            )
+            self.construction = construction
+            with construction:
+                self.model = factory()
+        finally:
+            builder.TARGET_SHARD_NBYTES = before
+        self.units = construction.builder.units
+
+    def _serve(self, module) -> None:
+        serve(module, self.construction.touch, self.construction.plain_copy)
+
+    def exact(self) -> dict[str, torch.Tensor]:
+        values = {}
+        for unit in self.units:
+            for s in unit.segments:
+                values[id(s.param)] = self.masters.values[unit.index][s.offset : s.stop].view(s.shape)
+        return {name: values[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+    def names(self) -> list[list[str]]:
+        return [[s.name for s in unit.segments] for unit in self.units]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.norm = nn.LayerNorm(32)
+
+
+def blocks_of(names: list[str]) -> set[str]:
+    return {".".join(name.split(".")[:2]) for name in names if name.startswith("blocks.")}
+
+
+@pytest.mark.parametrize("target", [1, 4000, 10_000, 16_500, 17_500, 20_000])
+def test_a_unit_holds_parts_of_one_block_from_the_second_block_on(target):
+    names = Build(Stack, target=target).names()
+    for unit in names:
+        later = blocks_of(unit) - {"blocks.0"}
+        assert len(later) <= 1
+        assert not (later and "blocks.0" in blocks_of(unit))
+
+
+def test_every_parameter_is_in_one_unit():
+    build = Build(Stack)
+    places = [id(s.param) for unit in build.units for s in unit.segments]
+    assert sorted(places) == sorted(id(p) for p in build.model.parameters())
+
+
+def test_small_newcomers_join_a_full_unit():
+    names = Build(Stack, target=8000).names()
+    assert all(any("weight" in name and "norm" not in name for name in unit) for unit in names[:-1])
+
+
+def test_tied_weights_are_in_one_unit():
+    def tied():
+        model = nn.ModuleList([nn.Embedding(50, 32), Stack(2), nn.Linear(32, 50, bias=False)])
+        model[2].weight = model[0].weight
+        return model
+
+    build = Build(tied)
+    assert build.model[0].weight is build.model[2].weight
+    assert sum(s.param is build.model[0].weight for unit in build.units for s in unit.segments) == 1
+
+
+def test_replaced_parameters_that_wait_in_the_open_unit_are_dropped():
+    def replaced():
+        model = nn.Linear(8, 8)
+        model.weight = nn.Parameter(torch.ones(8, 8))
+        return model
+
+    build = Build(replaced, target=2**20)
+    assert torch.equal(build.exact()["weight"], torch.ones(8, 8))
+    assert sum(len(unit.segments) for unit in build.units) == 2
+
+
+def test_a_llama_has_units_of_attention_and_of_mlp():
+    factory, _ = models.build("llama", seed=0)
+    names = Build(factory, target=5000).names()
+    parts = [{n.split(".")[3] for n in unit if ".layers." in n and "norm" not in n} for unit in names]
+    assert all(part <= {"self_attn"} or part <= {"mlp"} for part in parts), names
+    assert sum(part == {"mlp"} for part in parts) >= 3
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_units_are_the_same_every_time(name):
+    factory, _ = models.build(name, seed=0)
+    assert Build(factory).names() == Build(factory).names()
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("target", [1, 8000, 2**24])
+def test_initialisation_is_bitwise_the_plain_models(name, target):
+    factory, _ = models.build(name, seed=3)
+    plain = dict(factory().named_parameters(remove_duplicate=False))
+    exact = Build(factory, target=target).exact()
+    assert exact.keys() == plain.keys()
+    for key, value in plain.items():
+        assert torch.equal(exact[key], value), key
+
+
+def test_every_parameter_is_released_in_the_compute_dtype_at_the_end():
+    build = Build(Stack)
+    for param in build.model.parameters():
+        assert param.dtype == torch.bfloat16
+        assert is_placeholder(param.data)
+    assert all(isinstance(m._parameters, ServedParameters) for m in build.model.modules())
+
+
+# --- what is patched ------------------------------------------------------------------------------
+
+
+def inits() -> dict[type, object]:
+    found, pending = {}, [nn.Module]
+    while pending:
+        cls = pending.pop()
+        if cls not in found:
+            found[cls] = vars(cls).get("__init__")
+            pending += type.__subclasses__(cls)
+    return found
+
+
+def test_nothing_stays_patched():
+    before = inits()
+    Build(Stack)
+    after = inits()
+    assert all(after[cls] is init for cls, init in before.items())
+
+
+def test_nothing_stays_patched_after_an_error():
+    before = inits()
+
+    def fails():
+        Stack()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Build(fails)
+    after = inits()
+    assert all(after[cls] is init for cls, init in before.items())
+
+
+def test_classes_that_are_defined_inside_are_cut_too():
+    def factory():
+        class Late(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.arange(64.0).view(8, 8))
+
+        return nn.ModuleList([Late(), Late()])
+
+    build = Build(factory, target=1)
+    assert len(build.units) == 2
+    assert torch.equal(build.exact()["1.weight"], torch.arange(64.0).view(8, 8))
+    assert not hasattr(type(build.model[0]).__init__, "__wrapped__")
+
+
+def test_a_subclass_that_calls_super_is_one_module_and_may_go_on_afterwards():
+    class Wide(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.scale = nn.Parameter(torch.full((8,), 3.0))
+            self.weight.data.mul_(0)
+
+    build = Build(lambda: nn.Sequential(Wide(), Wide()), target=1)
+    assert torch.equal(build.exact()["1.scale"], torch.full((8,), 3.0))
+    assert not build.exact()["0.weight"].any()
+
+
+def test_an_init_that_raises_and_is_caught_leaves_the_rest_whole():
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            raise ZeroDivisionError
+
+    def factory():
+        model = Stack(1)
+        try:
+            model.extra = Fails()
+        except ZeroDivisionError:
+            model.extra = nn.Linear(4, 4)
+        return model
+
+    build = Build(factory)
+    placed = {id(s.param) for unit in build.units for s in unit.segments}
+    assert {id(p) for p in build.model.parameters()} <= placed
+    assert build.construction.roots == [build.model]
+
+
+def test_writes_to_a_closed_unit_by_name_are_stored():
+    def factory():
+        model = Stack(3)
+        model.blocks[0].up.weight.data.fill_(7)
+        nn.init.zeros_(model.blocks[1].up.bias)
+        return model
+
+    exact = Build(factory, target=1).exact()
+    assert (exact["blocks.0.up.weight"] == 7).all()
+    assert (exact["blocks.1.up.bias"] == 0).all()
+
+
+def test_the_meta_device_is_refused():
+    with pytest.raises(StateError, match="meta device"):
+        Build(lambda: nn.Linear(4, 4, device="meta"))

@@ -1,0 +1,119 @@
+"""The flat buffer: where parameters lie, what each rank owns, what a released parameter is."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from infinity.core.errors import StateError
+from infinity.partition.unit import SHARD_QUANTUM, Unit, is_placeholder, layout, placeholder, span
+
+fast = settings(deadline=None, max_examples=60)
+shapes = st.lists(
+    st.one_of(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.tuples(st.integers(1, 99)), st.just(())),
+    min_size=1,
+    max_size=10,
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def named(shapes):
+    return [(f"layers.0.p{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
+
+
+@fast
+@given(shapes, dtypes)
+def test_parameters_lie_end_to_end_aligned_and_matrices_first(shapes, dtype):
+    segments = layout(named(shapes), dtype.itemsize)
+    assert [s.offset * dtype.itemsize % 64 for s in segments] == [0] * len(segments)
+    for before, after in itertools.pairwise(segments):
+        assert 0 <= (after.offset - before.stop) * dtype.itemsize < 64
+        assert (before.param.ndim < 2) <= (after.param.ndim < 2)
+    assert {s.name for s in segments} == {name for name, _ in named(shapes)}
+
+
+@fast
+@given(shapes, dtypes, st.integers(1, 5))
+def test_shards_are_equal_whole_quanta_and_cover_the_buffer(shapes, dtype, world_size):
+    segments = layout(named(shapes), dtype.itemsize)
+    units = [Unit(0, segments, dtype, rank, world_size) for rank in range(world_size)]
+    flat = torch.arange(units[0].numel)
+    assert torch.equal(torch.cat([unit.shard_of(flat) for unit in units]), flat)
+    for unit in units:
+        assert unit.shard_numel % SHARD_QUANTUM == 0
+        assert unit.numel >= max(s.stop for s in segments)
+        assert unit.numel - max(s.stop for s in segments) < SHARD_QUANTUM * world_size
+        assert unit.shard_nbytes * world_size == unit.nbytes
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (), (1,), (1, 1)])
+def test_a_released_parameter_keeps_its_shape_and_has_no_values(shape):
+    param = nn.Parameter(torch.randn(shape))
+    param.data = placeholder(param.shape, torch.bfloat16, param.device)
+    assert (param.shape, param.dtype, param.requires_grad) == (torch.Size(shape), torch.bfloat16, True)
+    assert is_placeholder(param.data)
+    assert torch.isnan(param).all()
+    assert param.data.untyped_storage().nbytes() == 2
+
+
+def test_writing_to_a_released_parameter_raises():
+    param = nn.Parameter(torch.randn(3, 4))
+    param.data = placeholder(param.shape, torch.bfloat16, param.device)
+    for write in (lambda: param.data.copy_(torch.ones(3, 4)), lambda: param.data.add_(1), param.data.normal_):
+        with pytest.raises(RuntimeError):
+            write()
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.zero_(), lambda p: p.data.fill_(2)])
+def test_a_fill_that_torch_lets_through_is_found_at_the_next_use(write):
+    unit = unit_of((4, 8))
+    write(unit.segments[0].param)
+    with pytest.raises(StateError, match=r"layers\.0\.p0"):
+        unit.attach(torch.zeros(unit.numel, dtype=torch.bfloat16))
+
+
+def unit_of(*shapes) -> Unit:
+    unit = Unit(0, layout(named(shapes), 2), torch.bfloat16, 0, 1)
+    for s in unit.segments:
+        s.param.data = placeholder(s.shape, unit.dtype, s.param.device)
+    return unit
+
+
+def test_attached_parameters_are_views_and_detached_ones_let_go():
+    unit = unit_of((4, 8), (3,))
+    flat = torch.arange(unit.numel).to(torch.bfloat16)
+    unit.attach(flat)
+    for s in unit.segments:
+        assert torch.equal(s.param.data, flat[s.offset : s.stop].view(s.shape))
+        assert s.param.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    unit.detach()
+    assert all(is_placeholder(s.param.data) for s in unit.segments)
+
+
+@pytest.mark.parametrize(
+    "replace", [lambda p: p.data.float(), lambda p: torch.zeros(4, 8, dtype=torch.bfloat16)]
+)
+def test_data_that_was_replaced_while_released_is_refused_by_name(replace):
+    unit = unit_of((4, 8))
+    param = unit.segments[0].param
+    param.data = replace(param)
+    with pytest.raises(StateError, match=r"layers\.0\.p0: its data was replaced outside infinity"):
+        unit.attach(torch.zeros(unit.numel, dtype=torch.bfloat16))
+
+
+def test_names_follow_the_model():
+    unit = unit_of((4, 8), (3,))
+    ids = [id(s.param) for s in unit.segments]
+    unit.rename({ids[0]: "h.3.attn.q", ids[1]: "h.3.attn.bias"})
+    assert unit.name == "unit 0 (h.3.attn)"
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [(["a.b.c", "a.b.d"], "a.b"), (["a.b"], "a.b"), (["wte", "wpe"], "wte .. wpe"), (["a.b", "a.bc"], "a")],
+)
+def test_several_names_in_short(names, short):
+    assert span(names) == short
