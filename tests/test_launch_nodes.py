@@ -1,0 +1,107 @@
+"""``torchrun`` over two nodes on one host, and one process without it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.launch import ROOT, free_port
+
+#: A tiny run that streams.
+SETTINGS = (
+    "memory.host=1MiB", "memory.resident=false", "model.n_layers=2", "model.d_model=32", "model.n_heads=2",
+    "model.seq_len=16", "train.batch_size=2", "train.eval_batches=2", "optim.compile=false",
+    "observe.tensorboard=false",
+)  # fmt: skip
+
+
+def settings(tmp_path: Path, *more: str) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("train: {steps: 4, eval_every: 2}\n")
+    places = (f"data.files=[{text}]", f"data.cache={tmp_path}/tokens", f"run.dir={tmp_path}/runs")
+    return ["train", str(recipe), *SETTINGS, *places, f"memory.nvme=[{tmp_path}/nvme]", *more]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def start_nodes(*arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """A launcher per node, each with its own arguments."""
+    port = str(free_port())
+    common = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *common]
+    return [start([*torchrun, "--node-rank", str(i), "-m", "infinity", *arguments[i]]) for i in range(2)]
+
+
+def end(processes: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each; nothing outlives this."""
+    out = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=timeout_s)
+            out.append((process.returncode, output, errors))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    return out
+
+
+def check_files(tmp_path: Path, world_size: int) -> dict[str, Any]:
+    """What a run leaves: its folder, and nothing on NVMe."""
+    [folder] = (tmp_path / "runs").iterdir()
+    assert {"recipe.yaml", "metrics.jsonl", "summary.json"} <= {path.name for path in folder.iterdir()}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in steps if "grad_norm" in line]) == 4
+    assert not list((tmp_path / "nvme").iterdir())
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    assert summary["world_size"] == world_size
+    assert summary["nbytes_written"] == summary["planned_nbytes_written"]
+    return summary
+
+
+def test_two_nodes_train_as_one_run(tmp_path):
+    (code, output, errors), (other_code, other_output, other_errors) = end(
+        start_nodes(settings(tmp_path), settings(tmp_path))
+    )
+    assert (code, other_code) == (0, 0), errors + other_errors
+    summary = check_files(tmp_path, 2)
+    assert "tokens/s" in output
+    assert Path(summary["folder"]).name in output
+    assert not other_output  # rank 0 speaks
+
+
+def test_one_process_trains_without_a_launcher(tmp_path):
+    [(code, output, errors)] = end([start([sys.executable, "-m", "infinity", *settings(tmp_path)])])
+    assert code == 0, errors
+    check_files(tmp_path, 1)
+    assert "tokens/s" in output
+
+
+def test_an_error_on_one_node_ends_both_and_each_says_why(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    nodes = start_nodes(settings(tmp_path), settings(tmp_path, f"memory.nvme=[{file}]"))
+    begin = time.monotonic()
+    (code, _, errors), (guilty_code, _, guilty_errors) = end(nodes)
+    assert time.monotonic() - begin < 60
+    assert (code, guilty_code) == (1, 1)
+    assert "infinity: rank 1: DirectoryError" in guilty_errors
+    assert "give memory.nvme a directory on a local drive" in guilty_errors
+    assert "infinity: rank 0: PeerError" in errors
+    assert "rank 1 failed with DirectoryError" in errors
+    assert not list((tmp_path / "nvme").iterdir())
