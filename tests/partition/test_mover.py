@@ -1,0 +1,152 @@
+"""The mover with a disk and a pool of plain memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.core.errors import DiskError, StateError
+from infinity.core.lifecycle import UnitState
+from infinity.core.tier import Tier
+from infinity.partition.mover import UnitMover
+from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
+from infinity.updates import Ticket
+from tests.helpers.fakes import FakePool
+
+
+class FakeShards:
+    """Shards whose fetches end when the test says so."""
+
+    def __init__(self) -> None:
+        self.fetches: list[tuple[int, memoryview, Ticket]] = []
+        self.residents: dict[int, torch.Tensor] = {}
+
+    def fetch(self, unit, memory):
+        self.fetches.append((unit.index, memory, Ticket()))
+        return self.fetches[-1][2]
+
+    def resident(self, unit):
+        return self.residents.get(unit.index)
+
+    def fetch_waits_for(self, unit):
+        return "read"
+
+    def arrive(self, value: float = 1.0, error: Exception | None = None) -> None:
+        """The oldest fetch ends."""
+        _, memory, ticket = self.fetches.pop(0)
+        torch.frombuffer(memory, dtype=torch.bfloat16).fill_(value)
+        ticket.finish(error)
+
+
+def make_unit(index: int = 0) -> Unit:
+    params = [(f"layers.{index}.{n}", nn.Parameter(torch.empty(s))) for n, s in (("w", (8, 8)), ("b", (8,)))]
+    unit = Unit(index, layout(params, 2), torch.bfloat16, 0, 1)
+    unit.rename({})
+    for s in unit.segments:
+        s.param.data = placeholder(s.shape, unit.dtype, s.param.device)
+    return unit
+
+
+@pytest.fixture
+def parts():
+    units, shards, pool, causes = [make_unit(0), make_unit(1)], FakeShards(), FakePool(2**20), []
+
+    def waits(cause, wait):
+        causes.append(cause)
+        wait()
+
+    return UnitMover(units, shards, pool, None, None, waits), units, shards, pool, causes
+
+
+def test_starting_waits_for_nothing_and_finishing_for_the_fetch(parts):
+    mover, units, shards, pool, causes = parts
+    mover.start(0)
+    assert units[0].state is UnitState.FETCHING
+    assert pool.leased_nbytes == units[0].nbytes
+    assert all(is_placeholder(s.param.data) for s in units[0].segments)
+    shards.arrive(3.0)
+    mover.finish(0)
+    assert units[0].gathered
+    assert all((s.param == 3).all() for s in units[0].segments)
+    assert mover.attached == {units[0].flat.untyped_storage().data_ptr(): units[0]}
+    assert causes == ["read"]
+
+
+def test_the_shard_is_read_straight_into_the_flat_buffer(parts):
+    mover, units, shards, _, _ = parts
+    mover.start(0)
+    address = torch.frombuffer(shards.fetches[0][1], dtype=torch.uint8).data_ptr()
+    shards.arrive()
+    mover.finish(0)
+    assert units[0].flat.data_ptr() == address
+
+
+def test_finishing_twice_is_finishing_once(parts):
+    mover, _, shards, _, causes = parts
+    mover.start(0)
+    shards.arrive()
+    mover.finish(0)
+    mover.finish(0)
+    assert causes == ["read"]
+
+
+def test_a_release_gives_everything_back(parts):
+    mover, units, shards, pool, _ = parts
+    mover.start(0)
+    shards.arrive()
+    mover.finish(0)
+    mover.release(0)
+    assert units[0].state is UnitState.ON_NVME
+    assert all(is_placeholder(s.param.data) for s in units[0].segments)
+    assert (pool.leased_nbytes, mover.attached) == (0, {})
+    mover.release(0)
+
+
+def test_a_release_in_flight_waits_until_nobody_writes_into_the_buffer(parts):
+    mover, units, shards, pool, _ = parts
+    mover.start(0)
+    shards.arrive()
+    mover.release(0)
+    assert units[0].state is UnitState.ON_NVME
+    assert pool.leased_nbytes == 0
+
+
+def test_what_is_taken_stays_leased_until_its_taker_gives_it_back(parts):
+    mover, units, shards, pool, _ = parts
+    mover.start(0)
+    shards.arrive(2.0)
+    mover.finish(0)
+    lease = mover.take(0)
+    assert units[0].flat is None
+    assert pool.leased_nbytes == units[0].nbytes
+    assert (lease.tensor.view(torch.bfloat16) == 2).all()
+    lease.release()
+    assert pool.leased_nbytes == 0
+
+
+def test_a_shard_in_host_memory_is_copied_and_goes_back_home(parts):
+    mover, units, shards, _, _ = parts
+    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    shards.residents[0] = torch.full((units[0].shard_numel,), 5.0, dtype=torch.bfloat16)
+    mover.start(0)
+    assert units[0].state is UnitState.UPLOADING
+    mover.finish(0)
+    assert (units[0].segments[0].param == 5).all()
+    mover.release(0)
+    assert units[0].state is UnitState.ON_HOST
+
+
+def test_an_error_of_the_disk_surfaces_at_finish(parts):
+    mover, units, shards, _, _ = parts
+    mover.start(0)
+    shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
+    with pytest.raises(DiskError):
+        mover.finish(0)
+    assert not units[0].gathered
+
+
+def test_a_unit_is_not_started_twice(parts):
+    mover, units, _, _, _ = parts
+    mover.start(0)
+    with pytest.raises(StateError, match="FETCHING -> FETCHING"):
+        mover.start(0)
+    assert units[1].state is UnitState.ON_NVME
