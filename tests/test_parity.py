@@ -16,7 +16,11 @@ def placements(tmp_path):
         "nvme": streaming(tmp_path, "memory.engine=threads"),
         "part": [f"memory.nvme=[{tmp_path}]", "memory.host=400KiB"],
         "tight": streaming(tmp_path, "memory.device=600KiB"),
-        "striped": [f"memory.nvme=[{tmp_path}/a,{tmp_path}/b]", "memory.host=400KiB", "memory.resident=false"],
+        "striped": [
+            f"memory.nvme=[{tmp_path}/a,{tmp_path}/b]",
+            "memory.host=400KiB",
+            "memory.resident=false",
+        ],
         "one-version": streaming(tmp_path, "memory.versions=1"),
         "libaio": streaming(tmp_path, "memory.engine=libaio"),
     }
