@@ -32,7 +32,8 @@ class Values:
 
     def serves(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether any of ``params`` is in a unit of this runtime."""
-        return any(id(p) in self._places() for p in params)
+        served = {id(s.param) for unit in self.runtime.units for s in unit.segments}
+        return any(id(p) in served for p in params)
 
     # --- gathered ----------------------------------------------------------------------------
 

@@ -36,3 +36,14 @@ def test_a_checkpoint_between_steps_changes_no_plan(tmp_path):
             infinity.state_dict(model)
     finally:
         infinity.close(model)
+
+
+def test_a_model_that_does_not_fit_does_not_disturb_another(tmp_path):
+    too_large = build(tower, "bf16", streaming(tmp_path, "memory.device=1KiB"))
+    model = build(tower, "bf16", streaming(tmp_path))
+    try:
+        with infinity.gathered(model):
+            assert not any(torch.isnan(p).any() for p in model.parameters())
+    finally:
+        infinity.close(model)
+        infinity.close(too_large)
