@@ -75,7 +75,9 @@ class Hooks:
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
         self._in_backward = False
-        self._backward_pins: dict[int, None] = {}  # in the order in which they came
+        #: Units kept until their gradients are complete, in the order in which they came, each with
+        #: the autograd node that reads it; None: a recomputed forward reads it.
+        self._backward_pins: dict[int, Any] = {}
         self._node: Any = None  # the autograd node that unpacked last, and the frozen
         self._node_pins: list[int] = []  # units that it keeps
         self._loose_pins: list[int] = []  # units touched outside any forward
@@ -214,9 +216,7 @@ class Hooks:
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
         if unit.trainable or recomputing:
-            if unit.index not in self._backward_pins:
-                self._backward_pins[unit.index] = None
-                self.prefetcher.use(unit.index)
+            self._keep_for_gradients(unit, None if recomputing else torch._C._current_autograd_node())
             return
         node = torch._C._current_autograd_node()
         if node is not self._node:  # no operator reads what an earlier one unpacked
@@ -226,6 +226,20 @@ class Hooks:
         if unit.index not in self._node_pins:
             self._node_pins.append(unit.index)
             self.prefetcher.use(unit.index)
+
+    def _keep_for_gradients(self, unit: Unit, node: Any) -> None:
+        if unit.index in self._backward_pins:
+            if self._backward_pins[unit.index] is not None:
+                self._backward_pins[unit.index] = node
+            return
+        nbytes, room = self.prefetcher.nbytes, self.prefetcher.capacity_nbytes - unit.nbytes
+        for index, reader in list(self._backward_pins.items()):
+            if sum(nbytes[i] for i in self._backward_pins) <= room:
+                break
+            if reader is not None and reader is not node:  # kept for its update only, which can read it again
+                self.unpin_after_gradients(index)
+        self._backward_pins[unit.index] = node
+        self.prefetcher.use(unit.index)
 
     def unpin_after_gradients(self, index: int) -> None:
         """A unit's gradients are complete, and its weights stay (a micro-batch)."""

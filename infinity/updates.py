@@ -170,7 +170,9 @@ class Updates:
         ready = Ready(unit, grad, squares, leases, weight)
         with self._lock:
             self.ready[unit.index] = ready
-        if self.early and unit.home is Tier.NVME and math.isfinite(ready.sum_of_squares):
+        if not math.isfinite(ready.sum_of_squares):
+            ready.release()  # the step will be skipped: nobody reads this gradient
+        elif self.early and unit.home is Tier.NVME:
             self._launch(ready, 1.0)
 
     def total_sum_of_squares(self) -> float:

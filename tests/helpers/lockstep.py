@@ -1,6 +1,7 @@
 """A model under infinity and the plain reference loop, trained side by side on the same batches."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.runtime import runtime_of
 from tests.helpers import training
 from tests.helpers.reference import Reference, Rule
 
 WIDTH = 32
+#: So small that the units of a toy do not all fit the memory for gathered ones (bytes).
+TINY_UNIT = 3000
 #: In host memory, on NVMe, and on NVMe with one version (no update inside backward).
 PLACES = ("host", "nvme", "one-version")
 
@@ -93,7 +97,9 @@ class Lockstep:
         batches: Callable[[int], dict[str, Any]] = batch,
     ) -> None:
         self.rule = rule or Rule()
-        self.model = training.build(factory, dtype, overrides)
+        with training.small_units(TINY_UNIT), infinity.Init(training.recipe(dtype, overrides)):
+            self.model = factory()
+        _tighten(self.model)
         self.optimizer = training.optimizer_for(self.model, self.rule)
         self.plain = Reference(factory(), training.DTYPES[dtype], self.rule)
         self.batches, self.number = batches, 0
@@ -134,6 +140,17 @@ class Lockstep:
                 assert torch.equal(state[i]["master"], self.plain.masters[name]), name
                 assert torch.equal(state[i]["exp_avg"], self.plain.m[name]), name
                 assert torch.equal(state[i]["exp_avg_sq"], self.plain.v[name]), name
+
+
+def _tighten(model: nn.Module) -> None:
+    """Let device memory hold all gradients, but so few weights that passes must fetch and release."""
+    runtime = runtime_of(model)
+    memory = runtime.recipe.memory
+    if not memory.nvme:
+        return
+    sizes = [-(-unit.nbytes // 4096) * 4096 for unit in runtime.units]
+    tight = dataclasses.replace(memory, device=sum(sizes) + 5 * max(sizes))
+    runtime.recipe = dataclasses.replace(runtime.recipe, memory=tight)
 
 
 @contextlib.contextmanager

@@ -248,12 +248,15 @@ def _wrap_blocks(model, backend):
         model.blocks[i] = torch.compile(block, backend=backend)
 
 
+def _compile_all(model, backend):
+    model.compile(backend=backend)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, at graph breaks
 @BOTH
 @pytest.mark.parametrize(
-    "how", [_compile_blocks, _wrap_blocks, lambda model, backend: model.compile(backend=backend)]
+    ("how", "backend"), [(_compile_blocks, "aot_eager"), (_wrap_blocks, "eager"), (_compile_all, "eager")]
 )
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_train_as_the_plain_ones(tmp_path, place, how, backend):
     torch._dynamo.reset()
     with lockstep(place, tmp_path) as pair:

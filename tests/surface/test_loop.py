@@ -170,7 +170,7 @@ def test_step_takes_a_closure(tmp_path):
 
 @pytest.mark.parametrize("place", ["host", "nvme"])
 @pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path, place, clip, dtype):
     def batches(number):
         made = batch(number)
