@@ -474,6 +474,9 @@ class Runtime:
                 self.fail(error)
                 if self.hooks is not None:
                     self.updates.abandon(error)
+            elif self.hooks is not None:
+                with contextlib.suppress(Exception):  # it has surfaced, or nobody waits for it any more
+                    self.updates.drain()  # gathers in flight wait for updates
         self.stack.close()
 
     def _least(self, value: int, where: str) -> int:

@@ -32,14 +32,15 @@ def _save_and_load(directory):
     optimizer.step()
     infinity.close(model)
     return {
-        "names": len(mine), "states": len(state["state"]), "same": same, "tied": tied, "norm": optimizer.grad_norm,
+        "names": len(mine), "states": len(state["state"]), "same": same, "tied": tied, 
+        "norm": optimizer.grad_norm,
         "loaded": {n: v.float().double().sum().item() for n, v in loaded.items()},
         "written": {n: v.float().double().sum().item() for n, v in everywhere.items()},
     }  # fmt: skip
 
 
 def test_two_ranks_gather_save_and_load(tmp_path):
-    first, second = run_ranks(_save_and_load, 2, str(tmp_path))
+    first, second = run_ranks(_save_and_load, 2, str(tmp_path), timeout_s=25)
     assert first["names"] > 0
     assert second["names"] == 0
     assert first["states"] > 0
