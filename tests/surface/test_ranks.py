@@ -32,7 +32,7 @@ def _save_and_load(directory):
     optimizer.step()
     infinity.close(model)
     return {
-        "names": len(mine), "states": len(state["state"]), "same": same, "tied": tied, 
+        "names": len(mine), "states": len(state["state"]), "same": same, "tied": tied,
         "norm": optimizer.grad_norm,
         "loaded": {n: v.float().double().sum().item() for n, v in loaded.items()},
         "written": {n: v.float().double().sum().item() for n, v in everywhere.items()},
