@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -502,12 +503,15 @@ class Runtime:
             self._say(text)
 
 
-@atexit.register
 def _close_all() -> None:
     """No thread of ours may run while the interpreter goes, and no files of a run stay."""
     for runtime in list(_open):
         with contextlib.suppress(Exception):
             runtime.close()
+
+
+# Before the pools of concurrent.futures close, which updates in flight use: atexit would be too late.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -16,6 +16,7 @@ overwritten by the next update. A unit in host memory has one place, so it is on
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -64,8 +65,9 @@ class Ticket:
             self._error = error
             self._ended.set()
             calls, self._then = self._then, []
-        for call in calls:
-            call()
+        with ExitStack() as stack:  # runs every call, also when one raises
+            for call in reversed(calls):
+                stack.callback(call)
 
 
 class After:

@@ -473,3 +473,23 @@ def test_the_errno_of_a_full_disk_is_kept(tmp_path):
         full_disk_in_training(tmp_path, True)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert "make room" in str(caught.value)
+
+
+def without_close(folder: str) -> None:
+    """A loop that ends with updates and gathers in flight."""
+    rank, world = rank_and_world()
+    factory, batch = models.build("gpt", seed=0)
+    model = build(factory, "bf16", streaming(folder, f"partition.timeout_s={SOON_S}"))
+    optimizer = optimizer_for(model, Rule(max_grad_norm=None))
+    for step in range(4):
+        model(**batch(step, rank, world)).loss.backward()
+        optimizer.step()
+
+
+def test_an_interpreter_that_ends_without_close_ends_cleanly(tmp_path):
+    with start_ranks(without_close, 2, str(tmp_path), group=False) as ranks:
+        ends = ranks.wait(timeout_s=60)
+    for end in ends:
+        assert end.exit_code == 0, end
+        assert end.ended_s < SOON_S, end
+    assert not files(tmp_path)

@@ -30,6 +30,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -321,17 +322,12 @@ class Collectives:
         Raises:
             RuntimeError: It ended badly, or this rank or another failed and it has not ended.
         """
-        while group is self._control:
-            try:
+        while group is self._control and not work.is_completed():
+            with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                if self._failure is not None:
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                    raise
-            else:
-                return
+            if not work.is_completed() and self._overdue("its last collectives") is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                raise RuntimeError("given up")
         work.wait()
 
     def _settle(self) -> None:
