@@ -81,7 +81,10 @@ def test_a_recipe_round_trips_through_its_yaml(tmp_path: Path) -> None:
         ("train.stpes", "did you mean train.steps?"),
         ("model.steps", "did you mean train.steps?"),
         ("memory.nvmes", "did you mean memory.nvme?"),
-        ("memory.zzz", "known: memory.device, memory.host, memory.nvme, memory.versions, memory.engine"),
+        (
+            "memory.zzz",
+            "known: memory.device, memory.host, memory.nvme, memory.versions, memory.resident, memory.engine",
+        ),
         ("x.zzz", "known: run, model, data, memory, partition, optim, train, observe"),
     ],
 )

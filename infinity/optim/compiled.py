@@ -9,6 +9,7 @@ elementwise: each element is read before it is written), and no setting that a u
 steps (grad mode, autocast, ``torch.set_num_threads``) compiles anything again.
 """
 
+import functools
 import threading
 import types
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 #: Elements per piece in eager mode: a piece and its temporaries stay in the cache, and torch hands it to
 #: one thread (it divides work of 2**15 elements and more), so the number of threads changes nothing.
@@ -118,12 +120,29 @@ def compile_once(
             # torch counts compilations per code object and gives up after eight: each has its own
             own = types.FunctionType(function.__code__.replace(), function.__globals__)
             variant = torch.compile(own, dynamic=True, fullgraph=True, options=_options(threads))
-            with torch.no_grad(), warnings.catch_warnings():
-                # torch deprecates parts of itself: where warnings are errors, that would end the compilation
-                warnings.simplefilter("ignore", DeprecationWarning)
-                variant(*examples)
-            _compiled[key] = variant
+            _compile(variant, examples)
+            _compiled[key] = functools.partial(_call, variant, examples)
         return _compiled[key]
+
+
+def _compile(variant: Function, examples: list[Tensor]) -> None:
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch deprecates parts of itself: where warnings are errors, that would end the compilation
+        warnings.simplefilter("ignore", DeprecationWarning)
+        variant(*examples)
+
+
+def _call(variant: Function, examples: list[Tensor], *tensors: Tensor) -> Any:
+    """Run compiled code; when ``torch._dynamo.reset()`` has dropped it, compile it again first.
+
+    Without its code, the call would compile from ``tensors``, whose shared memory the compiler refuses.
+    """
+    try:
+        return variant(*tensors)
+    except TorchDynamoException:
+        with _compiling:
+            _compile(variant, examples)
+        return variant(*tensors)
 
 
 def warn_eager(function: Function, error: Exception, *, stacklevel: int) -> None:

@@ -214,3 +214,19 @@ def test_the_same_source_serves_cuda(dtype):
     torch.testing.assert_close(
         got, master_of(wanted.layout, wanted.weight, wanted.state), rtol=1e-5, atol=1e-7
     )
+
+
+def test_a_reset_of_the_compiler_by_someone_else_changes_nothing() -> None:
+    layout = StateLayout.of(torch.bfloat16)
+    n, results = 4096, []
+    rule = AdamWRule(torch.bfloat16)
+    for reset in (False, True):
+        buffer = torch.zeros(layout.weight_nbytes(n) + layout.state_nbytes(n), dtype=torch.uint8)
+        weight = buffer[: layout.weight_nbytes(n)].view(torch.bfloat16)
+        state = layout.views(buffer[layout.weight_nbytes(n) :], n)
+        grad = torch.linspace(-1, 1, n, dtype=torch.bfloat16)
+        if reset:
+            torch._dynamo.reset()
+        rule.update(weight, grad, state, weight, Hyper(lr=0.1).tensor())
+        results.append(buffer)
+    assert torch.equal(*results)
