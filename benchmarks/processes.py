@@ -24,7 +24,7 @@ class Measured:
     peak_rss: int = 0  # the largest rank's; construction counts
     read: float = 0.0  # bytes per step, all ranks together
     written: float = 0.0
-    planned: bool = True  # every measured step moved the bytes that were planned
+    planned: bool = True  # every measured step followed its plan
     losses: list[float] = field(default_factory=list)
     moved: list[dict[str, float]] = field(default_factory=list)
     made_s: float = 0.0
@@ -50,10 +50,12 @@ class Measured:
 
 
 def _as_planned(report: dict[str, Any]) -> bool:
-    return bool(
-        report["nbytes_read"] == report["planned_nbytes_read"]
-        and report["nbytes_written"] == report["planned_nbytes_written"]
-    )
+    """The step had a plan, and used nothing that it did not foresee.
+
+    A step's own bytes may land during the next one, so they are compared over whole runs
+    (``tests/test_bytes.py``), not here.
+    """
+    return report["planned_nbytes_read"] is not None and report["on_demand"] == 0
 
 
 def run(job: Job, world: int = 1) -> list[list[dict[str, Any]]]:
