@@ -10,6 +10,7 @@ Three changed lines in a plain PyTorch loop::
 
 from importlib.metadata import version
 
+from infinity.api import Init, close, gathered, no_sync, state_dict
 from infinity.core.errors import (
     BudgetError,
     DiskError,
@@ -21,7 +22,6 @@ from infinity.core.errors import (
 )
 from infinity.optimizer import AdamW
 from infinity.recipe import Recipe, load_recipe
-from infinity.runtime import Init, close, gathered, no_sync, state_dict
 
 __all__ = [
     "AdamW",

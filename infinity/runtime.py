@@ -10,15 +10,12 @@ and nobody here waits any longer for a buffer that will not come back.
 import atexit
 import contextlib
 import math
-import os
 import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +30,7 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
 from infinity.core.transfer import Pool, Transfer, TransferEngine
 from infinity.hooks import Hooks, dress
+from infinity.machine import agree, free_host_nbytes, join_ranks
 from infinity.nvme.engines import make_engine
 from infinity.nvme.pool import DevicePool, HostPool
 from infinity.nvme.probe import stripe_weights
@@ -66,48 +64,13 @@ _runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDict
 _open: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 
 
-class Init:
-    """Inside this context, parameters are cut into shards as they are created.
-
-    With more than one process, torch.distributed is initialised from torchrun's environment unless
-    it is already. Every rank must build the same model with the same seed.
-
-    Args:
-        recipe: Budgets, dtype and directories; see ``infinity recipe``.
-
-    Raises:
-        BudgetError: A budget is too small for the model; the message has the arithmetic.
-        DiskError: A directory cannot be written, or its file system is full.
-    """
-
-    def __init__(self, recipe: Recipe | None = None) -> None:
-        self.runtime = Runtime(recipe or Recipe())
-
-    def __enter__(self) -> "Init":
-        self.runtime.construction.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.runtime.construction.__exit__(kind, error, trace)
-            if error is None:
-                self.runtime.meet()
-        except BaseException:
-            self.runtime.close()
-            raise
-        if error is not None:
-            self.runtime.close()
-
-
 class Runtime:
     """Everything that serves the models of one ``Init`` on this rank."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.dtype = DTYPES[recipe.train.dtype]
-        self.device = _join_ranks(recipe.partition.timeout_s)
+        self.device = join_ranks(recipe.partition.timeout_s)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.stack = contextlib.ExitStack()
@@ -126,7 +89,7 @@ class Runtime:
         self._failure: BaseException | None = None
         self.collectives: Collectives | None = None
         self._record: Path | None = None  # of the commit, where states are on NVMe
-        self.run_id = _agree(recipe.run.name or new_run_id(), self.world_size)
+        self.run_id = agree(recipe.run.name or new_run_id(), self.world_size)
         _open.add(self)
         try:
             self._build_tiers()
@@ -148,7 +111,7 @@ class Runtime:
             self.collectives = Collectives(self.device, self.recipe.partition.timeout_s, self._give_up)
             self.stack.callback(self.collectives.close)
         on_gpu = self.device.type != "cpu"
-        self.host_nbytes = self._least(memory.host or _free_host_nbytes() // 2, "memory.host")
+        self.host_nbytes = self._least(memory.host or free_host_nbytes() // 2, "memory.host")
         host = HostPool(self.host_nbytes, pin=on_gpu)
         self.host_pool: HostPool = self.stack.enter_context(contextlib.closing(host))
         weight_itemsize, state_itemsize = layout.weight_nbytes(1), layout.state_nbytes(1)
@@ -317,7 +280,7 @@ class Runtime:
     def _device_ceiling(self) -> int:
         if self.device.type != "cpu":
             return torch.cuda.mem_get_info(self.device)[0] // 2
-        return _free_host_nbytes() // 2
+        return free_host_nbytes() // 2
 
     # --- what modules call -------------------------------------------------------------------
 
@@ -514,6 +477,11 @@ def _close_all() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
+def runtimes() -> "set[Runtime]":
+    """Those that serve a module that still exists."""
+    return set(_runtimes.values())
+
+
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime that serves ``model``, or a model that ``model`` wraps.
 
@@ -528,101 +496,3 @@ def runtime_of(model: nn.Module) -> Runtime:
         f"{type(model).__name__} was not built under infinity.Init; "
         "write `with infinity.Init(recipe): model = ...`"
     )
-
-
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside accumulate; the first one outside completes the gradients."""
-    backward = runtime_of(model).backward
-    before, backward.syncing = backward.syncing, False
-    try:
-        yield
-    finally:
-        backward.syncing = before
-
-
-@contextlib.contextmanager
-def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
-) -> Iterator[None]:
-    """Inside this context the parameters hold their full values; every rank must enter it.
-
-    Args:
-        params: A module (all its parameters), a parameter, or several.
-        modify: Values that were written are stored at the end; with several ranks, rank 0's.
-
-    Raises:
-        StateError: ``modify`` while gradients of a step wait for ``step()``.
-    """
-    if isinstance(params, nn.Module):
-        listed = list(params.parameters())
-    else:
-        listed = [params] if isinstance(params, nn.Parameter) else list(params)
-    served = [runtime for runtime in set(_runtimes.values()) if runtime.values.serves(listed)]
-    with contextlib.ExitStack() as stack:
-        for runtime in served:
-            stack.enter_context(runtime.values.gathered(listed, modify))
-        yield
-
-
-def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
-    """``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
-    values = runtime_of(model).values
-    before, values.every_rank = values.every_rank, every_rank
-    try:
-        return model.state_dict()
-    finally:
-        values.every_rank = before
-
-
-def close(model: nn.Module) -> None:
-    """Give back the files, memory and threads that serve ``model``, whose weights are gone then.
-
-    Waits for updates in flight, needs no other rank, and may be called after any error, and twice.
-    """
-    runtime_of(model).close()
-
-
-def _join_ranks(timeout_s: float) -> torch.device:
-    """Initialise torch.distributed from torchrun's environment; this rank's device."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        with _typed("meeting the other ranks"):
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return device
-
-
-def _agree(value: str, world_size: int) -> str:
-    """Rank 0's ``value``, on every rank."""
-    if world_size == 1:
-        return value
-    values = [value]
-    with _typed("agreeing on the run's id"):
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-@contextlib.contextmanager
-def _typed(what: str) -> Iterator[None]:
-    """Errors of torch.distributed as ours."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(
-            f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
-            "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
-        ) from error
-
-
-def _free_host_nbytes() -> int:
-    """Host memory that is free for one rank of this machine (bytes)."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // local
-    return 8 * 2**30 // local

@@ -1,0 +1,56 @@
+"""Where this rank is: its peers, its device, and the memory that its machine has free."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from infinity.core.errors import PeerError
+
+
+def join_ranks(timeout_s: float) -> torch.device:
+    """Initialise torch.distributed from torchrun's environment; this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        with typed("meeting the other ranks"):
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return device
+
+
+def agree(value: str, world_size: int) -> str:
+    """Rank 0's ``value``, on every rank."""
+    if world_size == 1:
+        return value
+    values = [value]
+    with typed("agreeing on the run's id"):
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+@contextlib.contextmanager
+def typed(what: str) -> Iterator[None]:
+    """Errors of torch.distributed as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
+            "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
+        ) from error
+
+
+def free_host_nbytes() -> int:
+    """Host memory that is free for one rank of this machine (bytes)."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // local
+    return 8 * 2**30 // local
