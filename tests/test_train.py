@@ -100,7 +100,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plain]:
 
 
 def recipe(folder: Path, *overrides: str) -> Recipe:
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    text = folder / "text.txt"
+    if not text.exists():  # one rank must not empty it while another reads
+        text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     small = [
         f"run.dir={folder}/runs", "run.name=one", "observe.progress=false",
         f"data.files={folder}/text.txt", f"data.cache={folder}/tokens", "data.eval_fraction=0.2",
