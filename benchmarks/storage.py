@@ -12,7 +12,6 @@ every ratio easy to win: the table says which pages fio had.
 
 import argparse
 import json
-import re
 import shutil
 import statistics
 import subprocess
@@ -92,12 +91,6 @@ class Rate:
     cpu: float
 
 
-def huge_pages() -> bool:
-    """Whether the system has reserved enough of them for fio's buffers, 64 MiB."""
-    found = re.search(r"HugePages_Free: *([0-9]+)", Path("/proc/meminfo").read_text())
-    return found is not None and int(found[1]) * 2 * MIB >= 80 * MIB
-
-
 class Bench:
     """One file that fio and the engines share."""
 
@@ -160,7 +153,7 @@ class Bench:
                 f"--iodepth={setting.depth}",
                 f"--runtime={int(1000 * self.seconds)}ms",
             ),
-            *("--output-format=json", *pattern, *(["--iomem=shmhuge"] if huge_pages() else [])),
+            *("--output-format=json", *pattern, *fio.pages()),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -257,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
         file_nbytes = min(options.file * MIB, shutil.disk_usage(folder).free // 4)
         bench = Bench(folder, file_nbytes, options.seconds)
         try:
-            pages = huge_pages()
+            pages = fio.pages()
             settings = usable(QUICK if options.quick else SETTINGS, bench.volume)
             rows, claims = measure(bench, settings, options.rounds)
         finally:
