@@ -13,6 +13,7 @@ from importlib.metadata import version
 from infinity.api import Init, close, gathered, no_sync, state_dict
 from infinity.core.errors import (
     BudgetError,
+    CheckpointError,
     DiskError,
     DivergenceError,
     InfinityError,
@@ -26,6 +27,7 @@ from infinity.recipe import Recipe, load_recipe
 __all__ = [
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "DiskError",
     "DivergenceError",
     "InfinityError",

@@ -23,7 +23,7 @@ from infinity.core.config import MemoryConfig, SettingError, Valid, check, setti
 from infinity.core.errors import RecipeError
 from infinity.core.nbytes import parse_nbytes
 from infinity.data.config import DataConfig
-from infinity.models.gpt import GPTConfig
+from infinity.models.config import ModelConfig
 from infinity.observe.config import ObserveConfig
 from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
@@ -74,7 +74,7 @@ class Recipe:
     """Everything that decides a run. Every field has a default."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    model: GPTConfig = field(default_factory=GPTConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
@@ -83,7 +83,7 @@ class Recipe:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
-        if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
+        if self.data.tokenizer == "bytes" and self.model.path is None and self.model.vocab_size < 256:
             raise SettingError("model.vocab_size", self.model.vocab_size, "at least 256 for bytes")
 
     def to_yaml(self) -> str:

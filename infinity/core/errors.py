@@ -21,6 +21,10 @@ class BudgetError(InfinityError, ValueError):
     """A budget cannot hold what the model needs; the message carries the arithmetic."""
 
 
+class CheckpointError(InfinityError, ValueError):
+    """A checkpoint is damaged, or does not fit the model; lists everything that is wrong."""
+
+
 class StateError(InfinityError, RuntimeError):
     """Something was asked of a unit or an optimizer that its state does not allow."""
 

@@ -14,6 +14,7 @@ from infinity.core import errors
         (errors.RecipeError, ValueError), (errors.BudgetError, ValueError), (errors.StateError, RuntimeError),
         (errors.DivergenceError, RuntimeError), (errors.PeerError, RuntimeError),
         (errors.LockedError, OSError),
+        (errors.CheckpointError, ValueError),
         (errors.DiskError, OSError),
     ],
 )  # fmt: skip
