@@ -20,6 +20,7 @@ import infinity
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.data import Batch, Data, open_data
 from infinity.data.loader import HeldOut, Shape
+from infinity.models.causal import CausalLoss
 from infinity.models.gpt import GPT
 from infinity.observe.metrics import MetricsFile, TensorBoard, View
 from infinity.observe.progress import ProgressDisplay
@@ -38,7 +39,9 @@ def train(recipe: Recipe) -> Summary | None:
         InfinityError: The recipe, the data, a budget, a disk or another rank is at fault.
     """
     set_threads(recipe.train)
-    data = open_data(recipe.data, _shape(recipe), vocab_size=recipe.model.vocab_size)
+    data = open_data(
+        recipe.data, _shape(recipe), vocab_size=recipe.model.vocab_size, model_path=recipe.model.path
+    )
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
         totals = SummaryBuilder()
@@ -47,6 +50,8 @@ def train(recipe: Recipe) -> Summary | None:
         for display in views:
             if isinstance(display, ProgressDisplay):
                 optimizer.runtime.on_say = display.say
+                for note in data.notes:
+                    display.say(note)
         Loop(recipe, model, optimizer, data, views).run()
         if folder is None:
             return None
@@ -71,6 +76,7 @@ class Loop:
     def __init__(self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Sequence[View]) -> None:
         self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
         self._data = data
+        self._sum = CausalLoss(model, packed=data.packed)
         self._device = device()
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self._scheduler = LambdaLR(
@@ -81,8 +87,9 @@ class Loop:
         """Every step; held-out loss each ``eval_every`` steps and after the last."""
         train = self._recipe.train
         for step in range(1, train.steps + 1):
-            loss = self._mean(self._step())
-            tokens = _shape(self._recipe).taken * self._recipe.model.seq_len * train.accumulate
+            batches = list(islice(self._data.train, train.accumulate))
+            loss = self._mean(self._step(batches))
+            tokens = sum(batch.token_count for batch in batches)
             report = replace(self._optimizer.report(loss=loss, tokens=tokens), step=step)
             for view in self._views:
                 view.step(report)
@@ -95,13 +102,17 @@ class Loop:
         self._optimizer.synchronize()  # the updates of the last step may fail, too,
         self._mean(0.0)  # on any rank, and then no rank ends as if all were well
 
-    def _step(self) -> float:
-        """One optimizer step; returns this rank's loss, the mean over its micro-batches."""
-        accumulate = self._recipe.train.accumulate
+    def _step(self, batches: Sequence[Batch]) -> float:
+        """One optimizer step; returns this rank's part of the loss, of which all ranks' mean is the loss.
+
+        That is the mean over every target of the step that counts, in whichever micro-batch, on
+        whichever rank: gradients are averaged over ranks, so each divides by a rank's share of them.
+        """
+        share = sum(batch.target_count for batch in batches) / world_size()
         total = torch.zeros((), device=self._device)
-        for micro, batch in enumerate(islice(self._data.train, accumulate), start=1):
-            with infinity.no_sync(self._model) if micro < accumulate else nullcontext():
-                loss = self._loss(batch) / accumulate
+        for micro, batch in enumerate(batches, start=1):
+            with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
+                loss = self._loss(batch) / share
                 self._optimizer.scale(loss).backward()
                 total += loss.detach()
         self._optimizer.step()
@@ -110,19 +121,21 @@ class Loop:
 
     @torch.no_grad()
     def _evaluate(self, held_out: HeldOut) -> float:
-        """The mean held-out loss over all ranks. Every rank must call."""
+        """The mean held-out loss over all targets of all ranks. Every rank must call."""
+        total, count = 0.0, 0
         self._model.eval()
         try:
-            batches = held_out.batches(self._recipe.train.eval_batches)
-            losses = [float(self._loss(batch)) for batch in batches]
+            for batch in held_out.batches(self._recipe.train.eval_batches):
+                total += float(self._loss(batch))
+                count += batch.target_count
         finally:
             self._model.train()
-        return self._mean(sum(losses) / len(losses))
+        return self._mean(total) * world_size() / count
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        tokens, targets = (each.to(self._device) for each in batch)
-        loss: torch.Tensor = self._model(tokens, targets).loss
-        return loss
+        """The sum over this rank's targets that count."""
+        here = [None if each is None else each.to(self._device) for each in (batch.positions, batch.mask)]
+        return self._sum(batch.tokens.to(self._device), batch.targets.to(self._device), *here)
 
 
 class RankMean:

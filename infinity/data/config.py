@@ -7,7 +7,7 @@ from infinity.core.config import SettingError, Valid, check, setting
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Files, tokenizer and order."""
+    """Files, tokenizer, and how documents become sequences."""
 
     files: tuple[str, ...] = setting(
         ("stdlib",),
@@ -18,9 +18,19 @@ class DataConfig:
         (), "held-out files, taken out of files; none: eval_fraction decides", many=True
     )
     eval_fraction: float = setting(
-        0.01, "share of the tokens, at the end, that is held out", valid=Valid(least=0, below=1)
+        0.01, "share of the data, at the end, that is held out", valid=Valid(least=0, below=1)
     )
-    tokenizer: str = setting("bytes", "bytes, or the path of a tokenizer.json")
+    tokenizer: str | None = setting(
+        None,
+        "bytes, a tokenizer.json, or a directory with a Hugging Face tokenizer; "
+        "null: model.path's, or bytes without one",
+    )
+    packing: bool | None = setting(
+        None,
+        "true: sequences full of whole documents, each of which sees only itself; false: a document "
+        "per sequence; null: true with prompts or chats, and text alone as one stream, cut anywhere",
+    )
+    skip_malformed: bool = setting(False, "count and leave out lines of .jsonl that cannot be used")
     cache: str = setting("runs/tokens", "directory where tokens are kept between runs")
     shuffle: bool = setting(True, "a new order of sequences every epoch; false: as they stand")
     seed: int = setting(0, "seed of that order", valid=Valid(least=0))
@@ -29,3 +39,5 @@ class DataConfig:
         check(self)
         if not self.files or not all(self.files):
             raise SettingError("files", self.files, "at least one path, glob or 'stdlib'")
+        if self.tokenizer == "":
+            raise SettingError("tokenizer", self.tokenizer, "bytes, a path, or null")

@@ -1,12 +1,8 @@
-"""From what a recipe names to pieces of text.
+"""From what a recipe names to files, and from files to text and numbered lines."""
 
-``.jsonl`` files hold one object a line, whose ``text`` is a document; every other file is one
-document of UTF-8 text.
-"""
-
-import json
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,15 +47,40 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """The text of ``path``, document after document.
+    """The text of ``path``, which is one document.
 
     Raises:
-        DataError: Not readable, not UTF-8, or a line of JSONL that is no object with a ``text``;
-            names the file and the line.
+        DataError: Not readable, or not UTF-8; names the file and the line.
     """
+    lines: list[str] = []
+    size = 0
+    with _readable(path), path.open(encoding="utf-8", newline="") as file:
+        for _, line in _numbered(path, file):
+            if size >= PIECE_CHARS:
+                yield Piece("".join(lines), last=False)
+                lines, size = [], 0
+            lines.append(line)
+            size += len(line)
+    if lines:
+        yield Piece("".join(lines), last=True)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of ``path`` that hold more than blanks, with their numbers from 1.
+
+    Raises:
+        DataError: Not readable.
+    """
+    with _readable(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.isspace():
+                yield number, line
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            yield from _read_jsonl(path, file) if path.suffix == ".jsonl" else _read_text(path, file)
+        yield
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 
@@ -82,33 +103,6 @@ def _matches(name: str) -> list[Path]:
     if not pattern.parts:
         return []
     return sorted(each for each in Path(path.anchor).glob(str(pattern)) if each.is_file())
-
-
-def _read_text(path: Path, file: Iterator[str]) -> Iterator[Piece]:
-    lines: list[str] = []
-    size = 0
-    for _, line in _numbered(path, file):
-        if size >= PIECE_CHARS:
-            yield Piece("".join(lines), last=False)
-            lines, size = [], 0
-        lines.append(line)
-        size += len(line)
-    if lines:
-        yield Piece("".join(lines), last=True)
-
-
-def _read_jsonl(path: Path, file: Iterator[str]) -> Iterator[Piece]:
-    for number, line in _numbered(path, file):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            got = f"the fields {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
-            raise DataError(f"{path}:{number}: wanted an object whose 'text' is a string; got {got}")
-        yield Piece(value["text"], last=True)
 
 
 def _numbered(path: Path, file: Iterator[str]) -> Iterator[tuple[int, str]]:

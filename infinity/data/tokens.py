@@ -1,4 +1,4 @@
-"""All tokens of some files as one array on disk, written once and mapped into memory.
+"""All tokens of some files as arrays on disk, written once and mapped into memory.
 
 The cache's name is a digest of the files (path, size, time of change) and the tokenizer, so a
 changed file is a new cache. Ranks that start together meet at a lock: one writes, the others wait.
@@ -8,51 +8,87 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.data.files import DataError, read_pieces
+from infinity.data.documents import Chunk, read_documents
+from infinity.data.files import DataError
 from infinity.data.tokenizer import Tokenizer
 
-_FORMAT = 1
+_FORMAT = 2
+
+_TOKENS, _COUNTS, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "about.json"
 
 
-class Tokens(NamedTuple):
-    """``values``, ``(tokens,)``, read-only; ``digest`` is equal where the values are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens of all documents end to end, read-only and mapped from disk.
+
+    Attributes:
+        values: ``(tokens,)``.
+        counts: ``(tokens,)`` bool: which are learned; None where all are.
+        documents: ``(documents, 3)`` int64: first token, the one after the last, and how many of
+            those behind the first are learned.
+        digest: Equal where the rest is.
+        malformed: Lines that were left out, and the error of the first of them.
+    """
 
     values: NDArray[Any]
+    counts: NDArray[np.bool_] | None
+    documents: NDArray[np.int64]
     digest: str
+    malformed: tuple[int, str] = (0, "")
+
+    def part(self, first: int, stop: int) -> "Tokens":
+        """The same tokens with some of the documents."""
+        return replace(self, documents=self.documents[first:stop])
 
 
-def open_tokens(files: Sequence[Path], tokenizer: Tokenizer, cache: Path) -> Tokens:
+def open_tokens(
+    files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, skip_malformed: bool = False
+) -> Tokens:
     """The tokens of ``files`` in order, mapped from ``cache``.
 
-    Documents are separated by the tokenizer's separator. Memory does not grow with the files.
+    Memory does not grow with the files.
+
+    Args:
+        skip_malformed: Count lines of JSONL that cannot be used, instead of raising.
 
     Raises:
         DataError: A file is missing or malformed, or the cache cannot be written.
     """
-    dtype = tokenizer.encode("").dtype
-    path = cache / f"{_key(files, tokenizer)}.{dtype.name}"
+    path = cache / _key(files, tokenizer, skip_malformed)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            _write_once(files, tokenizer, path)
-        digest = path.with_suffix(".digest").read_text()
-        if not path.stat().st_size:
-            return Tokens(np.empty(0, dtype), digest)
-        return Tokens(np.memmap(path, dtype=dtype, mode="r"), digest)
+            _write_once(files, tokenizer, path, skip_malformed)
+        about = json.loads((path / _ABOUT).read_text())
+        return Tokens(
+            values=_map(path / _TOKENS, tokenizer.encode("").dtype),
+            counts=_map(path / _COUNTS, np.dtype(np.bool_)) if about["counted"] else None,
+            documents=_map(path / _DOCUMENTS, np.dtype(np.int64)).reshape(-1, 3),
+            digest=about["digest"],
+            malformed=(about["malformed"], about["first_malformed"]),
+        )
     except OSError as error:
         raise DataError(f"data.cache: {error.filename or path}: {error.strerror}") from error
 
 
-def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    seen: list[object] = [_FORMAT, tokenizer.fingerprint]
+def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if not path.stat().st_size:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _key(files: Sequence[Path], tokenizer: Tokenizer, skip_malformed: bool) -> str:
+    seen: list[object] = [_FORMAT, tokenizer.fingerprint, skip_malformed]
     for file in files:
         try:
             stat = file.stat()
@@ -62,7 +98,7 @@ def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
 
 
-def _write_once(files: Sequence[Path], tokenizer: Tokenizer, path: Path) -> None:
+def _write_once(files: Sequence[Path], tokenizer: Tokenizer, path: Path, skip_malformed: bool) -> None:
     """Write ``path`` unless another process does first; it appears whole or not at all."""
     with closing(os.fdopen(os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o644))) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,21 +106,82 @@ def _write_once(files: Sequence[Path], tokenizer: Tokenizer, path: Path) -> None
             return
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            path.with_suffix(".digest").write_text(_write(files, tokenizer, partial))
-            partial.replace(path)
+            partial.mkdir()
+            _write(files, tokenizer, partial, skip_malformed)
+            partial.rename(path)
         finally:
-            partial.unlink(missing_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(files: Sequence[Path], tokenizer: Tokenizer, path: Path) -> str:
-    """Write all tokens to ``path``; returns their digest."""
-    digest = hashlib.sha256()
-    with path.open("wb") as out:
-        for piece in (piece for file in files for piece in read_pieces(file)):
-            tokens = tokenizer.encode(piece.text)
-            if piece.last and tokenizer.separator is not None:
-                tokens = np.append(tokens, np.array(tokenizer.separator, tokens.dtype))
-            content = tokens.tobytes()
-            digest.update(content)
-            out.write(content)
-    return digest.hexdigest()
+def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malformed: bool) -> None:
+    errors = _Malformed(skip_malformed)
+    with _Writer(folder) as writer:
+        for file in files:
+            for chunk in read_documents(file, tokenizer, errors):
+                writer.add(chunk)
+    if not writer.counted:
+        (folder / _COUNTS).unlink()  # ones only
+    about = {
+        "digest": writer.digest.hexdigest(),
+        "counted": writer.counted,
+        "malformed": errors.number,
+        "first_malformed": errors.first,
+    }
+    (folder / _ABOUT).write_text(json.dumps(about))
+
+
+@dataclass(slots=True)
+class _Malformed:
+    """Raises the error of a line, or counts it."""
+
+    skip: bool
+    number: int = 0
+    first: str = ""
+
+    def __call__(self, error: DataError) -> None:
+        if not self.skip:
+            raise DataError(f"{error}; data.skip_malformed=true leaves such lines out") from error
+        self.first = self.first or str(error)
+        self.number += 1
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Appends chunks to the files of a cache."""
+
+    folder: Path
+    digest: Any = field(default_factory=hashlib.sha256)
+    counted: bool = False  # some token is not learned
+    _files: ExitStack = field(default_factory=ExitStack)
+    _tokens: Any = None
+    _counts: Any = None
+    _documents: Any = None
+    _at: int = 0  # tokens so far
+    _began: int = 0  # where the open document begins
+    _learned: int = 0  # of it, behind its first token
+
+    def __enter__(self) -> "_Writer":
+        self._tokens, self._counts, self._documents = (
+            self._files.enter_context((self.folder / name).open("wb"))
+            for name in (_TOKENS, _COUNTS, _DOCUMENTS)
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def add(self, chunk: Chunk) -> None:
+        counts = np.ones(len(chunk.tokens), np.bool_) if chunk.counts is None else chunk.counts
+        self._append(self._tokens, chunk.tokens)
+        self._append(self._counts, counts)
+        self.counted |= not counts.all()
+        self._learned += int(counts[1 if self._at == self._began else 0 :].sum())
+        self._at += len(counts)
+        if chunk.last:
+            self._append(self._documents, np.array([self._began, self._at, self._learned], np.int64))
+            self._began, self._learned = self._at, 0
+
+    def _append(self, file: Any, values: NDArray[Any]) -> None:
+        content = values.tobytes()
+        self.digest.update(content)
+        file.write(content)

@@ -99,9 +99,15 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x``, ``(b, h, s, d)``, turned; the arithmetic is fp32, the result x's dtype."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``x``, ``(b, h, s, d)``, turned; the arithmetic is fp32, the result x's dtype.
+
+        ``positions``, ``(b, s)``, are 0, 1, ... where they are not given.
+        """
+        if positions is None:
+            cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        else:
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         left, right = x.float().chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
@@ -116,9 +122,10 @@ class Attention(nn.Module):
         self.qkv = Linear(config.d_model, 3 * config.d_model)
         self.out = Linear(config.d_model, config.d_model, std=_residual_std(config))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = rearrange(self.qkv(x), "b s (three h d) -> three b h s d", three=3, h=self.n_heads)
-        x = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        q, k = self.rotary(q, positions), self.rotary(k, positions)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(rearrange(x, "b h s d -> b s (h d)"))  # type: ignore[no-any-return]
 
 
@@ -145,8 +152,8 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.d_model)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
 
@@ -166,30 +173,47 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.d_model)
         self.head = None if config.tied else Linear(config.d_model, config.vocab_size)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Output:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Output:
         """Predict each next token.
 
         Args:
             tokens: ``(b, s)`` int64, ``s`` at most ``config.seq_len``.
             targets: ``(b, s)`` int64, the tokens that follow; -100 counts for nothing.
+            positions: ``(b, s)`` int64, each token's place in its document. Where they begin anew, so
+                does a document, and no token sees another document than its own.
 
         Raises:
             ValueError: The sequence is longer than the model's.
         """
         if tokens.shape[1] > self.config.seq_len:
             raise ValueError(f"{tokens.shape[1]} tokens; the model was built for {self.config.seq_len}")
+        mask = None if positions is None else _document_mask(positions)
+        if mask is None:
+            positions = None  # one document: its own places, and the faster causal attention
         x = self.embedding(tokens)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, positions, mask, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, positions, mask)
         x = self.norm(x)
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         if targets is None:
             return Output(logits, None)
         loss = F.cross_entropy(rearrange(logits.float(), "b s v -> (b s) v"), targets.flatten())
         return Output(logits, loss)
+
+
+def _document_mask(positions: Tensor) -> Tensor | None:
+    """``(b, 1, s, s)`` bool: the token may see the other; None where a sequence is one document."""
+    places = torch.arange(positions.shape[1], device=positions.device)
+    if torch.equal(positions, places.expand_as(positions)):
+        return None
+    document = (positions == 0).cumsum(dim=1)
+    same = document.unsqueeze(2) == document.unsqueeze(1)
+    return (same & (places.unsqueeze(1) >= places)).unsqueeze(1)
 
 
 def _residual_std(config: GPTConfig) -> float:

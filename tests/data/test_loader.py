@@ -13,8 +13,10 @@ from infinity.data import Batch, Data, TokenLoader, open_data
 from infinity.data.config import DataConfig
 from infinity.data.files import DataError
 from infinity.data.loader import HeldOut, Shape
+from infinity.data.sequences import Stream
 
-TOKENS = np.arange(10 * 4 + 1, dtype=np.uint16)  # ten sequences of four, each known by its first token
+# ten sequences of four, each known by its first token
+TOKENS = Stream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
 
 
 def loaders(world_size: int, batch_size: int = 1, **how: bool | int) -> list[TokenLoader]:
@@ -30,10 +32,15 @@ def firsts(batches: list[Batch]) -> list[int]:
 
 def test_targets_are_the_tokens_that_follow() -> None:
     (loader,) = loaders(1, shuffle=False)
-    tokens, targets = next(loader)
-    assert tokens.tolist() == [[0, 1, 2, 3]]
-    assert targets.tolist() == [[1, 2, 3, 4]]
-    assert tokens.dtype == targets.dtype == torch.int64
+    batch = next(loader)
+    assert batch.tokens.tolist() == [[0, 1, 2, 3]]
+    assert batch.targets.tolist() == [[1, 2, 3, 4]]
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert (batch.positions, batch.mask) == (None, None)
+
+
+def test_every_rank_knows_how_many_targets_all_ranks_have() -> None:
+    assert [(b.token_count, b.target_count) for b in map(next, loaders(3, 2))] == [(24, 24)] * 3
 
 
 @settings(max_examples=30, deadline=None)
@@ -95,7 +102,7 @@ def test_every_rank_gets_as_many_held_out_batches_and_no_common_one() -> None:
     assert [len(rank) for rank in seen] == [4, 4]
     assert len(set(seen[0] + seen[1])) == 8
     assert seen[0] == firsts(list(ranks[0].batches(2)))
-    few = HeldOut(TOKENS[:9], Shape(seq_len=4, batch_size=3))
+    few = HeldOut(Stream(TOKENS.values[:9], 4), Shape(seq_len=4, batch_size=3))
     assert firsts(list(few.batches(8))) == [0, 0, 4]  # two sequences fill a batch of three
 
 
@@ -111,8 +118,8 @@ def test_the_held_out_part_never_overlaps_training(tmp_path: Path, length: int) 
     data = open_text(tmp_path, text, eval_fraction=0.2)
     assert data.held_out is not None
     epoch = takewhile(lambda _: data.train.epoch == 0, data.train)
-    train = {int(x) for batch in epoch for half in batch for x in half.flatten()}
-    held = {int(x) for batch in data.held_out.batches(100) for half in batch for x in half.flatten()}
+    train = {int(x) for batch in epoch for half in batch[:2] for x in half.flatten()}
+    held = {int(x) for batch in data.held_out.batches(100) for half in batch[:2] for x in half.flatten()}
     assert train
     assert held
     assert not train & held

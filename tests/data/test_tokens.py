@@ -44,7 +44,7 @@ def test_a_local_tokenizer_gives_its_own_numbers(tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_are_not_there_or_not_tokenizers_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"No such file.*wanted bytes or a tokenizer\.json"):
+    with pytest.raises(DataError, match=r"No such file.*wanted bytes, a tokenizer\.json or a dir"):
         open_tokenizer(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad\.json: not a tokenizer\.json"):
@@ -59,10 +59,10 @@ def test_the_cache_is_written_once_also_by_many_at_a_time(
     write = tokens_module._write
     begin = threading.Barrier(8)
 
-    def write_slowly(*args: Any) -> str:
+    def write_slowly(*args: Any) -> None:
         written.append(1)
         time.sleep(0.2)
-        return write(*args)
+        write(*args)
 
     monkeypatch.setattr(tokens_module, "_write", write_slowly)
     found: list[bytes] = []
