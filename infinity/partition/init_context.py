@@ -12,11 +12,16 @@ Initialisers run on whole parameters in the dtype in which the model creates the
 own order, so they draw the same random numbers as without infinity. A parameter that is touched
 after its unit closed (``_init_weights`` of Hugging Face models, tied weights) is materialised from
 its master weight, may be written, and is stored again before the next one is.
+
+[Note: values that come later]
+A model that will be filled from a checkpoint is built without values: a unit that closes gets neither
+values nor a place, and a parameter that is touched afterwards is scratch memory. At the end of the
+block, when every parameter has its full name, :class:`LateValues` gives each unit both.
 """
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -41,6 +46,18 @@ class Masters(Protocol):
         ...
 
 
+class LateValues(Protocol):
+    """Gives units their values at the end of the block: see [Note: values that come later]."""
+
+    def counts(self, unit: Unit) -> bool:
+        """Whether what is written to a touched parameter of ``unit`` is kept now, or scratch."""
+        ...
+
+    def fill(self, units: Sequence[Unit], masters: Masters) -> None:
+        """Store every unit's values; names are known. Every rank must call."""
+        ...
+
+
 class Construction:
     """One ``with`` block in which models are built.
 
@@ -49,6 +66,9 @@ class Construction:
         masters: Where values go.
         serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in.
         device: Where the finished model computes; its buffers go there whole.
+
+    Attributes:
+        late: Gives values when the block ends; None: parameters have them when they are created.
     """
 
     def __init__(
@@ -60,6 +80,7 @@ class Construction:
     ) -> None:
         self.builder = make_builder(self.close_unit)
         self.masters, self._serve, self.device = masters, serve, device
+        self.late: LateValues | None = None
         self.roots: list[nn.Module] = []
         self._patched: dict[type[nn.Module], Any] = {}
         self._building: list[nn.Module] = []
@@ -89,7 +110,7 @@ class Construction:
         """Store a unit that just closed and drop its full values."""
         for segment in unit.segments:
             self._unit_of[id(segment.param)] = unit
-        self._store(unit)
+        self._put_away(unit)
 
     def touch(self, param: nn.Parameter) -> None:
         """Somebody asked for ``param`` by its name in a module."""
@@ -104,20 +125,29 @@ class Construction:
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
     def _materialise(self, unit: Unit) -> None:
-        master = self.masters.get(unit)
-        for s in unit.segments:
-            values = master.narrow(0, s.offset, s.numel).view(s.shape)
-            s.param.data = values.to(s.param.device, s.created_dtype, copy=True)
+        if self._counts(unit):
+            master = self.masters.get(unit)
+            for s in unit.segments:
+                values = master.narrow(0, s.offset, s.numel).view(s.shape)
+                s.param.data = values.to(s.param.device, s.created_dtype, copy=True)
+        else:
+            for s in unit.segments:
+                s.param.data = torch.empty(s.shape, dtype=s.created_dtype, device=s.param.device)
         self._whole = unit
 
     def _stow(self) -> None:
         """Store the materialised unit again, as it may have been written."""
         if self._whole is not None:
             unit, self._whole = self._whole, None
-            self._store(unit)
+            self._put_away(unit)
 
-    def _store(self, unit: Unit) -> None:
-        self.masters.put(unit, functools.partial(_master_range, unit.segments))
+    def _counts(self, unit: Unit) -> bool:
+        return self.late is None or self.late.counts(unit)
+
+    def _put_away(self, unit: Unit) -> None:
+        """Store the values, if they count, and drop them."""
+        if self._counts(unit):
+            self.masters.put(unit, functools.partial(_master_range, unit.segments))
         for s in unit.segments:
             s.param.data = placeholder(s.shape, s.created_dtype, s.param.device)
 
@@ -184,6 +214,10 @@ class Construction:
         names = {id(p): name for root in roots for name, p in root.named_parameters()}
         for unit in self.builder.units:
             unit.rename(names)
+        if self.late is not None:
+            self.late.fill(self.builder.units, self.masters)
+            self._stow()
+        for unit in self.builder.units:
             for s in unit.segments:
                 s.param.data = placeholder(s.shape, unit.dtype, self.device)
         for module in (m for root in roots for m in root.modules()):

@@ -1,0 +1,124 @@
+"""A transformers model of a directory's ``config.json``, built without values."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.tensor_file import read_json_object
+from infinity.core.errors import CheckpointError
+
+
+def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
+    """The ``config.json`` in ``path`` as transformers' config, with ``overrides``; runs no code of others.
+
+    Raises:
+        CheckpointError: There is none, no class of transformers can read it, an override is unknown, or
+            the weights are quantized.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: Hugging Face models need transformers: pip install 'infinity-offload[hf]'"
+        ) from error
+    read_json_object(
+        path / "config.json"
+    )  # a plain file with an object in it, whatever transformers would open
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            str(path),
+            trust_remote_code=False,
+            local_files_only=True,
+            return_unused_kwargs=True,
+            **(overrides or {}),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+    unknown = {name for name in unknown if name not in ("trust_remote_code", "local_files_only")}
+    if unknown:
+        raise CheckpointError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(
+            f"{path} holds quantized weights (quantization_config in config.json); training needs "
+            "them in bf16, fp16 or fp32"
+        )
+    return config
+
+
+def vocabulary_size(path: Path) -> int:
+    """Tokens that the model in ``path`` knows.
+
+    Raises:
+        CheckpointError: As :func:`read_config`, or it is no model of text.
+    """
+    size = getattr(read_config(path).get_text_config(), "vocab_size", None)
+    if not isinstance(size, int):
+        raise CheckpointError(f"{path / 'config.json'} names no vocab_size; wanted a model of text")
+    return size
+
+
+def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
+    """The model of ``config``, its parameters in fp32 and never written; ties are made.
+
+    Args:
+        config: From :func:`read_config`.
+        auto_class: An auto class or a model's own class; None: the one that the config names, or
+            ``AutoModelForCausalLM``.
+        dtype: In which it will compute; noted in the config.
+
+    Raises:
+        CheckpointError: The class and the config do not go together.
+    """
+    from transformers import initialization
+
+    _note_dtype(config, dtype)
+    with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights():
+        try:
+            model = _make(config, auto_class)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{type(config).__name__}: {error}") from error
+        model.tie_weights()
+    _note_dtype(model.config, dtype)
+    _read_generation_config(model, Path(config.name_or_path))
+    return model
+
+
+def _make(config: Any, auto_class: Any) -> Any:
+    """The model, of the class that was chosen."""
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    for cls in named if auto_class is None else (auto_class,):
+        if inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel):
+            make: Any = cls
+            return make(config)
+    auto = auto_class or transformers.AutoModelForCausalLM
+    return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _note_dtype(config: Any, dtype: torch.dtype) -> None:
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
+
+
+@contextlib.contextmanager
+def _fp32() -> Iterator[None]:
+    """New parameters and buffers are fp32, whatever the program's default is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _read_generation_config(model: Any, path: Path) -> None:
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
