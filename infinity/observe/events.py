@@ -1,5 +1,6 @@
 """What one step did, as a frozen value that every view (log, progress, summary) reads."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,3 +38,11 @@ class StepReport:
         """What the step waited for most; ``compute`` when it hardly waited (under 5 %)."""
         cause, waited_s = max(self.stall_s.items(), key=lambda kv: kv[1], default=("compute", 0.0))
         return cause if waited_s > 0.05 * self.step_s else "compute"  # type: ignore[return-value]
+
+
+def perplexity(loss: float) -> float:
+    """Among how many tokens the model hesitates: exp of its mean ``loss`` per token; inf beyond floats."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

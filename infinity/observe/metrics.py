@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infinity.core.errors import InfinityError
-from infinity.observe.events import StepReport
+from infinity.observe.events import StepReport, perplexity
 
 
 class View(Protocol):
@@ -18,7 +18,7 @@ class View(Protocol):
         ...
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss, mean over ranks, after ``step`` steps."""
+        """The held-out loss, mean over the tokens of all ranks, after ``step`` steps."""
         ...
 
     def close(self) -> None: ...
@@ -28,7 +28,8 @@ class MetricsFile:
     """Appends JSON lines to ``path``, each whole on disk's side of the process when the call ends.
 
     A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``,
-    ``bottleneck``) or "evaluation" (``step``, ``loss``). Figures that are not finite are null.
+    ``bottleneck``) or "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite
+    are null.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +40,8 @@ class MetricsFile:
         self._write({"kind": "step", **asdict(report), **more})
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._write({"kind": "evaluation", "step": step, "loss": loss})
+        figures = {"loss": loss, "perplexity": perplexity(loss)}
+        self._write({"kind": "evaluation", "step": step, **figures})
 
     def close(self) -> None:
         self._file.close()
@@ -73,6 +75,7 @@ class TensorBoard:
 
     def evaluated(self, step: int, loss: float) -> None:
         self._writer.add_scalar("loss/held_out", loss, step)
+        self._writer.add_scalar("perplexity/held_out", perplexity(loss), step)
         self._writer.flush()
 
     def close(self) -> None:

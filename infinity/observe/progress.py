@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from infinity.core.nbytes import format_nbytes
-from infinity.observe.events import StepReport
+from infinity.observe.events import StepReport, perplexity
 
 
 class ProgressDisplay:
@@ -38,7 +38,7 @@ class ProgressDisplay:
             self._say(f"step {report.step}/{self._steps}  {describe(report)}")
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._say(f"step {step}/{self._steps}  held-out loss {loss:.4f}")
+        self._say(f"step {step}/{self._steps}  held-out loss {loss:.4f}  perplexity {perplexity(loss):,.2f}")
 
     def say(self, line: str) -> None:
         """A line of its own above the bar."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.core.nbytes import format_nbytes
-from infinity.observe.events import StepReport
+from infinity.observe.events import StepReport, perplexity
 from infinity.observe.metrics import finite
 
 #: A cause is named as the bottleneck when the run waited for it for more than this share.
@@ -43,6 +43,8 @@ class Summary:
     last_loss: float | None
     first_held_out: float | None
     last_held_out: float | None
+    first_perplexity: float | None  # of the held-out tokens
+    last_perplexity: float | None
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n")
@@ -85,6 +87,8 @@ class SummaryBuilder:
         series = self._planned if self._planned.step_s else self._all
         total_s = sum(self._all.step_s)
         cause, waited_s = max(self._stall_s.items(), key=lambda kv: kv[1], default=("compute", 0.0))
+        held_out = (self._held_out[0], self._held_out[-1]) if self._held_out else (None, None)
+        hesitation = [None if loss is None else perplexity(loss) for loss in held_out]
         return Summary(
             folder=str(folder),
             world_size=world_size,
@@ -104,8 +108,10 @@ class SummaryBuilder:
             bottleneck=cause if waited_s > STALL_SHARE * total_s else "compute",
             first_loss=self._losses[0] if self._losses else None,
             last_loss=self._losses[-1] if self._losses else None,
-            first_held_out=self._held_out[0] if self._held_out else None,
-            last_held_out=self._held_out[-1] if self._held_out else None,
+            first_held_out=held_out[0],
+            last_held_out=held_out[1],
+            first_perplexity=hesitation[0],
+            last_perplexity=hesitation[1],
         )
 
 
@@ -154,6 +160,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s a step)"),
         ("loss", _first_last(summary.first_loss, summary.last_loss)),
         ("held-out loss", _first_last(summary.first_held_out, summary.last_held_out)),
+        ("held-out perplexity", _first_last(summary.first_perplexity, summary.last_perplexity, digits=2)),
         ("read per step", _beside_plan(summary.nbytes_read, summary.planned_nbytes_read)),
         ("written per step", _beside_plan(summary.nbytes_written, summary.planned_nbytes_written)),
     ]
@@ -172,8 +179,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     return rows
 
 
-def _first_last(first: float | None, last: float | None) -> str:
-    return "-" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
+def _first_last(first: float | None, last: float | None, *, digits: int = 4) -> str:
+    return "-" if first is None or last is None else f"{first:,.{digits}f} -> {last:,.{digits}f}"
 
 
 def _beside_plan(nbytes: int, planned: int | None) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_every_step_is_a_line_on_disk_when_it_ends(tmp_path: Path) -> None:
     assert line["peak_nbytes"] == REPORT.peak_nbytes
     metrics.evaluated(2, 3.5)
     metrics.close()
-    assert lines(path)[1] == {"kind": "evaluation", "step": 2, "loss": 3.5}
+    assert lines(path)[1] == {"kind": "evaluation", "step": 2, "loss": 3.5, "perplexity": math.exp(3.5)}
 
 
 def test_lines_are_json_also_when_a_gradient_is_not_finite(tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
     assert values["loss/train"] == 3.25
     assert values["loss/held_out"] == 3.5
+    assert values["perplexity/held_out"] == pytest.approx(math.exp(3.5))
     assert values["stall_s/read"] == 0.25
     assert values["peak_bytes/nvme"] == 2**30
 
@@ -106,7 +108,7 @@ def shown(steps: list[StepReport], *, terminal: bool, log_every: int = 1) -> str
 def test_without_a_terminal_progress_is_plain_lines_now_and_then() -> None:
     text = shown([replace(REPORT, step=step) for step in range(1, 6)], terminal=False, log_every=2)
     assert [line.split("  ")[0] for line in text.splitlines()] == ["step 2/5", "step 4/5"] + ["step 5/5"] * 2
-    assert text.splitlines()[-1] == "step 5/5  held-out loss 3.5000"
+    assert text.splitlines()[-1] == "step 5/5  held-out loss 3.5000  perplexity 33.12"
     assert "\x1b" not in text
 
 
@@ -140,6 +142,7 @@ def test_a_summary_counts_planned_steps_and_adds_up_all() -> None:
     assert summary.bottleneck == "read"
     assert (summary.first_loss, summary.last_loss) == (5.5, 3.0)
     assert (summary.first_held_out, summary.last_held_out) == (4.0, 3.5)
+    assert (summary.first_perplexity, summary.last_perplexity) == (math.exp(4.0), math.exp(3.5))
 
 
 def test_a_run_that_hardly_waited_is_bound_by_compute() -> None:
@@ -155,6 +158,7 @@ def test_the_summary_shows_bytes_beside_the_plan_and_peaks_beside_budgets() -> N
     assert rows["peak host"] == "256 MiB (budget 256 MiB)"
     assert rows["peak nvme"] == "1 GiB (no budget)"
     assert rows["held-out loss"] == "4.0000 -> 3.5000"
+    assert rows["held-out perplexity"] == "54.60 -> 33.12"
     assert rows["stall"] == "5.5% of the time (read 0.50 s, update 0.10 s)"
     assert rows["files"] == "runs/[a]"
 
@@ -172,4 +176,11 @@ def test_the_summary_is_printed_as_it_is_and_written_as_json(tmp_path: Path) -> 
 
 def test_a_run_without_steps_has_a_summary() -> None:
     rows = dict(summary_rows(summarize([])))
-    assert rows["loss"] == rows["held-out loss"] == "-"
+    assert rows["loss"] == rows["held-out loss"] == rows["held-out perplexity"] == "-"
+
+
+def test_a_perplexity_beyond_floats_is_infinite_and_its_line_still_json(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    metrics.evaluated(1, 1e4)
+    metrics.close()
+    assert lines(tmp_path / "m.jsonl") == [{"kind": "evaluation", "step": 1, "loss": 1e4, "perplexity": None}]
