@@ -62,17 +62,19 @@ def plan_rows(documents: Ints, counts: NDArray[np.bool_] | None, *, seq_len: int
         documents: ``(documents, 3)``, as in :class:`~infinity.data.tokens.Tokens`.
         counts: Likewise.
     """
-    starts, sizes = documents[:, 0], documents[:, 1] - documents[:, 0] - 1
-    known = sizes > 0
-    whole = Pieces(starts=starts[known], sizes=sizes[known], targets=documents[known, 2])
-    pieces = _cut(whole, seq_len) if packing else whole
+    starts, stops, learned = documents[documents[:, 1] - documents[:, 0] > 1].T
+    first = 1 if counts is None else counts[starts]  # learned or not, it is never a target
+    pieces = Pieces(starts=starts, sizes=stops - starts - 1, targets=learned - first)
+    if packing:
+        pieces = _cut(pieces, learned == stops - starts, seq_len)
+    cut = len(pieces.starts) - len(starts)
     long = np.flatnonzero(pieces.sizes > seq_len)
     pieces.sizes[long] = seq_len
     for at in long:
         first = pieces.starts[at] + 1
         pieces.targets[at] = seq_len if counts is None else counts[first : first + seq_len].sum()
     left = np.flatnonzero(pieces.targets > 0)
-    empty = len(documents) - len(whole.starts) + len(pieces.starts) - len(left)
+    empty = len(documents) + cut - len(left)
     pieces = pieces.take(left)
     rows = fit(pieces.sizes, seq_len) if packing else np.arange(len(left))
     order = np.argsort(rows, kind="stable")
@@ -112,9 +114,8 @@ def fit(sizes: Ints, capacity: int) -> Ints:
     return rows
 
 
-def _cut(pieces: Pieces, seq_len: int) -> Pieces:
-    """``pieces``, with text that is longer than ``seq_len`` cut into several."""
-    text = pieces.targets == pieces.sizes
+def _cut(pieces: Pieces, text: NDArray[np.bool_], seq_len: int) -> Pieces:
+    """``pieces``, with those that are ``text`` and longer than ``seq_len`` cut into several."""
     parts = np.where(text, -(-pieces.sizes // seq_len), 1)
     source = np.repeat(np.arange(len(parts)), parts)
     number = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -34,8 +34,8 @@ class Tokens:
     Attributes:
         values: ``(tokens,)``.
         counts: ``(tokens,)`` bool: which are learned; None where all are.
-        documents: ``(documents, 3)`` int64: first token, the one after the last, and how many of
-            those behind the first are learned.
+        documents: ``(documents, 3)`` int64: first token, the one after the last, and how many are
+            learned.
         digest: Equal where the rest is.
         malformed: Lines that were left out, and the error of the first of them.
     """
@@ -158,7 +158,7 @@ class _Writer:
     _documents: Any = None
     _at: int = 0  # tokens so far
     _began: int = 0  # where the open document begins
-    _learned: int = 0  # of it, behind its first token
+    _learned: int = 0  # tokens of it
 
     def __enter__(self) -> "_Writer":
         self._tokens, self._counts, self._documents = (
@@ -175,7 +175,7 @@ class _Writer:
         self._append(self._tokens, chunk.tokens)
         self._append(self._counts, counts)
         self.counted |= not counts.all()
-        self._learned += int(counts[1 if self._at == self._began else 0 :].sum())
+        self._learned += int(counts.sum())
         self._at += len(counts)
         if chunk.last:
             self._append(self._documents, np.array([self._began, self._at, self._learned], np.int64))

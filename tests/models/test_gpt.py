@@ -95,6 +95,44 @@ def test_rotary_scores_depend_on_distance_only() -> None:
     assert not torch.isclose(scores[3, 1], scores[3, 2])
 
 
+def packed(*lengths: int) -> torch.Tensor:
+    """The places of tokens in documents of these lengths, one after the other."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def test_documents_of_one_sequence_are_as_if_they_were_alone() -> None:
+    model, tokens = build(), some_tokens()
+    positions = torch.stack([packed(5, 3, 4), packed(1, 11), packed(12)])
+    together = model(tokens, positions=positions).logits
+    for row, parts in enumerate(([5, 3, 4], [1, 11], [12])):
+        alone = [model(part[None]).logits[0] for part in tokens[row].split(parts)]
+        torch.testing.assert_close(together[row], torch.cat(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_no_gradient_crosses_from_one_document_to_another() -> None:
+    model, tokens = build(), torch.arange(12)[None] % 17
+    targets = torch.full_like(tokens, -100)
+    targets[0, 6:] = tokens[0, :6]
+    model(tokens, targets, packed(6, 6)[None]).loss.backward()
+    seen = model.embedding.weight.grad.abs().sum(dim=1) > 0
+    assert seen.nonzero().flatten().tolist() == list(range(6, 12))
+
+
+def test_positions_of_one_document_change_no_bit() -> None:
+    model, tokens = build(), some_tokens()
+    assert torch.equal(model(tokens, positions=packed(12).expand(3, 12)).logits, model(tokens).logits)
+
+
+def test_recomputation_keeps_documents_apart() -> None:
+    tokens, positions = some_tokens(), packed(5, 7).expand(3, 12)
+    gradients = []
+    for recompute in (False, True):
+        model = build(recompute=recompute)
+        model(tokens, tokens, positions).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
 def test_bf16_runs_in_bf16_with_a_loss_in_fp32() -> None:
     logits, loss = build().to(torch.bfloat16)(some_tokens(), some_tokens())
     assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)

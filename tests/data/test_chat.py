@@ -1,0 +1,138 @@
+"""Of a chat the assistant's words are learned, and nothing else, whatever its template does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infinity.data.chat import Rendered, count_tokens, render_turns
+from infinity.data.files import DataError
+from infinity.data.records import Chat, MalformedError, Message
+from infinity.data.tokenizer import BytesTokenizer, Encoded, Tokenizer, open_tokenizer
+from tests.helpers.tokenizers import CHATML, MARKED, write_tokenizer
+
+#: A template that leaves out what the assistant thought, except in the last turn.
+THINKING = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1] }}"
+    "{% else %}{{ message['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+def chat(*contents: str, system: str | None = None) -> list[Message]:
+    """Questions and answers in turn."""
+    messages = [{"role": "system", "content": system}] if system else []
+    roles = ("user", "assistant")
+    return messages + [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def said(rendered: Rendered) -> list[str]:
+    return [rendered.text[begin:end] for begin, end in rendered.spans]
+
+
+def simple(messages: Sequence[Message], ask: bool) -> str:
+    return "".join(f"[{m['role'][0]}]{m['content']};" for m in messages) + ("[a]" if ask else "")
+
+
+def test_a_turn_is_what_the_template_writes_after_it_asked_for_it() -> None:
+    (whole,) = render_turns(chat("q", "one", "r", "two", system="s"), simple)
+    assert whole.text == "[s]s;[u]q;[a]one;[u]r;[a]two;"
+    assert said(whole) == ["one;", "two;"]
+
+
+def test_a_template_that_rewrites_old_turns_gives_each_answer_a_text_of_its_own() -> None:
+    def forgetful(messages: Sequence[Message], ask: bool) -> str:
+        last = len(messages) - 1
+        shown = [
+            {**m, "content": m["content"].upper() if i < last and m["role"] == "assistant" else m["content"]}
+            for i, m in enumerate(messages)
+        ]
+        return simple(shown, ask)
+
+    first, second = render_turns(chat("q", "one", "r", "two"), forgetful)
+    assert (first.text, said(first)) == ("[u]q;[a]one;", ["one;"])
+    assert (second.text, said(second)) == ("[u]q;[a]ONE;[u]r;[a]two;", ["two;"])
+
+
+def test_a_template_that_asks_with_other_words_than_it_answers_keeps_what_both_begin_with() -> None:
+    def thinks(messages: Sequence[Message], ask: bool) -> str:
+        return simple(messages, ask) + ("<think>" if ask else "")
+
+    (whole,) = render_turns(chat("q", "one"), thinks)
+    assert said(whole) == ["one;"]
+
+
+def test_a_template_that_rewrites_the_question_is_refused() -> None:
+    def fickle(messages: Sequence[Message], ask: bool) -> str:
+        return f"{len(messages)} messages: {simple(messages, ask)}"
+
+    with pytest.raises(MalformedError, match="message 2: the chat template writes what stands before"):
+        render_turns(chat("q", "one"), fickle)
+
+
+def test_a_chat_that_the_assistant_opens_is_learned_from_its_beginning() -> None:
+    (whole,) = render_turns(chat("", "one")[1:], simple)
+    assert said(whole) == ["[a]one;"]
+
+
+def test_a_token_counts_when_a_character_of_it_does() -> None:
+    offsets = np.array([(0, 2), (2, 4), (3, 5), (5, 5), (5, 6), (6, 8)])
+    assert count_tokens(offsets, [(4, 6)]).tolist() == [False, False, True, False, True, False]
+
+
+def learned(tokenizer: Tokenizer, encoded: Encoded, library: object) -> list[str]:
+    """The runs of tokens that are learned, as text."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.counts, [0]])))
+    runs = [encoded.tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
+    return [library.decode(run) for run in runs]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
+def test_tokens_of_the_assistant_are_learned_with_the_end_of_their_turn(
+    tmp_path: Path, template: str
+) -> None:
+    library = write_tokenizer(tmp_path, chat_template=template)
+    tokenizer = open_tokenizer(str(tmp_path))
+    messages = chat("the käse?", "abab ✓", "and then", "the end", system="be brief")
+    (encoded,) = tokenizer.encode_chat(Chat(messages, None))
+    assert library.decode(encoded.tokens) == library.apply_chat_template(messages, tokenize=False)
+    assert learned(tokenizer, encoded, library) == ["abab ✓<|im_end|>\n", "the end<|im_end|>\n"]
+
+
+def test_old_thoughts_are_learned_where_they_stood_last(tmp_path: Path) -> None:
+    library = write_tokenizer(tmp_path, chat_template=THINKING)
+    tokenizer = open_tokenizer(str(tmp_path))
+    messages = chat("q", "<think>hm</think>one", "r", "<think>so</think>two")
+    first, second = tokenizer.encode_chat(Chat(messages, None))
+    assert learned(tokenizer, first, library) == ["hm</think>one<|im_end|>\n"]
+    assert learned(tokenizer, second, library) == ["so</think>two<|im_end|>\n"]
+    assert "hm" not in library.decode(second.tokens)
+
+
+def test_a_template_that_refuses_a_chat_makes_its_line_malformed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(MalformedError, match="the chat template refuses it: roles must alternate"):
+        open_tokenizer(str(tmp_path)).encode_chat(Chat(chat("q", "a"), None))
+
+
+def test_a_tokenizer_without_a_template_is_an_error_of_the_recipe(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template=None)
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(DataError, match=r"data\.tokenizer: .* has no chat template"):
+            open_tokenizer(str(name)).encode_chat(Chat(chat("q", "a"), None))
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    library = write_tokenizer(tmp_path, chat_template="{{ tools[0]['name'] }}: " + CHATML)
+    (encoded,) = open_tokenizer(str(tmp_path)).encode_chat(Chat(chat("q", "a"), [{"name": "weather"}]))
+    assert library.decode(encoded.tokens).startswith("weather: <|im_start|>user")
+
+
+def test_bytes_have_a_template_of_their_own() -> None:
+    (encoded,) = BytesTokenizer().encode_chat(Chat(chat("hä?", "yes"), None))
+    assert bytes(encoded.tokens).decode() == "user: hä?\nassistant: yes\0"
+    assert bytes(encoded.tokens[encoded.counts]) == b"yes\0"
+    with pytest.raises(MalformedError, match="message 1: wanted a 'content' that is a string"):
+        BytesTokenizer().encode_chat(Chat([{"role": "assistant", "content": ["a"]}], None))

@@ -1,0 +1,167 @@
+"""Documents of tokens from every kind of line; what is malformed is named, or counted."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity.data.files import DataError
+from infinity.data.tokenizer import BytesTokenizer, encode_completion, open_tokenizer
+from infinity.data.tokens import Tokens, open_tokens
+from tests.helpers.tokenizers import write_tokenizer
+
+CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path, tokenizer: str = "bytes", **how: bool) -> Tokens:
+    return open_tokens([path], open_tokenizer(tokenizer), path.parent / "cache", **how)
+
+
+def documents(tokens: Tokens) -> list[bytes]:
+    return [bytes(tokens.values[start:stop]) for start, stop, _ in tokens.documents]
+
+
+def test_kinds_of_lines_may_be_mixed_and_only_answers_are_learned(tmp_path: Path) -> None:
+    lines = [{"text": "one"}, {"prompt": "2+2=", "completion": "4"}, {"messages": CHAT}]
+    tokens = read(write(tmp_path / "a.jsonl", *lines))
+    assert documents(tokens) == [b"one\0", b"2+2=4\0", b"user: ?\nassistant: !\0"]
+    assert tokens.counts is not None
+    assert bytes(tokens.values[tokens.counts]) == b"one\x004\0!\0"
+    assert tokens.documents[:, 2].tolist() == [4, 2, 2]
+
+
+def test_where_all_is_learned_no_mask_is_kept(tmp_path: Path) -> None:
+    tokens = read(write(tmp_path / "a.jsonl", {"text": "one"}, {"text": ""}))
+    assert tokens.counts is None
+    assert documents(tokens) == [b"one\0", b"\0"]
+    assert {path.name for path in (tmp_path / "cache").glob("*/*")} == {"tokens", "documents", "about.json"}
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    tokens = read(write(tmp_path / "a.txt", "one\n\ntwo"))
+    assert tokens.documents.tolist() == [[0, 9, 9]]
+
+
+def test_a_tokenizers_opening_stands_before_texts_and_prompts(tmp_path: Path) -> None:
+    library = write_tokenizer(tmp_path / "model", opens=True)
+    lines = [{"text": "the"}, {"prompt": "a", "completion": "b"}]
+    tokens = read(write(tmp_path / "a.jsonl", *lines), str(tmp_path / "model"))
+    assert library.decode(tokens.values) == "<s>the</s><s>ab</s>"
+    assert tokens.documents[:, 2].tolist() == [3, 2]
+    text = read(write(tmp_path / "a.txt", "the\n" * 3), str(tmp_path / "model"))
+    assert library.decode(text.values) == "<s>" + "the\n" * 3 + "</s>"
+
+
+def test_a_directory_without_an_opening_gets_none(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    assert open_tokenizer(str(tmp_path)).opening is None
+
+
+def test_a_prompts_tokens_are_those_that_it_has_alone(tmp_path: Path) -> None:
+    library = write_tokenizer(tmp_path)
+    tokenizer = open_tokenizer(str(tmp_path))
+    shared = encode_completion("xa", "by", tokenizer)  # "ab" would be one token
+    assert [library.decode([t]) for t in shared.tokens] == ["x", "a", "b", "y"]
+    assert shared.counts.tolist() == [False, False, True, True]
+    apart = encode_completion("x", "ab the", tokenizer)
+    assert [library.decode([t]) for t in apart.tokens] == ["x", "ab", " the"]
+    assert apart.counts.tolist() == [False, True, True]
+
+
+def test_a_malformed_line_is_named_with_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "good"}, "\n", "nonsense\n")
+    with pytest.raises(
+        DataError, match=r"not JSON.*; data\.skip_malformed=true leaves such lines out"
+    ) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+
+
+def test_malformed_lines_are_counted_when_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "nonsense\n", {"text": "good"}, {"messages": []}, {"text": "too"})
+    for _ in range(2):  # the second time from the cache
+        tokens = read(path, skip_malformed=True)
+        assert documents(tokens) == [b"good\0", b"too\0"]
+        assert tokens.malformed[0] == 2
+        assert tokens.malformed[1].startswith(f"{path}:1: not JSON")
+    with pytest.raises(DataError, match="not JSON"):  # that cache serves nobody who did not ask
+        read(path)
+
+
+def test_a_line_that_teaches_nothing_is_malformed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "model", chat_template="{{ messages[0]['content'] }}")
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: none of its tokens is learned"):
+        read(path, str(tmp_path / "model"))
+
+
+def test_a_missing_template_is_no_matter_of_a_line(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "model", chat_template=None)
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: data\.tokenizer: .* has no chat template"):
+        read(path, str(tmp_path / "model"), skip_malformed=True)
+
+
+def test_a_directory_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"data\.tokenizer: .*: transformers finds no tokenizer there"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_another_template_is_another_cache(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    seen = []
+    for word in ("one", "two"):
+        template = f"{word}: {{% for m in messages %}}{{{{ m['content'] }}}}{{% endfor %}}"
+        library = write_tokenizer(tmp_path / "model", chat_template=template)
+        seen.append(library.decode(read(path, str(tmp_path / "model")).values))
+    assert seen == ["one: ?!", "two: ?!"]
+
+
+LINES = st.lists(
+    st.binary(max_size=30)
+    | st.sampled_from(
+        [
+            json.dumps(x).encode()
+            for x in ({"text": "a"}, {"messages": CHAT}, {"prompt": "", "completion": ""})
+        ]
+    )
+    | st.dictionaries(
+        st.sampled_from(["text", "prompt", "completion", "messages"]),
+        st.text() | st.none() | st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()})),
+    ).map(lambda value: json.dumps(value).encode()),
+    max_size=6,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=LINES, skip=st.booleans())
+def test_any_jsonl_is_tokens_or_an_error_of_data(
+    tmp_path_factory: pytest.TempPathFactory, lines: Sequence[bytes], skip: bool
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found: Tokens | DataError
+    try:
+        found = open_tokens([path], BytesTokenizer(), path.parent / "cache", skip_malformed=skip)
+    except DataError as error:
+        found = error
+    if isinstance(found, DataError):
+        assert not skip
+        assert str(found).startswith(f"{path}:")
+        return
+    assert skip or not found.malformed[0]
+    stops = found.documents[:, 1]
+    assert np.array_equal(found.documents[1:, 0], stops[:-1])
+    assert len(found.values) == (stops[-1] if len(stops) else 0)
+    assert (found.documents[:, 2] <= stops - found.documents[:, 0]).all()
