@@ -27,8 +27,8 @@ def from_pretrained(
 
     Every rank must call. Each reads its own slices of each weight, so a file's bytes are read once per
     machine, and needs host memory for a chunk beside its budgets, however large the model. The weights
-    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files. No code of
-    the directory's runs.
+    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files. Parameters that
+    the model freezes when it is built stay frozen. No code of the directory's runs.
 
     Args:
         path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).

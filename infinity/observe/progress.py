@@ -6,6 +6,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.events import StepReport, perplexity
+from infinity.observe.loading import LoadClock
 
 
 class ProgressDisplay:
@@ -19,6 +20,7 @@ class ProgressDisplay:
     def __init__(self, steps: int, *, log_every: int = 1, console: Console | None = None) -> None:
         self._steps, self._log_every = steps, log_every
         self._console = console or Console(stderr=True)
+        self._load = LoadClock()
         self._bar: Progress | None = None
         if self._console.is_terminal:
             columns = (
@@ -30,6 +32,14 @@ class ProgressDisplay:
             self._bar = Progress(*columns, console=self._console, refresh_per_second=2)
             self._task = self._bar.add_task("recording the first step", total=steps)
             self._bar.start()
+
+    def loading(self, done_nbytes: int, total_nbytes: int) -> None:
+        """This rank has loaded so many bytes of its weights."""
+        text = self._load.describe(done_nbytes, total_nbytes)
+        if self._bar:
+            self._bar.update(self._task, description=escape(text))
+        elif self._load.due(done_nbytes, total_nbytes):
+            self._say(text)
 
     def step(self, report: StepReport) -> None:
         if self._bar:

@@ -1,0 +1,108 @@
+"""A model streamed from a directory trains as after plain ``from_pretrained``, to the bit."""
+
+import pytest
+import torch
+
+import infinity
+from infinity.checkpoint.directory import Checkpoint
+from tests.helpers import zoo
+from tests.helpers.launch import run_ranks, several
+from tests.helpers.reference import Rule
+from tests.helpers.training import (
+    Trained,
+    assert_bitwise,
+    optimizer_for,
+    recipe,
+    reference,
+    small_units,
+    streaming,
+)
+
+STEPS = 4
+#: Files in bf16, in several shards, or both.
+KINDS = {
+    "t5": {"max_shard_size": "40KB"},
+    "qwen2": {"dtype": torch.bfloat16},
+    "phi": {"max_shard_size": "30KB", "dtype": torch.bfloat16},
+    "mixtral": {"max_shard_size": "60KB"},
+    "deepseek_v3": {"max_shard_size": "40KB", "dtype": torch.bfloat16},
+    "whisper": {"dtype": torch.float16},
+}
+
+
+def train(model, batch, *, steps=STEPS, rank=0, world=1):
+    """The plain loop over a model that is already there."""
+    optimizer = optimizer_for(model.train(), Rule())
+    out = Trained()
+    try:
+        for step in range(steps):
+            loss = model(**batch(step, rank, world)).loss
+            loss.backward()
+            optimizer.step()
+            out.losses.append(loss.item())
+            out.norms.append(optimizer.grad_norm)
+        out.weights = infinity.state_dict(model, every_rank=True)
+    finally:
+        optimizer.close()
+    return out
+
+
+def load(directory, overrides, dtype="bf16", **options):
+    with small_units():
+        return infinity.from_pretrained(directory, recipe(dtype, overrides), **options)
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_a_loaded_model_trains_as_plain_from_pretrained_to_the_bit(saved, tmp_path, name):
+    directory, plain, batch = saved(name, **KINDS.get(name, {}))
+    dtype = "fp32" if name == "whisper" else "bf16"  # its batches are fp32, and it does not cast them
+    expected = reference(plain, batch, dtype=dtype, steps=STEPS)
+    ours = train(load(directory, streaming(tmp_path / "nvme"), dtype), batch)
+    assert_bitwise(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_any_stored_dtype_becomes_exact_masters_of_any_compute_dtype(saved, dtype, stored):
+    directory, plain, _ = saved("llama", dtype=stored)
+    model = load(directory, ["memory.host=64MiB"], dtype)
+    optimizer = optimizer_for(model, Rule())
+    names = {id(p): name for name, p in model.named_parameters()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    state = optimizer.state_dict()["state"]
+    optimizer.close()
+    exact = {name: state[i]["master"] for i, name in enumerate(order)}
+    expected = dict(plain().named_parameters())
+    assert exact.keys() == expected.keys()
+    assert all(torch.equal(exact[name], p.detach()) for name, p in expected.items())
+
+
+def load_and_train(directory, nvme, name):
+    """On each rank: losses, the weights at first, and the bytes that it read."""
+    read = []
+    before, Checkpoint.close = Checkpoint.close, lambda self: read.append(self.nbytes_read) or before(self)
+    try:
+        _, batch = zoo.build(name, 3)
+        rank = torch.distributed.get_rank()
+        model = load(directory, streaming(nvme), "fp32")
+    finally:
+        Checkpoint.close = before
+    start = {key: value.clone() for key, value in infinity.state_dict(model, every_rank=True).items()}
+    trained = train(model, batch, rank=rank, world=2)
+    return trained.losses, start, read[0]
+
+
+def test_two_ranks_load_the_plain_weights_and_read_each_byte_once(saved, tmp_path):
+    names = ("llama", "mixtral")
+    checkpoints = {name: saved(name, max_shard_size="60KB") for name in names}
+    calls = [(load_and_train, checkpoints[name][0], tmp_path / "nvme", name) for name in names]
+    results = run_ranks(several, 2, *calls)
+    for i, name in enumerate(names):
+        _, plain, batch = checkpoints[name]
+        expected = reference(plain, batch, dtype="fp32", steps=STEPS)
+        losses, weights, nbytes = zip(*(result[i] for result in results), strict=True)
+        for key, value in plain().state_dict().items():
+            assert all(torch.equal(start[key], value) for start in weights), key
+        mean = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
+        assert mean == pytest.approx(expected.losses, rel=1e-4)
+        assert sum(nbytes) == sum(p.numel() * 4 for p in plain().parameters())
