@@ -1,4 +1,4 @@
-"""``infinity train | recipe``: the command line."""
+"""``infinity train | export | recipe``: the command line."""
 
 import argparse
 import os
@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _terminable():
             if args.command == "recipe":
                 show_recipe_table()
+            elif args.command == "export":
+                _export(args.run, args.out)
             else:
                 _train(args.recipe, args.overrides)
     except InfinityError as error:
@@ -61,6 +63,13 @@ def _train(path: str | None, overrides: Sequence[str]) -> None:
     train(recipe)
 
 
+def _export(run: str, out: str) -> None:
+    from infinity.saving import export_run
+
+    export_run(run, out)
+    print(f"the model of {run} is in {out}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity", description="Train models far larger than the memory of the machine."
@@ -76,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", nargs="*", metavar="key=value", help="as in train.steps=10 memory.nvme=[/mnt/a,/mnt/b]"
     )
+    export = commands.add_parser(
+        "export",
+        help="publish a run's trained model as a directory of its own",
+        description="Publish the model that a run kept (run.save) as a Hugging Face directory of its own: "
+        "weights are hard links where the file system allows it, and copies elsewhere.",
+    )
+    export.add_argument("run", metavar="RUN", help="the run's folder, as in runs/2026-01-31_12-00-00_1")
+    export.add_argument("out", metavar="OUT", help="the new directory")
     commands.add_parser("recipe", help="list every key of a recipe, with type, default and meaning")
     return parser
 

@@ -55,7 +55,7 @@ class DiskError(InfinityError, OSError):
     ) -> None:
         self.path, self.offset, self.nbytes = str(path), offset, nbytes
         self._made_with = errno, action, self.path, offset, nbytes, moved
-        free = _free_nbytes(self.path)
+        free = free_space(self.path)
         name = errno_names.errorcode.get(errno, str(errno))
         text = (
             f"{action} of {nbytes} bytes at offset {offset} failed after {moved} bytes: "
@@ -71,7 +71,8 @@ def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, mo
     return DiskError(errno, action, path, offset=offset, nbytes=nbytes, moved=moved)
 
 
-def _free_nbytes(path: str) -> str:
+def free_space(path: str) -> str:
+    """What the file system that holds ``path`` has left, for a message."""
     try:
         stat = os.statvfs(os.path.dirname(path) or ".")
     except OSError:

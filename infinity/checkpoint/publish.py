@@ -1,0 +1,226 @@
+"""A directory that appears whole or not at all.
+
+[Note: where it is made]
+Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, brought to the drive, and renamed.
+Whoever makes it holds ``flock`` on the sibling itself, which the kernel gives back however the process
+ends: so what a killed export left behind is recognised, and removed by the next one to the same place.
+"""
+
+import errno as errno_names
+import fcntl
+import glob
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+from infinity.checkpoint.tensor_writer import WriteError
+from infinity.core.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+#: What makes up a tokenizer or processor in a directory of a Hugging Face model, as patterns of names.
+#: Code (``*.py``) is not among them.
+_TOKENIZER_FILES = (
+    "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes",
+    "normalizer.json", "chat_template*.json", "chat_template*.jinja", "additional_chat_templates/*.jinja",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+
+
+class Publication:
+    """The directory ``out`` while it is made; a context manager that leaves nothing half done.
+
+    Args:
+        out: Must not exist, or be empty.
+        token: Makes the sibling's name unlike any other's.
+
+    Raises:
+        CheckpointError: ``out`` is not free.
+        WriteError: The directory above it cannot be written.
+    """
+
+    def __init__(self, out: Path, token: str) -> None:
+        self.out, self.path = out, partial_path(out, token)
+        self._lock = -1
+        check_free(out)
+        with writing(f"making a directory beside {out}", self.path):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        with suppress(OSError):  # a file system without locks: what is left behind stays there
+            self._lock = _lock(self.path)
+        _remove_leftovers(out)
+
+    def publish(self) -> None:
+        """Bring everything to the drive, then let ``out`` appear.
+
+        Raises:
+            CheckpointError: Somebody else put something there meanwhile.
+            WriteError: The drive refuses.
+        """
+        with writing(f"publishing {self.out}", self.path):
+            for path in [*self.path.rglob("*"), self.path]:
+                _sync(path)
+            try:
+                self.path.rename(self.out)
+            except OSError as error:
+                if error.errno in (errno_names.ENOTEMPTY, errno_names.EEXIST, errno_names.ENOTDIR):
+                    check_free(self.out)
+                raise
+            _sync(self.out.parent)
+
+    def close(self) -> None:
+        """Remove what was not published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def partial_path(out: Path, token: str) -> Path:
+    """Where ``out`` is made."""
+    return out.parent / f".{out.name}.{token}.part"
+
+
+def check_free(out: Path) -> None:
+    """Raise unless a directory can appear at ``out`` without replacing anything.
+
+    Raises:
+        CheckpointError: Something is there.
+    """
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise CheckpointError(f"{out} exists and {what}; export writes a directory of its own: name another")
+
+
+def publish_directory(source: Path, out: Path, token: str) -> None:
+    """Let a saved model at ``source`` appear as ``out``, too.
+
+    Weights become hard links where the file system allows it, and copies elsewhere; small files are
+    copied, so that they may be edited.
+
+    Raises:
+        CheckpointError: ``source`` holds no whole model, or ``out`` is not free.
+        WriteError: The drive refuses.
+    """
+    _check_whole(source)
+    with Publication(out, token) as publication:
+        for path in sorted(p for p in source.rglob("*") if p.is_file()):
+            target = publication.path / path.relative_to(source)
+            with writing(f"writing {target}", target):
+                target.parent.mkdir(exist_ok=True)
+                if path.suffix != ".safetensors" or not _linked(path, target):
+                    shutil.copyfile(path, target)
+        publication.publish()
+
+
+def tokenizer_files(source: Path) -> list[Path]:
+    """The files in ``source`` that belong to a tokenizer or processor; ``source`` itself if it is a file."""
+    if source.is_file():
+        return [source]
+    return sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy a tokenizer's files without running anything of it.
+
+    Args:
+        source: A directory, or a ``tokenizer.json``.
+
+    Raises:
+        CheckpointError: There are none.
+        WriteError: The drive refuses.
+    """
+    files = tokenizer_files(source)
+    if not files:
+        raise CheckpointError(
+            f"{source} holds no tokenizer; wanted a directory with tokenizer.json or the like, or such a file"
+        )
+    for path in files:
+        target = out / ("tokenizer.json" if path == source else path.relative_to(source))
+        with writing(f"writing {target}", target):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+@contextmanager
+def writing(action: str, path: Path) -> Iterator[None]:
+    """Errors of the drive as ours."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        where = error.filename2 or error.filename or path
+        raise WriteError(error.errno or errno_names.EIO, action, str(where)) from error
+
+
+def _check_whole(source: Path) -> None:
+    wanted, index = {"config.json"}, source / INDEX_NAME
+    if (source / "adapter_config.json").is_file():
+        wanted = {"adapter_model.safetensors"}
+    elif index.is_file():
+        wanted |= set(json.loads(index.read_text())["weight_map"].values())
+    else:
+        wanted.add("model.safetensors")
+    missing = sorted(name for name in wanted if not (source / name).is_file())
+    if missing:
+        raise CheckpointError(
+            f"{source} holds no whole model; missing: {', '.join(missing)}. A run keeps its model as "
+            "RUN/model when it comes to its last step and run.save is true"
+        )
+
+
+def _linked(path: Path, target: Path) -> bool:
+    """Whether ``target`` is now another name of the file at ``path``."""
+    try:
+        os.link(path.resolve(), target)
+    except OSError:
+        return False  # another file system, or one without hard links
+    return True
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove what killed exports to ``out`` left; those that still run hold their locks."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*.part"):
+        with suppress(OSError):
+            lock = _lock(path)
+            try:
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the lock of the directory ``path``.
+
+    Raises:
+        BlockingIOError: A live process holds it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

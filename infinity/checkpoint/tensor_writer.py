@@ -1,0 +1,333 @@
+"""safetensors files that are written piece by piece: first the plan, then ranges, by any rank.
+
+[Note: the layout of a file]
+Eight bytes of length, a JSON header, then the tensors' bytes end to end, without a hole. Wider types come
+first and the header ends on a multiple of eight, so that every tensor begins on a multiple of its item's
+size, as readers that map the file want it. Otherwise tensors keep the order in which they were given:
+the order in which their values come from the drive.
+
+[Note: past the page cache]
+Values are copied into aligned blocks, which threads write with O_DIRECT while the next values are read.
+Only the ends of a run that do not fill 4,096 bytes go through the page cache. So memory stays what the
+blocks take, and a file is as fast to write as the drive.
+"""
+
+import errno as errno_names
+import json
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from infinity.core.errors import CheckpointError, DiskError, free_space
+from infinity.core.extent import BLOCK_NBYTES, aligned
+
+#: A block, and how many of them are filled or being written at one time.
+_WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class WriteError(DiskError):
+    """A file of a checkpoint could not be written whole."""
+
+    def __init__(self, errno: int, action: str, path: Path | str, offset: int = 0, nbytes: int = 0) -> None:
+        self.path, self.offset, self.nbytes = str(path), offset, nbytes
+        self._action = action
+        name = errno_names.errorcode.get(errno, str(errno))
+        where = f" ({nbytes} bytes at offset {offset})" if nbytes else ""
+        text = (
+            f"{action}{where} failed: {os.strerror(errno)} ({name}); {free_space(self.path)}. Nothing of the "
+            "export stays, and the model is unharmed; make room, or choose a directory that this user may "
+            "write on a larger file system"
+        )
+        OSError.__init__(self, errno, text, self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WriteError, (self.errno, self._action, self.path, self.offset, self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that will be written."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file: what it begins with, and where each tensor lies in it.
+
+    Attributes:
+        header: Everything before the first tensor.
+        starts: By key, the tensor's first byte in the file.
+        nbytes: Of the whole file.
+    """
+
+    name: str
+    header: bytes
+    starts: Mapping[str, int]
+    nbytes: int
+
+
+def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
+    """Where each tensor goes in a file called ``name``; see [Note: the layout of a file].
+
+    Raises:
+        CheckpointError: Two tensors have one key, or a type has no name in the format.
+    """
+    offsets: dict[str, int] = {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        if tensor.key in entries:
+            raise CheckpointError(f"{tensor.key}: two tensors of {name} have this key; each needs its own")
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"{tensor.key}: safetensors cannot hold {tensor.dtype}; cast it first")
+        offsets[tensor.key] = at
+        entries[tensor.key] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    starts = {key: len(header) + offset for key, offset in offsets.items()}
+    return FilePlan(name, header, starts, len(header) + at)
+
+
+def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[FilePlan, ...]:
+    """Share ``tensors``, in their order, among files of at most ``max_shard_nbytes`` of values each.
+
+    A tensor that is larger has a file to itself. One file is ``model.safetensors``, several are
+    ``model-00001-of-00003.safetensors`` and so on.
+    """
+    shards: list[list[TensorSpec]] = [[]]
+    room = max_shard_nbytes
+    for tensor in tensors:
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_nbytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        return (plan_file("model.safetensors", shards[0]),)
+    count = len(shards)
+    names = (f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1))
+    return tuple(plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
+
+
+class OutputFile:
+    """A file of a plan, open for writing past the page cache where the file system allows it."""
+
+    def __init__(self, path: Path, plan: FilePlan) -> None:
+        self.path, self.plan = path, plan
+        self._buffered = self._direct = -1
+        try:
+            self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WriteError(error.errno or errno_names.EIO, f"opening {path}", path) from error
+        try:
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            self._direct = -1  # everything goes through the page cache: slower, and right
+
+    @classmethod
+    def create(cls, folder: Path, plan: FilePlan) -> None:
+        """Make the file, with its header and its length.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        path = folder / plan.name
+        try:
+            with path.open("xb") as file:
+                _reserve(file.fileno(), plan.nbytes)
+                file.write(plan.header)
+        except OSError as error:
+            action = f"making {path}"
+            raise WriteError(error.errno or errno_names.EIO, action, path, nbytes=plan.nbytes) from error
+
+    def put(self, offset: int, memory: memoryview) -> None:
+        """Write ``memory``, page-aligned, whose first byte belongs at ``offset - offset % 4096``; blocks.
+
+        Bytes before ``offset`` are not written.
+
+        Raises:
+            WriteError: Not every byte could be written.
+        """
+        base = offset - offset % BLOCK_NBYTES
+        stop = base + len(memory)
+        first, last = aligned(offset), stop - stop % BLOCK_NBYTES
+        if self._direct < 0 or first >= last:
+            self._write(self._buffered, offset, memory[offset - base :])
+            return
+        self._write(self._buffered, offset, memory[offset - base : first - base])
+        self._write(self._direct, first, memory[first - base : last - base])
+        self._write(self._buffered, last, memory[last - base :])
+
+    def _write(self, fd: int, offset: int, memory: memoryview) -> None:
+        moved = 0
+        while moved < len(memory):
+            try:
+                moved += os.pwrite(fd, memory[moved:], offset + moved)
+            except OSError as error:
+                if error.errno == errno_names.EINVAL and fd == self._direct:
+                    fd = self._buffered  # this file system wants larger blocks, or the last write was short
+                    continue
+                errno, action = error.errno or errno_names.EIO, f"writing {self.path}"
+                raise WriteError(errno, action, self.path, offset + moved, len(memory) - moved) from error
+
+    def sync(self) -> None:
+        """Return when the file is on the drive."""
+        try:
+            os.fsync(self._buffered)
+        except OSError as error:
+            raise WriteError(error.errno or errno_names.EIO, f"writing {self.path}", self.path) from error
+
+    def close(self) -> None:
+        for fd in {self._buffered, self._direct} - {-1}:
+            os.close(fd)
+        self._buffered = self._direct = -1
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Give a new file its length, and room where the file system can promise it."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno_names.EOPNOTSUPP, errno_names.EINVAL):
+            raise
+        os.ftruncate(fd, nbytes)  # no promise to be had: a full disk shows at a write
+
+
+class RangeWriter:
+    """Writes ranges of files in the background; a context manager.
+
+    Ranges that follow each other in one file become large writes, so give them in ascending order.
+
+    Attributes:
+        nbytes: What was handed over so far.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
+        self._free = [_Block() for _ in range(_DEPTH)]
+        self._writing: deque[tuple[_Block, Future[None]]] = deque()
+        self._run: _Run | None = None
+        self._error: BaseException | None = None
+
+    def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
+        """Hand over ``values``, contiguous and on the CPU, for the bytes from ``offset`` on.
+
+        They may be overwritten as soon as this returns. Raises nothing about the disk: see :meth:`check`.
+        """
+        data = values.reshape(-1).view(torch.uint8)
+        self.nbytes += len(data)
+        while len(data) and self._error is None:
+            run = self._run
+            if run is None or run.file is not file or run.stop != offset or not run.room:
+                self._submit()
+                run = self._run = _Run(file, offset, offset, self._block())
+            take = min(run.room, len(data))
+            run.take(data[:take])
+            offset, data = offset + take, data[take:]
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far.
+
+        Raises:
+            WriteError: A range could not be written; those that came after it were dropped.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def flush(self) -> None:
+        """Return when everything is written.
+
+        Raises:
+            WriteError: See :meth:`check`.
+        """
+        self._submit()
+        while self._writing:
+            self._end_oldest()
+        self.check()
+
+    def _submit(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._writing.append((run.block, self._threads.submit(run.put)))
+
+    def _block(self) -> "_Block":
+        if not self._free:
+            self._end_oldest()
+        return self._free.pop()
+
+    def _end_oldest(self) -> None:
+        block, future = self._writing.popleft()
+        self._error = future.exception() or self._error
+        self._free.append(block)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+class _Block:
+    """Page-aligned memory."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError, AttributeError):  # a kernel without huge pages: slower, and right
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Bytes ``[start, stop)`` of a file, in a block that begins at the page of ``start``."""
+
+    file: OutputFile
+    start: int
+    stop: int
+    block: _Block
+
+    @property
+    def _filled(self) -> int:
+        return self.stop - (self.start - self.start % BLOCK_NBYTES)
+
+    @property
+    def room(self) -> int:
+        return _WRITE_NBYTES - self._filled
+
+    def take(self, data: Tensor) -> None:
+        self.block.tensor[self._filled : self._filled + len(data)].copy_(data)
+        self.stop += len(data)
+
+    def put(self) -> None:
+        self.file.put(self.start, memoryview(self.block.memory)[: self._filled])
