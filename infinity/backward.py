@@ -24,7 +24,7 @@ from infinity.partition.collectives import Collectives, Pending
 from infinity.partition.gradients import UnitGradient
 from infinity.partition.mover import UnitMover
 from infinity.partition.unit import Segment, Unit
-from infinity.updates import Updates
+from infinity.updates import Updates, Weights
 
 
 class Backward:
@@ -58,6 +58,10 @@ class Backward:
         self._fired = False
 
     # --- what hooks call ---------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward pass that autograd records begins."""
+        self.updates.expect()
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
         """One parameter's gradient of this backward pass.
@@ -120,7 +124,9 @@ class Backward:
         self._delivered.clear()
         self.synced = self._fired = False
         self.hooks.forget_gradients()
-        self.updates.forget()
+        forgotten = self.updates.forget()
+        # the buffers of those that stayed may hold what is forgotten
+        self.hooks.prefetcher.forget(self.hooks.prefetcher.staying.intersection(forgotten))
 
     # --- completion --------------------------------------------------------------------------
 
@@ -133,18 +139,18 @@ class Backward:
             return
         del self._open[unit.index]
         self._delivered.add(unit.index)
-        weight, leases = self._take_weight(unit)
+        weights = self._take_weights(unit)
         if self.collectives is None:
             flat = gradient.seal()
             grad, held = self._to_host(flat, gradient.lease)
-            self.updates.add(unit, grad, [*held, *leases], weight)
+            self.updates.add(unit, grad, held, weights)
             return
 
         def hand_over(shard: Tensor, lease: Lease) -> None:
             total, held = self._add_up(shard, lease, unit)
             del self._shards[unit.index]
             grad, held_on_host = self._to_host(total, held)
-            self.updates.add(unit, grad, [*held_on_host, *leases], weight)
+            self.updates.add(unit, grad, held_on_host, weights)
 
         self._reduce(unit, gradient, lambda shard, lease, _: hand_over(shard, lease))
 
@@ -177,34 +183,37 @@ class Backward:
         pending = self.collectives.reduce(unit.index, unit.name, flat, arrived, shard, ended)
         self._pending.append(pending)
 
-    def _take_weight(self, unit: Unit) -> tuple[Tensor | None, list[Lease]]:
-        """The weights of this rank's shard for the update, and what holds them."""
-        if not self.hooks.streams(unit):
-            return None, []
-        lease = self.mover.take(unit.index)
-        self.hooks.forget_pin(unit.index)
-        weight: Tensor | None = None
-        leases: list[Lease] = []
-        if lease is not None:
-            full = lease.tensor.view(unit.dtype)
-            if not self.hold_weights or unit.home is Tier.HOST:
-                lease.release()
-            elif unit.world_size == 1 and self.host is None:
-                weight, leases = full, [lease]
-            else:
-                kept = (self.host or self.pool).lease(unit.shard_nbytes, who=f"weights of {unit.name}")
-                weight, leases = kept.tensor.view(unit.dtype), [kept]
-                weight.copy_(unit.shard_of(full))
-                lease.release()
-        self.hooks.prefetcher.done(unit.index)
-        return weight, leases
+    def _take_weights(self, unit: Unit) -> Weights:
+        """The weights of this rank's shard for the update, as far as they are at hand."""
+        weights = Weights()
+        if self.hooks.streams(unit):
+            self.hooks.forget_pin(unit.index)
+            if self.hooks.prefetcher.stays(unit.index):
+                weights = Weights(self.mover.stay(unit.index), stay=True)
+            elif (lease := self.mover.take(unit.index)) is not None:
+                weights = self._kept(unit, lease)
+            self.hooks.prefetcher.done(unit.index)
+        return weights
 
-    def _to_host(self, grad: Tensor, lease: Lease) -> tuple[Tensor, list[Lease]]:
+    def _kept(self, unit: Unit, lease: Lease) -> Weights:
+        """What is kept for the update of a full buffer that nobody else needs."""
+        if not self.hold_weights or unit.home is Tier.HOST:
+            lease.release()
+            return Weights()
+        full = lease.tensor.view(unit.dtype)
+        if unit.world_size == 1 and self.host is None:
+            return Weights(full, lease)
+        kept = (self.host or self.pool).lease(unit.shard_nbytes, who=f"weights of {unit.name}")
+        weight = kept.tensor.view(unit.dtype).copy_(unit.shard_of(full))
+        lease.release()
+        return Weights(weight, kept)
+
+    def _to_host(self, grad: Tensor, lease: Lease) -> tuple[Tensor, Lease]:
         """A gradient where the update runs: beside the CPU."""
         if self.host is None:
-            return grad, [lease]
+            return grad, lease
         kept = self.host.lease(grad.numel() * grad.itemsize, who="gradient for the update")
         out = kept.tensor.view(grad.dtype)
         out.copy_(grad)
         lease.release()
-        return out, [kept]
+        return out, kept

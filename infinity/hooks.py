@@ -55,6 +55,7 @@ class Frame:
 class GradientSink(Protocol):
     """Where gradients go."""
 
+    def begin_forward(self) -> None: ...
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None: ...
     def end_backward(self) -> None: ...
     def abort_backward(self) -> None: ...
@@ -163,6 +164,7 @@ class Hooks:
             self.prefetcher.begin_inference()
             return
         self._hook_parameters()
+        self.sink.begin_forward()
         frame.opened = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         frame.opened.__enter__()
 

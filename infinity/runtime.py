@@ -212,7 +212,8 @@ class Runtime:
         self.mover = UnitMover(self.units, self, pool, staging, self.collectives, self.stalls)
         self._parts.callback(self.mover.close)
         streaming = {u.index: budget.rounded(u.nbytes) for u in self.units if self._streams(u)}
-        self.prefetcher = Prefetcher(self.mover, streaming, self.division.window)
+        can_stay = {u.index for u in self.units if u.home is Tier.NVME}
+        self.prefetcher = Prefetcher(self.mover, streaming, self.division.window, can_stay)
         self._make_updates(early)
         self.backward = Backward(
             self.units, pool, staging, self.mover, self.updates,
@@ -245,14 +246,23 @@ class Runtime:
             background = AdamWRule(self.dtype, compiled=config.compile, on_compile=on_compile)
             timed: Any = TimedRule(background, self.timeline) if self.timeline.enabled else background
             pipeline = UpdatePipeline(
-                self.engine, self.host_pool, self.tiers.layout, timed, depth=budget.STAGED_CHUNKS
+                self.engine, self.host_pool, self.tiers.layout, timed, depth=self._staged_chunks()
             )
             self._parts.callback(pipeline.close)
         self.updates = Updates(
             self.tiers, rule, pipeline, early=early,
-            next_use=lambda index: self.prefetcher.first_use(index), units=self.units,
+            next_use=lambda index: self.prefetcher.first_use(index),
+            order_of_gradients=lambda: self.prefetcher.order_of_gradients(), units=self.units,
             commits=self._open_commits(), on_failure=self.fail,
         )  # fmt: skip
+
+    def _staged_chunks(self) -> int:
+        """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
+        if self.device.type != "cpu":
+            return budget.STAGED_CHUNKS
+        itemsize = self.tiers.layout.weight_nbytes(1) + self.tiers.layout.state_nbytes(1)
+        room = self.host_nbytes - self.host_pool.leased_nbytes
+        return max(budget.STAGED_CHUNKS, room // budget.rounded(self.tiers.chunk_numel * itemsize))
 
     def _open_commits(self) -> Commits | None:
         """The writer of commit records, where a unit has two versions on disk."""
@@ -321,6 +331,13 @@ class Runtime:
     def fetch_waits_for(self, unit: Unit) -> str:
         return self.updates.fetch_waits_for(unit)
 
+    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
+        return self.updates.updated_in_place(unit)
+
+    def leave_in_peace(self, unit: Unit) -> None:
+        self.backward.finish()  # its gradient may still be on its way to the update
+        self.updates.leave_in_peace(unit)
+
     def gather_exact(self, unit: Unit, shard: Tensor) -> Tensor:
         if self.collectives is None:
             return shard
@@ -348,7 +365,8 @@ class Runtime:
         if math.isfinite(norm):
             updated = list(self.updates.ready)
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
-            self.prefetcher.forget(updated)  # copies fetched after the unit's gradients were complete
+            # copies fetched after the unit's gradients were complete
+            self.prefetcher.forget(set(updated) - self.prefetcher.staying)
         self._count_step()
         self.backward.reset()
         self._conclude_pass()

@@ -15,9 +15,8 @@ overwritten by the next update. A unit in host memory has one place, so it is on
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,76 +27,28 @@ from infinity.core.errors import StateError
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Transfer
 from infinity.nvme.journal import CommitRecord
+from infinity.nvme.store import Version
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline
+from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.unit import Unit
+from infinity.tickets import After, Ticket
 from infinity.tiers import Tiers
 
 
-class Ticket:
-    """An update in flight; a :class:`~infinity.core.transfer.Transfer`."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A shard's committed weights for its update, as far as they are at hand.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._then: list[Callable[[], None]] = []
+    Attributes:
+        values: ``(shard_numel,)`` in the compute dtype; None: the update reads them from NVMe.
+        lease: Given back when the update has read them; None: they are not the update's to give back.
+        stay: The update writes the new weights into ``values``, too.
+    """
 
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def wait(self) -> None:
-        while not self._ended.wait(1.0):
-            pass
-        if self._error is not None:
-            raise self._error
-
-    def then(self, call: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._ended.is_set():
-                self._then.append(call)
-                return
-        call()
-
-    def finish(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._error = error
-            self._ended.set()
-            calls, self._then = self._then, []
-        with ExitStack() as stack:  # runs every call, also when one raises
-            for call in reversed(calls):
-                stack.callback(call)
-
-
-class After:
-    """A transfer that begins when ``first`` has ended well."""
-
-    def __init__(self, first: Ticket, begin: Callable[[], Transfer]) -> None:
-        self._first, self._begin = first, begin
-        self._begun = Ticket()  # ends when the second transfer exists, or cannot begin
-        self._second: Transfer | None = None
-        first.then(self._start)
-
-    def _start(self) -> None:
-        try:
-            self._first.wait()
-            self._second = self._begin()
-        except BaseException as error:  # surfaces at wait
-            self._begun.finish(error)
-        else:
-            self._begun.finish(None)
-
-    def done(self) -> bool:
-        return self._begun.done() and (self._second is None or self._second.done())
-
-    def wait(self) -> None:
-        self._begun.wait()
-        assert self._second is not None
-        self._second.wait()
-
-    def then(self, call: Callable[[], None]) -> None:
-        self._begun.then(lambda: call() if self._second is None else self._second.then(call))
+    values: Tensor | None = None
+    lease: Lease | None = None
+    stay: bool = False
 
 
 @dataclass(slots=True)
@@ -107,14 +58,15 @@ class Ready:
     unit: Unit
     grad: Tensor
     sum_of_squares: float
-    leases: list[Lease] = field(default_factory=list)  # of the gradient, and of the weights
-    weight: Tensor | None = None
+    lease: Lease  # of the gradient
+    weights: Weights
     ticket: Ticket | None = None  # when the update has started
 
     def release(self) -> None:
-        for lease in self.leases:
-            lease.release()
-        self.leases.clear()
+        """Gradient and weights are read no more; may be called twice."""
+        self.lease.release()
+        if self.weights.lease is not None:
+            self.weights.lease.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +87,7 @@ class Updates:
         pipeline: Updates the others; None when everything is resident.
         early: Start inside backward where versions allow it.
         next_use: Position of a unit's first use in the next pass, for the order of updates.
+        order_of_gradients: Indices of units in the order in which a step completes their gradients.
         units: All of the model's, for the commit record.
         commits: Writes the commit record; None without two versions on disk.
         on_failure: Called with the error of an update, on the pipeline's thread.
@@ -142,11 +95,14 @@ class Updates:
 
     def __init__(
         self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, *, early: bool,
-        next_use: Callable[[int], int], units: Sequence[Unit] = (), commits: Commits | None = None,
+        next_use: Callable[[int], int], order_of_gradients: Callable[[], Sequence[int]] = tuple,
+        units: Sequence[Unit] = (), commits: Commits | None = None,
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
         self.early, self.next_use, self._on_failure = early, next_use, on_failure
+        self.order_of_gradients = order_of_gradients
+        self._expecting = False
         self.units, self.commits = units, commits
         self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
         self.ready: dict[int, Ready] = {}
@@ -161,21 +117,36 @@ class Updates:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def add(self, unit: Unit, grad: Tensor, leases: list[Lease], weight: Tensor | None) -> None:
+    def add(self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights) -> None:
         """A shard's gradient is complete, ``(shard_numel,)``; any thread.
 
         Args:
-            weight: The shard's weights if they are at hand; held until the update has read them.
-            leases: Held for ``grad`` and ``weight``, given back when the update has read them.
+            lease: Held for ``grad``, given back when the update has read it.
+            weights: Those that the update starts from.
         """
         squares = sum_of_squares(grad, compiled=self.rule.compiled)
-        ready = Ready(unit, grad, squares, leases, weight)
+        ready = Ready(unit, grad, squares, lease, weights)
         with self._lock:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
             ready.release()  # the step will be skipped: nobody reads this gradient
         elif self.early and unit.home is Tier.NVME:
             self._launch(ready, 1.0)
+
+    def expect(self) -> None:
+        """A step begins: the states of its updates may be read before their gradients exist."""
+        if self.pipeline is not None and not self._expecting:
+            self._expecting = True
+            self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
+
+    def _expected(self, unit: Unit) -> Expected:
+        chunks = partial(_chunks, self.tiers.version(unit), self.tiers.version(unit, ahead=1))
+        return Expected(unit.name, chunks, self._tickets.get(unit.index))
+
+    def _coming(self) -> list[int]:
+        """Units on NVMe in the order of their updates in this step; empty while unknown."""
+        on_nvme = [index for index in self.order_of_gradients() if self.units[index].home is Tier.NVME]
+        return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
         """Over this rank's shards, in the order of units."""
@@ -186,7 +157,7 @@ class Updates:
     def commit(self, grad_scale: float) -> None:
         """Make this step's updates the model: turn the page, or start what was held."""
         self._check_hypers()
-        for index in self._order():
+        for index in self._in_order_of_use(self.ready):
             ready = self.ready[index]
             if ready.ticket is None:
                 self._start(ready, grad_scale)
@@ -204,13 +175,15 @@ class Updates:
             versions = tuple(unit.version for unit in self.units)
             self.commits.add(CommitRecord(self.steps, versions), tickets)
 
-    def forget(self) -> None:
-        """Drop this step's gradients and updates; the committed version stays."""
+    def forget(self) -> list[int]:
+        """Drop this step's gradients and updates; the committed version stays. Returns whose they were."""
+        forgotten = list(self.ready)
         for ready in self.ready.values():
             if ready.ticket is not None:
                 ready.ticket.wait()  # it writes into the next version, which nobody will read
             ready.release()
         self._close_step()
+        return forgotten
 
     def fetch(self, unit: Unit, memory: memoryview) -> Transfer:
         """Start reading a shard's committed weights, after the update that writes them."""
@@ -220,6 +193,19 @@ class Updates:
                 ticket.wait()  # raises if that update failed: its weights are not there
             return self.tiers.read_weight(unit, memory)
         return After(ticket, lambda: self.tiers.read_weight(unit, memory))
+
+    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
+        """What waits for the new weights of a unit that stayed; without an update they are the old ones."""
+        ticket = self._tickets.get(unit.index)
+        return (lambda: None) if ticket is None else ticket.wait_computed
+
+    def leave_in_peace(self, unit: Unit) -> None:
+        """When this returns, no update reads or writes the weights that ``unit`` stayed with."""
+        ready, ticket = self.ready.get(unit.index), self._tickets.get(unit.index)
+        if ready is not None and ready.ticket is None:
+            ready.weights = Weights()  # the update will read them
+        elif ticket is not None:
+            ticket.computed.wait()
 
     def fetch_waits_for(self, unit: Unit) -> str:
         """What a fetch of ``unit`` waits for now: its update, or the disk's read."""
@@ -268,15 +254,15 @@ class Updates:
         with self._lock:
             hypers = self._tensors_for(grad_scale)
         runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in spans_of(unit, self._group_of))
-        chunks = self._chunks(unit)
+        chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ahead=1))
         weight_nbytes, state_nbytes = self._sizes(unit)
-        self.planned_read += state_nbytes + (weight_nbytes if ready.weight is None else 0)
+        self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
         self.planned_written += weight_nbytes + state_nbytes
         self.pipeline.submit(
             UpdateJob(
-                name=unit.name, weight=ready.weight, grad=ready.grad, chunks=chunks, runs=runs,
-                priority=self.next_use(unit.index), on_computed=ready.release,
-                on_done=partial(self._landed, ticket),
+                name=unit.name, weight=ready.weights.values, grad=ready.grad, chunks=chunks, runs=runs,
+                priority=self.next_use(unit.index), on_computed=partial(_computed, ready, ticket),
+                on_done=partial(self._landed, ticket), in_place=ready.weights.stay,
             )
         )  # fmt: skip
 
@@ -289,11 +275,6 @@ class Updates:
     def _sizes(self, unit: Unit) -> tuple[int, int]:
         layout = self.tiers.layout
         return layout.weight_nbytes(unit.shard_numel), layout.state_nbytes(unit.shard_numel)
-
-    def _chunks(self, unit: Unit) -> tuple[Chunk, ...]:
-        committed, following = self.tiers.version(unit), self.tiers.version(unit, ahead=1)
-        pairs = zip(committed.chunks, following.chunks, strict=True)
-        return tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
 
     # --- hyperparameters ---------------------------------------------------------------------
 
@@ -329,18 +310,31 @@ class Updates:
                 "give max_grad_norm or memory.versions=1, with which updates start at step()"
             )
 
-    def _order(self) -> list[int]:
+    def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
         """Held updates start in the order in which the next forward needs them."""
-        return sorted(self.ready, key=lambda i: (self.next_use(i), i))
+        return sorted(indices, key=lambda i: (self.next_use(i), i))
 
     def _close_step(self) -> None:
         self.ready.clear()
         self._hypers = None
+        self._expecting = False
 
     def _is_next(self, unit: Unit) -> bool:
         """Whether the unit's update in flight belongs to a step that is not committed yet."""
         ready = self.ready.get(unit.index)
         return ready is not None and ready.ticket is not None
+
+
+def _computed(ready: Ready, ticket: Ticket) -> None:
+    """The update has read what it was given; on the pipeline's thread."""
+    ready.release()
+    ticket.computed.set()
+
+
+def _chunks(committed: Version, following: Version) -> tuple[Chunk, ...]:
+    """Those of an update from one version to the next."""
+    pairs = zip(committed.chunks, following.chunks, strict=True)
+    return tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
 
 
 def _params(group: Mapping[str, object]) -> list[Tensor]:

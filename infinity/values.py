@@ -43,6 +43,7 @@ class Values:
         if modify:
             for unit in units:
                 self._check_writable(unit)
+            self.runtime.synchronize()  # an update in flight would write over them
         with contextlib.ExitStack() as stack:
             for unit in units:
                 stack.enter_context(self._full(unit, modify))

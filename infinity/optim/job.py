@@ -39,14 +39,15 @@ class UpdateJob:
 
     Attributes:
         name: Of the unit, for messages.
-        weight: The shard in the compute dtype, ``(shard_numel,)``, only read; None: each chunk reads
+        weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads
             ``weight_read`` too.
         grad: ``(shard_numel,)``.
         chunks: In any order; they do not overlap.
         runs: Ascending, not overlapping.
         priority: Lower goes first: the position of the shard's next use.
+        in_place: The new weights are put into ``weight``, too, before ``on_computed``.
         on_done: Called once, on the pipeline's thread, after the last write has landed, or with the error.
-        on_computed: Called when the last chunk has been updated: ``weight`` and ``grad`` are read no more.
+        on_computed: Called when the last chunk has been updated: ``weight`` and ``grad`` are used no more.
             Not called when the job fails before.
     """
 
@@ -58,6 +59,7 @@ class UpdateJob:
     priority: int
     on_done: Callable[[BaseException | None], None]
     on_computed: Callable[[], None] | None = None
+    in_place: bool = False
 
 
 def pieces(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:

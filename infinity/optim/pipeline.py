@@ -6,7 +6,8 @@ A chunk is a part of a shard that fits one staging buffer. It goes through three
     UPDATED   the rule has run; the new weights and the new state lie in the buffer
     WRITING   they fly to the next version; then the buffer is given back
 
-Up to ``depth`` chunks are in some stage. The thread sleeps until a transfer ends or a job comes. What
+States may be read before their job comes, see :mod:`infinity.optim.ahead`. Up to ``depth`` chunks are in
+some stage. The thread sleeps until a transfer ends or a job comes. What
 starts next is the first chunk of the job with the lowest priority number; what is updated next is the
 most urgent chunk whose reads have ended, in whatever order they end.
 
@@ -18,66 +19,19 @@ back, because the kernel may still write into them.
 
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from infinity.core.errors import StateError
-from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.core.transfer import Lease, Pool, TransferEngine
+from infinity.optim.ahead import RESERVE, Expected, ReadAhead
 from infinity.optim.job import Chunk, Run, UpdateJob, check_job, pieces
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import AdamWRule
+from infinity.optim.slot import PipelineStats, Progress, Slot
 
-__all__ = ["Chunk", "PipelineStats", "Run", "UpdateJob", "UpdatePipeline"]
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineStats:
-    """Since the pipeline was made: what its thread did, in seconds of wall clock, and bytes moved.
-
-    Attributes:
-        buffer_wait_s: Nothing in flight, and no staging buffer to be had.
-        read_wait_s: Nothing to update, and reads in flight.
-        write_wait_s: Nothing to update, and only writes in flight.
-        update_s: In the rule.
-    """
-
-    buffer_wait_s: float = 0.0
-    read_wait_s: float = 0.0
-    write_wait_s: float = 0.0
-    update_s: float = 0.0
-    nbytes_read: int = 0
-    nbytes_written: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Progress:
-    """How far one job is."""
-
-    job: UpdateJob
-    order: tuple[int, int]  # priority, then order of submission
-    started: int = 0
-    updated: int = 0
-    landed: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """A chunk in flight, with the buffer that it holds."""
-
-    progress: _Progress
-    chunk: Chunk
-    lease: Lease
-    transfers: list[Transfer] = field(default_factory=list)
-    writing: bool = False
-
-    @property
-    def ended(self) -> bool:
-        return all(transfer.done() for transfer in self.transfers)
-
-    def wait(self) -> None:
-        for transfer in self.transfers:
-            transfer.wait()
+__all__ = ["Chunk", "Expected", "PipelineStats", "Run", "UpdateJob", "UpdatePipeline"]
 
 
 class UpdatePipeline:
@@ -102,15 +56,17 @@ class UpdatePipeline:
         self._depth = depth
         self._changed = threading.Condition()  # guards what follows
         self._events = 0
-        self._submitted: list[_Progress] = []
+        self._submitted: list[Progress | ReadAhead] = []  # in order of arrival
         self._unfinished = 0
         self._count = 0
         self._error: BaseException | None = None
         self._closing = False
+        self._ahead_count = 0  # buffers that hold what was read ahead
         # what follows belongs to the thread
-        self._waiting: list[tuple[tuple[int, int], _Progress]] = []  # a heap of jobs with chunks to start
-        self._jobs: dict[tuple[int, int], _Progress] = {}  # those that are not done
-        self._slots: list[_Slot] = []
+        self._waiting: list[tuple[tuple[int, int], Progress]] = []  # a heap of jobs with chunks to start
+        self._jobs: dict[tuple[int, int], Progress] = {}  # those that are not done
+        self._slots: list[Slot] = []
+        self._ahead = ReadAhead()
         self._stats = PipelineStats()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -133,17 +89,24 @@ class UpdatePipeline:
                 raise StateError(f"{job.name}: the update pipeline is closed")
             self._count += 1
             self._unfinished += 1
-            self._submitted.append(_Progress(job, (job.priority, self._count)))
+            self._submitted.append(Progress(job, (job.priority, self._count)))
+            self._notify()
+
+    def expect(self, expected: Iterable[Expected]) -> None:
+        """Jobs that will come, in order: their states may be read now. What was expected before is over."""
+        with self._changed:
+            self._submitted.append(ReadAhead(expected))
             self._notify()
 
     def drain(self) -> None:
-        """Block until every submitted job is done.
+        """Block until every submitted job is done, and nothing that was read ahead is kept.
 
         Raises:
             BaseException: The error that ended the pipeline.
         """
+        self.expect(())
         with self._changed:
-            self._changed.wait_for(lambda: self._unfinished == 0)
+            self._changed.wait_for(self._is_drained)
             if self._error is not None:
                 raise self._error
 
@@ -167,8 +130,14 @@ class UpdatePipeline:
         """Finish what was submitted, then end the thread; raises nothing. May be called again."""
         with self._changed:
             self._closing = True
+            self._submitted.append(ReadAhead())
             self._notify()
         self._thread.join()
+
+    def _is_drained(self) -> bool:
+        if self._error is not None:
+            return self._unfinished == 0
+        return self._unfinished == 0 and not self._submitted and self._ahead_count == 0
 
     def _notify(self) -> None:
         """Something ended or came; also runs on an engine's thread."""
@@ -191,7 +160,7 @@ class UpdatePipeline:
         if self._error is not None:
             raise self._error
         landed = self._land()
-        started = self._start()
+        started = self._start() or self._read_ahead()
         updated = self._update()
         return landed or started or updated or self._sleep(seen)
 
@@ -200,25 +169,73 @@ class UpdatePipeline:
         with self._changed:
             new, self._submitted = self._submitted, []
             seen = self._events
-        self._jobs.update({progress.order: progress for progress in new})
-        for progress in new:
-            if progress.job.chunks:
-                heappush(self._waiting, (progress.order, progress))
+        self._jobs.update({each.order: each for each in new if isinstance(each, Progress)})
+        for each in new:
+            if isinstance(each, ReadAhead):
+                self._drop([slot for slot in self._slots if slot.ahead])
+                self._ahead = each
             else:
-                self._computed(progress)
-                self._finish(progress)
+                self._take_job(each)
+        self._count_ahead()
         return seen
+
+    def _take_job(self, progress: Progress) -> None:
+        self._take_over(progress)
+        if progress.started < len(progress.job.chunks):
+            heappush(self._waiting, (progress.order, progress))
+        elif not progress.job.chunks:
+            self._computed(progress)
+            self._finish(progress)
+
+    # --- what is read ahead ------------------------------------------------------------------
+
+    def _read_ahead(self) -> bool:
+        """While no job waits for a buffer: send out the read of a state whose job will come."""
+        coming = self._ahead.next() if len(self._slots) + RESERVE < self._depth else None
+        if coming is None or self._waiting:
+            return False
+        name, chunk = coming
+        lease = self._pool.try_lease(self._nbytes(chunk), who=f"update of {name}")
+        if lease is None:
+            return False
+        self._ahead.advance()
+        self._read(Slot(None, name, chunk, lease))
+        self._count_ahead()
+        return True
+
+    def _take_over(self, progress: Progress) -> None:
+        """Give a new job what was read for it: its first chunks."""
+        job = progress.job
+        self._ahead.came(job)
+        slots = [slot for slot in self._slots if slot.ahead and not slot.dropped and slot.name == job.name]
+        if tuple(slot.chunk for slot in slots) != job.chunks[: len(slots)]:
+            self._drop(slots)
+            return
+        progress.started = len(slots)
+        for slot in slots:
+            slot.progress = progress
+            if job.weight is None:
+                self._read_weight(slot)
+
+    def _drop(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            slot.dropped = True  # its buffer goes when no byte is in flight
+
+    def _count_ahead(self) -> None:
+        with self._changed:
+            self._ahead_count = sum(slot.ahead for slot in self._slots)
+            self._changed.notify_all()
 
     def _sleep(self, seen: int) -> bool:
         with self._changed:
-            if not self._jobs and not self._submitted and self._closing:
+            if self._closing and not (self._jobs or self._submitted or self._slots):
                 return False
             began = time.perf_counter()
             self._changed.wait_for(lambda: self._events != seen)
         waited_s = time.perf_counter() - began
-        if any(not slot.writing for slot in self._slots):
+        if any(not slot.writing and not slot.ahead for slot in self._slots):
             self._count_up(read_wait_s=waited_s)
-        elif self._slots:
+        elif any(slot.writing for slot in self._slots):
             self._count_up(write_wait_s=waited_s)
         return True
 
@@ -234,53 +251,62 @@ class UpdatePipeline:
             progress.started += 1
             if progress.started == len(progress.job.chunks):
                 heappop(self._waiting)
-            self._read(_Slot(progress, chunk, lease))
+            self._read(Slot(progress, progress.job.name, chunk, lease))
             started = True
         return started
 
     def _lease(self, chunk: Chunk, name: str) -> Lease | None:
         """A buffer; None when it will come with the end of a chunk in flight."""
-        nbytes = self._layout.state_nbytes(chunk.numel) + self._layout.weight_nbytes(chunk.numel)
-        who = f"update of {name}"
+        nbytes, who = self._nbytes(chunk), f"update of {name}"
         lease = self._pool.try_lease(nbytes, who=who)
-        if lease is None and not self._slots:
+        if lease is None and all(slot.ahead for slot in self._slots):
             began = time.perf_counter()
             lease = self._pool.lease(nbytes, who=who)
             self._count_up(buffer_wait_s=time.perf_counter() - began)
         return lease
 
-    def _read(self, slot: _Slot) -> None:
+    def _nbytes(self, chunk: Chunk) -> int:
+        """Of a chunk's buffer: its state, then its weights."""
+        return self._layout.state_nbytes(chunk.numel) + self._layout.weight_nbytes(chunk.numel)
+
+    def _read(self, slot: Slot) -> None:
         self._slots.append(slot)
-        chunk, state_nbytes = slot.chunk, slot.chunk.state_read.nbytes
-        memory = slot.lease.memory
-        slot.transfers = [self._engine.read(chunk.state_read, memory[:state_nbytes])]
-        nbytes = state_nbytes
-        if slot.progress.job.weight is None:
-            nbytes += chunk.weight_read.nbytes
-            slot.transfers.append(self._engine.read(chunk.weight_read, memory[state_nbytes:nbytes]))
-        self._count_up(nbytes_read=nbytes)
-        self._watch(slot)
+        extent = slot.chunk.state_read
+        slot.transfers = [self._engine.read(extent, slot.lease.memory[: extent.nbytes])]
+        slot.transfers[0].then(self._notify)
+        self._count_up(nbytes_read=extent.nbytes)
+        if slot.progress is not None and slot.progress.job.weight is None:
+            self._read_weight(slot)
+
+    def _read_weight(self, slot: Slot) -> None:
+        extent, begin = slot.chunk.weight_read, slot.chunk.state_read.nbytes
+        slot.transfers.append(self._engine.read(extent, slot.lease.memory[begin : begin + extent.nbytes]))
+        slot.transfers[-1].then(self._notify)
+        self._count_up(nbytes_read=extent.nbytes)
 
     def _update(self) -> bool:
         """Update the most urgent chunk that has been read, and send out its writes."""
-        ready = [slot for slot in self._slots if not slot.writing and slot.ended]
+        ready = [
+            (slot.progress.order, slot.chunk.start, slot.progress, slot)
+            for slot in self._slots
+            if slot.progress is not None and not slot.writing and slot.ended
+        ]
         if not ready:
             return False
-        slot = min(ready, key=lambda slot: (slot.progress.order, slot.chunk.start))
+        *_, progress, slot = min(ready, key=lambda each: each[:2])
         slot.wait()
         began = time.perf_counter()
-        self._apply(slot)
+        self._apply(progress.job, slot)
         self._count_up(update_s=time.perf_counter() - began)
         self._write(slot)
-        progress = slot.progress
         progress.updated += 1
         if progress.updated == len(progress.job.chunks):
             self._computed(progress)
         return True
 
-    def _apply(self, slot: _Slot) -> None:
+    def _apply(self, job: UpdateJob, slot: Slot) -> None:
         """Run the rule over the chunk's runs; elsewhere carry the weights over."""
-        job, chunk, buffer = slot.progress.job, slot.chunk, slot.lease.tensor
+        chunk, buffer = slot.chunk, slot.lease.tensor
         middle = self._layout.state_nbytes(chunk.numel)
         end = middle + self._layout.weight_nbytes(chunk.numel)
         state = self._layout.views(buffer[:middle], chunk.numel)
@@ -293,8 +319,10 @@ class UpdatePipeline:
                 self._rule.update(old[part], job.grad[begin:stop], parts, new[part], hyper)
             elif old is not new:
                 new[part].copy_(old[part])
+        if job.in_place:
+            old.copy_(new)
 
-    def _write(self, slot: _Slot) -> None:
+    def _write(self, slot: Slot) -> None:
         chunk, memory = slot.chunk, slot.lease.memory
         middle = chunk.state_write.nbytes
         end = middle + chunk.weight_write.nbytes
@@ -302,19 +330,20 @@ class UpdatePipeline:
         slot.transfers = [self._engine.write(chunk.state_write, memory[:middle])]
         slot.transfers.append(self._engine.write(chunk.weight_write, memory[middle:end]))
         self._count_up(nbytes_written=end)
-        self._watch(slot)
-
-    def _watch(self, slot: _Slot) -> None:
         for transfer in slot.transfers:
             transfer.then(self._notify)
 
     def _land(self) -> bool:
-        """Give back the buffers of chunks that are written, and finish jobs."""
-        landed = [slot for slot in self._slots if slot.writing and slot.ended]
+        """Give back the buffers of chunks that are written, or read in vain, and finish jobs."""
+        landed = [slot for slot in self._slots if (slot.writing or slot.dropped) and slot.ended]
         for slot in landed:
-            slot.wait()
+            if slot.writing:
+                slot.wait()
             self._slots.remove(slot)
             slot.lease.release()
+            if slot.progress is None:
+                self._count_ahead()
+                continue
             slot.progress.landed += 1
             if slot.progress.landed == len(slot.progress.job.chunks):
                 self._finish(slot.progress)
@@ -322,11 +351,11 @@ class UpdatePipeline:
 
     # --- the ends of jobs --------------------------------------------------------------------
 
-    def _computed(self, progress: _Progress) -> None:
+    def _computed(self, progress: Progress) -> None:
         if progress.job.on_computed is not None:
             progress.job.on_computed()
 
-    def _finish(self, progress: _Progress) -> None:
+    def _finish(self, progress: Progress) -> None:
         del self._jobs[progress.order]
         try:
             progress.job.on_done(None)
@@ -342,11 +371,13 @@ class UpdatePipeline:
         """End every job with ``error``; see [Note: one error ends all]."""
         with self._changed:
             self._error = error
-            failed = [*(self._jobs[order] for order in sorted(self._jobs)), *self._submitted]
+            late = [each for each in self._submitted if isinstance(each, Progress)]
+            failed = [*(self._jobs[order] for order in sorted(self._jobs)), *late]
             self._submitted = []
         for slot in self._slots:
-            _settle(slot)
+            slot.settle()
         self._slots.clear()
+        self._count_ahead()
         for progress in failed:
             try:
                 progress.job.on_done(error)
@@ -357,11 +388,3 @@ class UpdatePipeline:
     def _count_up(self, **more: float) -> None:
         new = {name: getattr(self._stats, name) + value for name, value in more.items()}
         self._stats = replace(self._stats, **new)
-
-
-def _settle(slot: _Slot) -> None:
-    """Wait until no byte of the slot's buffer is in flight, however that ends; give it back."""
-    for transfer in slot.transfers:
-        with suppress(BaseException):
-            transfer.wait()
-    slot.lease.release()

@@ -8,6 +8,11 @@ host memory and uploaded into the slice by the collectives' thread (with one ran
 own), on that thread's own stream, so that fetch, upload and gather of different units overlap each
 other and compute.
 
+[Note: a unit that stays]
+A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
+this rank's new weights into their slice of it (on an accelerator: into a copy of the slice in pinned
+host memory), and ``start`` goes on from there.
+
 [Note: a buffer that compute still reads]
 On an accelerator a unit is released when its last operator was launched, not when it ended. So the
 release records an event on the compute stream, and who writes into that buffer next waits for it.
@@ -17,6 +22,7 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
@@ -48,11 +54,36 @@ class Shards(Protocol):
         """What a fetch of ``unit`` waits for now: ``update`` or ``read``."""
         ...
 
+    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
+        """What waits until the unit's update has put the new weights where the old ones were."""
+        ...
+
+    def leave_in_peace(self, unit: Unit) -> None:
+        """When this returns, no update reads or writes the weights that the unit stayed with."""
+        ...
+
 
 class Waits(Protocol):
     """Counts the seconds that compute waits, by cause."""
 
     def __call__(self, cause: str, wait: Callable[[], object]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """A unit's full buffer while the unit is updated; see [Note: a unit that stays].
+
+    Attributes:
+        weight: This rank's slice where the update runs, ``(shard_numel,)``.
+        leases: Of the full buffer, and on an accelerator of ``weight``.
+    """
+
+    weight: Tensor
+    leases: tuple[Lease, ...]
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
@@ -86,6 +117,7 @@ class UnitMover:
         self.collectives, self.waits = collectives, waits
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Callable[[], object]] = {}
+        self._staying: dict[int, Staying] = {}
         self._freed: dict[int, torch.cuda.Event] = {}  # by the address of the buffer's storage
         self._uploads: ThreadPoolExecutor | None = None
         if staging is not None and collectives is None:
@@ -94,9 +126,11 @@ class UnitMover:
     @_never_inference
     def start(self, index: int) -> None:
         unit = self.units[index]
-        unit.lease = self.pool.lease(unit.nbytes, who=unit.name)
+        staying = self._staying.pop(index, None)
+        unit.lease = staying.leases[0] if staying else self.pool.lease(unit.nbytes, who=unit.name)
         full = unit.lease.tensor.view(unit.dtype)
-        ready = self._bring(unit, unit.lease, unit.shard_of(full))
+        own = unit.shard_of(full)
+        ready = self._go_on(unit, staying, own) if staying else self._bring(unit, unit.lease, own)
         if self.collectives is not None:
             self._arriving[index] = self.collectives.gather(index, unit.name, full, ready).wait
         elif self._uploads is not None:
@@ -115,6 +149,20 @@ class UnitMover:
             begin = unit.rank * unit.shard_nbytes
             return self.shards.fetch(unit, lease.memory[begin : begin + unit.shard_nbytes]).wait
         return self._stage(unit, own)
+
+    def _go_on(self, unit: Unit, staying: Staying, own: Tensor) -> Callable[[], object]:
+        """After the update of a unit that stayed; what is returned waits for the new weights in ``own``."""
+        unit.lifecycle.move(S.FETCHING)
+        updated = self.shards.updated_in_place(unit)
+        if self.staging is None:
+            return updated
+
+        def ready() -> None:
+            updated()
+            self._upload(staying.weight, own)
+            staying.leases[1].release()
+
+        return _once(ready)
 
     def _stage(self, unit: Unit, own: Tensor) -> Callable[[], object]:
         """Through pinned memory: leased now if there is room, else when it is this unit's turn."""
@@ -165,9 +213,25 @@ class UnitMover:
         unit.attach(flat)
 
     def release(self, index: int) -> None:
+        staying = self._staying.pop(index, None)
+        if staying is not None:
+            self.shards.leave_in_peace(self.units[index])
+            staying.release()
+            return
         lease = self.take(index)
         if lease is not None:
             lease.release()
+
+    def stay(self, index: int) -> Tensor:
+        """Release a unit, but keep its full buffer for the next pass: the slice that its update works on."""
+        unit, lease = self.units[index], self.take(index)
+        assert lease is not None, "who stays is present"
+        weight, leases = unit.shard_of(lease.tensor.view(unit.dtype)), [lease]
+        if self.staging is not None:
+            leases.append(self.staging.lease(unit.shard_nbytes, who=f"weights of {unit.name}"))
+            weight = leases[1].tensor.view(unit.dtype).copy_(weight)
+        self._staying[index] = Staying(weight, tuple(leases))
+        return weight
 
     @_never_inference
     def take(self, index: int) -> Lease | None:

@@ -12,7 +12,9 @@ Belady alone would leave no room to fetch ahead: the next unit could only come w
 gone. So the first walk keeps room for the units of the next :data:`LEAD` uses, one for each stage of
 a fetch (disk, bus, other ranks).
 
-The walks go around: what is not updated in a pass may stay for the next one.
+The walks go around: what is used at the end of a pass may stay for the beginning of the next. A unit
+that is updated in between may stay, too, where its update can write the new weights into the buffer
+that it stays in; then nobody reads them back from where they have just been written.
 
 Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching
 strategies" 1995 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section
@@ -22,7 +24,7 @@ the step.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.prefetch.trace import Event, Kind
@@ -48,17 +50,18 @@ class Plan:
         begin: Units that should be on their way before the first event, nearest use first.
         actions: One for each event.
         peak_nbytes: The most bytes of full buffers at one time.
+        stays: Those of ``begin`` that a pass before, which followed the same plan, leaves in memory.
     """
 
     events: tuple[Event, ...]
     begin: tuple[int, ...]
     actions: tuple[Actions, ...]
     peak_nbytes: int
+    stays: frozenset[int] = frozenset()
 
-    def fetched(self, present: Iterable[int] = ()) -> Iterator[int]:
-        """The units that a pass fetches, in order, when ``present`` are there before it begins."""
-        there = set(present)
-        yield from (unit for unit in self.begin if unit not in there)
+    def fetched(self) -> Iterator[int]:
+        """The units that a pass fetches, in order, when the pass before followed the same plan."""
+        yield from (unit for unit in self.begin if unit not in self.stays)
         for actions in self.actions:
             yield from actions.fetch
 
@@ -71,7 +74,7 @@ class Run:
         first: Position of its first use.
         last: Position of its last use.
         following: Index of the unit's next run. In the next pass it counts on from this one's runs;
-            infinite when the unit is updated before that.
+            infinite when the unit is updated before that and cannot stay.
     """
 
     unit: int
@@ -80,8 +83,12 @@ class Run:
     following: float
 
 
-def runs_of(events: Sequence[Event]) -> tuple[Run, ...]:
-    """The runs of a pass, in order."""
+def runs_of(events: Sequence[Event], can_stay: Container[int] = ()) -> tuple[Run, ...]:
+    """The runs of a pass, in order.
+
+    Args:
+        can_stay: Units that may be updated where they are.
+    """
     spans: list[tuple[int, int, int]] = []
     for position, event in enumerate(events):
         if event.kind is Kind.USE:
@@ -89,7 +96,7 @@ def runs_of(events: Sequence[Event]) -> tuple[Run, ...]:
                 spans[-1] = (event.unit, spans[-1][1], position)
             else:
                 spans.append((event.unit, position, position))
-    updated = {event.unit for event in events if event.kind is Kind.DONE}
+    updated = {event.unit for event in events if event.kind is Kind.DONE and event.unit not in can_stay}
     following: dict[int, float] = {}
     for i, (unit, _, _) in reversed([*enumerate(spans)]):
         following[unit] = math.inf if unit in updated else len(spans) + i
@@ -150,8 +157,11 @@ class Memory:
             self.pins[event.unit] -= 1
         else:
             del self.pins[event.unit]
-            if event.kind is Kind.DONE:
+            if event.kind is Kind.DONE and not self._next_pass(self.present.get(event.unit, math.inf)):
                 self.drop(event.unit)
+
+    def _next_pass(self, run: float) -> bool:
+        return len(self.runs) <= run < math.inf
 
     def wrap(self) -> None:
         """The next pass begins."""
@@ -218,13 +228,13 @@ class Filling(Memory):
     ) -> None:
         super().__init__(runs, nbytes, capacity_nbytes)
         self.fetched = fetched
+        self.first = {run.unit: index for index, run in reversed([*enumerate(runs)])}  # run of each unit
         self.cursor = 0  # runs before it have their unit, or find it kept
         self.peak_nbytes = 0
 
     def begin(self) -> tuple[int, ...]:
         """What is present before the first event, nearest use first."""
-        first = {run.unit: index for index, run in reversed([*enumerate(self.runs)])}
-        for unit, index in first.items():
+        for unit, index in self.first.items():
             if index not in self.fetched:
                 self.load(unit, index)
         self._fill()
@@ -241,7 +251,7 @@ class Filling(Memory):
             fetch.append(event.unit)
         self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
         self.note(position, event)
-        if event.kind is Kind.UNPIN and self._leaves(position, event.unit):
+        if event.kind is not Kind.USE and self._leaves(position, event.unit):
             self.drop(event.unit)
             release.append(event.unit)
         fetch += self._fill()
@@ -274,7 +284,11 @@ class Filling(Memory):
 
 
 def make_plan(
-    events: Sequence[Event], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int = LEAD
+    events: Sequence[Event],
+    nbytes: Mapping[int, int],
+    capacity_nbytes: int,
+    lead: int = LEAD,
+    can_stay: Container[int] = (),
 ) -> Plan:
     """The plan for a recorded pass.
 
@@ -283,13 +297,15 @@ def make_plan(
         nbytes: Size of each unit's full buffer (bytes).
         capacity_nbytes: What all full buffers together may take.
         lead: Uses ahead whose units are on their way in any case.
+        can_stay: Units that may be updated where they are, and so stay for the next pass.
     """
-    runs = runs_of(events)
+    runs = runs_of(events, can_stay)
     keeping = Keeping(runs, nbytes, capacity_nbytes, lead)
     keeping.lap(events)
     keeping.wrap()
     keeping.lap(events)
     filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
     begin = filling.begin()
+    stays = frozenset(unit for unit in begin if filling.first[unit] not in keeping.fetched)
     actions = tuple(filling.play(i, event) for i, event in enumerate(events))
-    return Plan(tuple(events), begin, actions, filling.peak_nbytes)
+    return Plan(tuple(events), begin, actions, filling.peak_nbytes, stays)

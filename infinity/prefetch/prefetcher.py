@@ -10,6 +10,11 @@ trace and plan; what is present in memory is shared. A visit is neither: somebod
 Every decision here depends on events and sizes only, never on what has already arrived. So ranks
 that run the same modules start the same gathers in the same order.
 
+[Note: what stays while it is updated]
+Where the plan wants a unit at the beginning of the next pass and there is room, its buffer stays when
+its gradients are complete, and the update writes the new weights there. Until the next pass begins
+nobody may read it: a use before that releases it and is served the committed version on demand.
+
 [Note: what the plan did not foresee]
 An event that is not the plan's next one is served on demand, and the plan waits: often a use was
 added, and the plan goes on with the event after it. Where the last few events are found together
@@ -19,7 +24,7 @@ the plan of the next pass.
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Protocol
 
 from infinity.prefetch.plan import Plan, make_plan
@@ -30,7 +35,10 @@ class Mover(Protocol):
     """Moves the weights of one unit; the prefetcher says when."""
 
     def start(self, unit: int) -> None:
-        """Begin to bring the full values; must not wait for the disk or for other ranks."""
+        """Begin to bring the full values; must not wait for the disk or for other ranks.
+
+        For a unit that stayed while it was updated: begin to bring the new values.
+        """
         ...
 
     def finish(self, unit: int) -> None:
@@ -60,6 +68,10 @@ class Pass:
     def position(self) -> int:
         return len(self.trace.events)
 
+    def foresees(self, event: Event) -> bool:
+        """Whether ``event`` is the plan's next one."""
+        return self.plan is not None and self.plan.events[self.cursor : self.cursor + 1] == (event,)
+
     def follow(self, plan: Plan) -> None:
         self.plan, self._places = plan, None
 
@@ -71,8 +83,8 @@ class Pass:
         self.trace.add(event)
         if self.plan is None:
             return range(0)
-        begin, events = self.cursor, self.plan.events
-        if begin < len(events) and events[begin] == event:
+        begin = self.cursor
+        if self.foresees(event):
             self.cursor += 1
         elif self.position >= CONTEXT:
             context = tuple(self.trace.events[-CONTEXT:])
@@ -100,11 +112,20 @@ class Prefetcher:
         mover: Moves units.
         nbytes: Size of each streaming unit's full buffer (bytes).
         capacity_nbytes: What all full buffers together may take.
+        can_stay: Units that may be updated where they are.
     """
 
-    def __init__(self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
-        self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
+    def __init__(
+        self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int, can_stay: Container[int] = ()
+    ) -> None:
+        self.mover, self.nbytes, self.capacity_nbytes, self.can_stay = (
+            mover,
+            nbytes,
+            capacity_nbytes,
+            can_stay,
+        )
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
         self.pins: dict[int, int] = {}
         self.training, self.inference, self.visit = Pass(), Pass(), Pass()
         self.running = self.training
@@ -119,6 +140,8 @@ class Prefetcher:
         """Have ``unit`` gathered and pinned when this returns; then look ahead."""
         self.pins[unit] = self.pins.get(unit, 0) + 1
         self._begin()
+        if unit in self.staying:
+            self._release(unit)  # its buffer will hold the next version; somebody wants the committed one
         over = self.running.align(Event(Kind.USE, unit))
         release, fetch = self._actions(over)
         self._release_all(release)
@@ -139,11 +162,21 @@ class Prefetcher:
             self.pins[unit] -= 1
             self._advance(Event(Kind.UNPIN, unit))
 
+    def stays(self, unit: int) -> bool:
+        """Whether ``unit``, whose gradients are complete now, is to be updated where it is."""
+        running = self.running
+        if running.plan is None or unit not in running.plan.stays or unit not in self.present:
+            return False
+        return unit in self.can_stay and running.foresees(Event(Kind.DONE, unit))
+
     def done(self, unit: int) -> None:
-        """``unit``'s gradients are complete and the mover has taken its weights away."""
+        """``unit``'s gradients are complete; the mover has taken its weights away, or it stays."""
         self.pins.pop(unit, None)
-        self.present.pop(unit, None)
-        self._unforeseen.pop(unit, None)
+        if self.stays(unit):
+            self.staying.add(unit)
+        else:
+            self.present.pop(unit, None)
+            self._unforeseen.pop(unit, None)
         self._advance(Event(Kind.DONE, unit))
 
     # --- passes ------------------------------------------------------------------------------
@@ -187,12 +220,17 @@ class Prefetcher:
         """Position of a unit's first use in the next training pass; its index while unknown."""
         return self._first_uses.get(unit, unit)
 
+    def order_of_gradients(self) -> list[int]:
+        """Units in the order in which a training pass completes their gradients; empty while unknown."""
+        plan = self.training.plan
+        return [e.unit for e in plan.events if e.kind is Kind.DONE] if plan else []
+
     # --- decisions ---------------------------------------------------------------------------
 
     def _conclude(self, ended: Pass) -> None:
         events = tuple(ended.trace.events)
         if events and (ended.plan is None or ended.plan.events != events):
-            ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes))
+            ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes, can_stay=self.can_stay))
             if ended is self.training:
                 self._first_uses = {
                     e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE
@@ -206,10 +244,15 @@ class Prefetcher:
             return
         running.begun = True
         wanted = set(running.plan.begin)
+        if running is not self.training:
+            wanted -= self.staying  # between backward and step the committed version is wanted
         self._release_all([unit for unit in self.present if unit not in wanted])
         for unit in running.plan.begin:
             if unit not in self.present:
                 self._expect(unit)
+            elif unit in self.staying:
+                self.staying.discard(unit)
+                self.mover.start(unit)
             self._prefetch(unit)
 
     def _advance(self, event: Event) -> None:
@@ -287,5 +330,6 @@ class Prefetcher:
 
     def _release(self, unit: int) -> None:
         del self.present[unit]
+        self.staying.discard(unit)
         self._unforeseen.pop(unit, None)
         self.mover.release(unit)

@@ -2,13 +2,13 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.prefetch.plan import Plan, make_plan, runs_of
+from infinity.prefetch.plan import LEAD, Plan, make_plan, runs_of
 from infinity.prefetch.trace import Event, Kind
 
 fast = settings(deadline=None, max_examples=150)
@@ -19,6 +19,10 @@ class Case:
     events: tuple[Event, ...]
     nbytes: dict[int, int]
     capacity: int
+    can_stay: frozenset[int] = frozenset()
+
+    def plan(self, lead: int = LEAD, capacity: int | None = None) -> Plan:
+        return make_plan(self.events, self.nbytes, capacity or self.capacity, lead, self.can_stay)
 
 
 def visits(units) -> list[Event]:
@@ -65,7 +69,8 @@ def cases(draw) -> Case:
                 events.append(Event(Kind.UNPIN, unit))
     events += [Event(Kind.UNPIN, unit) for unit in pins]
     least = max(pinned_peak(events, nbytes), max(nbytes.values()))
-    return Case(tuple(events), nbytes, least + draw(st.integers(0, 60)))
+    can_stay = frozenset(draw(st.sets(st.sampled_from(range(units)))))
+    return Case(tuple(events), nbytes, least + draw(st.integers(0, 60)), can_stay)
 
 
 def replay(case: Case, plan: Plan):
@@ -74,7 +79,7 @@ def replay(case: Case, plan: Plan):
     for event, actions in zip(plan.events, plan.actions, strict=True):
         before = set(present)
         pins[event.unit] += {Kind.USE: 1, Kind.UNPIN: -1, Kind.DONE: -pins[event.unit]}[event.kind]
-        if event.kind is Kind.DONE:
+        if event.kind is Kind.DONE and event.unit not in plan.stays:
             present.discard(event.unit)
         present -= set(actions.release)
         present |= set(actions.fetch)
@@ -84,7 +89,7 @@ def replay(case: Case, plan: Plan):
 @fast
 @given(cases(), st.integers(0, 4))
 def test_memory_is_never_above_its_capacity(case, lead):
-    plan = make_plan(case.events, case.nbytes, case.capacity, lead)
+    plan = case.plan(lead)
     for _, _, _, present, _ in replay(case, plan):
         assert sum(case.nbytes[u] for u in present) <= case.capacity
     assert sum(case.nbytes[u] for u in plan.begin) <= case.capacity
@@ -95,7 +100,7 @@ def test_memory_is_never_above_its_capacity(case, lead):
 @given(cases(), st.integers(0, 4), st.integers(1, 10))
 def test_only_what_is_pinned_may_exceed_the_capacity(case, lead, part):
     capacity = max(1, pinned_peak(case.events, case.nbytes) * part // 10)
-    plan = make_plan(case.events, case.nbytes, capacity, lead)
+    plan = case.plan(lead, capacity)
     for position, (_, _, _, present, pinned) in enumerate(replay(case, plan)):
         goes_on = {run.unit for run in runs_of(case.events) if run.first <= position < run.last}
         nbytes = sum(case.nbytes[u] for u in present)
@@ -105,7 +110,7 @@ def test_only_what_is_pinned_may_exceed_the_capacity(case, lead, part):
 @fast
 @given(cases(), st.integers(0, 4))
 def test_every_use_finds_its_unit_and_nothing_is_fetched_twice(case, lead):
-    plan = make_plan(case.events, case.nbytes, case.capacity, lead)
+    plan = case.plan(lead)
     assert len(set(plan.begin)) == len(plan.begin)
     for event, before, actions, present, pinned in replay(case, plan):
         if event.kind is Kind.USE:
@@ -118,7 +123,7 @@ def test_every_use_finds_its_unit_and_nothing_is_fetched_twice(case, lead):
 @fast
 @given(cases(), st.integers(0, 4))
 def test_a_release_is_of_something_present_that_nobody_pins(case, lead):
-    plan = make_plan(case.events, case.nbytes, case.capacity, lead)
+    plan = case.plan(lead)
     for event, before, actions, _, pinned in replay(case, plan):
         assert set(actions.release) <= before - pinned
         assert not set(actions.release) & set(actions.fetch), event
@@ -127,7 +132,7 @@ def test_a_release_is_of_something_present_that_nobody_pins(case, lead):
 @fast
 @given(cases())
 def test_fetches_come_in_the_order_of_uses_and_each_is_used(case):
-    plan = make_plan(case.events, case.nbytes, case.capacity)
+    plan = case.plan()
     waiting = list(plan.begin)
     for event, _, actions, _, _ in replay(case, plan):
         waiting += actions.fetch
@@ -140,10 +145,21 @@ def test_fetches_come_in_the_order_of_uses_and_each_is_used(case):
 @fast
 @given(cases())
 def test_the_plan_depends_on_its_arguments_only(case):
-    plans = [make_plan(case.events, dict(case.nbytes), case.capacity) for _ in range(2)]
+    plans = [case.plan() for _ in range(2)]
     assert plans[0] == plans[1]
-    shuffled = dict(reversed(case.nbytes.items()))
-    assert make_plan(list(case.events), shuffled, case.capacity) == plans[0]
+    shuffled = replace(case, events=list(case.events), nbytes=dict(reversed(case.nbytes.items())))
+    assert shuffled.plan() == plans[0]
+
+
+@fast
+@given(cases())
+def test_what_stays_for_the_next_pass_is_there_at_its_end(case):
+    plan = case.plan()
+    *_, last = [set(plan.begin), *(present for _, _, _, present, _ in replay(case, plan))]
+    assert plan.stays <= last
+    assert plan.stays <= set(plan.begin)
+    updated = {event.unit for event in case.events if event.kind is Kind.DONE}
+    assert not (plan.stays & updated) - case.can_stay
 
 
 # --- how few ----------------------------------------------------------------------------------
@@ -210,7 +226,7 @@ def test_a_loop_over_more_than_memory_reads_what_does_not_fit_and_room_to_fetch_
     units = list(range(20))
     plan = make_plan(visits(units * 50), dict.fromkeys(units, 1), 18, lead=3)
     kept = 18 - 4  # beside the unit in use and the next three
-    per_round = len(list(plan.fetched(plan.begin))) / 50
+    per_round = sum(len(actions.fetch) for actions in plan.actions) / 50
     assert per_round <= len(units) - kept + 1  # the least recently used would read all 20
 
 
@@ -236,6 +252,19 @@ def test_what_is_not_updated_stays_for_the_next_pass():
     plan = make_plan(visits([0, 1, 2]), dict.fromkeys(range(3), 1), 3)
     assert plan.begin == (0, 1, 2)
     assert not any(a.release or a.fetch for a in plan.actions)
+
+
+def test_what_is_updated_where_it_is_stays_for_the_next_pass_as_far_as_memory_goes():
+    units = list(range(20))
+    events = visits(units) + [Event(k, u) for u in reversed(units) for k in (Kind.USE, Kind.DONE)]
+    nbytes = dict.fromkeys(units, 1)
+    for capacity in range(4, 20):
+        plan = make_plan(events, nbytes, capacity, can_stay=units)
+        assert plan.begin[: len(plan.stays)] == tuple(range(len(plan.stays)))
+        assert len(plan.stays) >= capacity - LEAD  # beside the last units on their way
+        assert len(list(plan.fetched())) <= 2 * len(units) - capacity - len(plan.stays) + LEAD
+    everything = make_plan(events, nbytes, 20, can_stay=units)
+    assert not list(everything.fetched())
 
 
 def test_ten_thousand_events_take_less_than_a_second():
