@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from infinity.data.config import DataConfig
 from infinity.data.files import DataError, find_files
@@ -31,14 +34,14 @@ def open_data(config: DataConfig, shape: Shape, *, vocab_size: int, model_path: 
     """The batches of a run, from its files. Every rank may call at the same time.
 
     Args:
-        vocab_size: The model's; the tokenizer may not have more tokens.
+        vocab_size: Tokens that the model knows; the data may have no other.
         model_path: The model's directory, whose tokenizer is used where the recipe names none.
 
     Raises:
         DataError: No files, malformed files, too few tokens, or too many kinds of them.
     """
     tokenizer = open_tokenizer(config.tokenizer or model_path or "bytes")
-    if tokenizer.vocab_size > vocab_size:
+    if model_path is None and tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"data.tokenizer has {tokenizer.vocab_size} tokens, model.vocab_size is {vocab_size}; "
             f"set model.vocab_size={tokenizer.vocab_size}"
@@ -47,6 +50,12 @@ def open_data(config: DataConfig, shape: Shape, *, vocab_size: int, model_path: 
     files = tuple(path for path in find_files(config.files) if path not in apart)
     tokens = _open(files, tokenizer, config)
     held_out = _open(apart, tokenizer, config) if apart else None
+    largest = max(tokens.largest, -1 if held_out is None else held_out.largest)
+    if largest >= vocab_size:
+        raise DataError(
+            f"the data has the token {largest}, the model in {model_path} knows {vocab_size}; "
+            "data.tokenizer=null takes the model's own"
+        )
     layout = _Layout(config, shape.seq_len, tokens, held_out)
     train, apart_sequences = layout.sequences()
     identity = f"{tokens.digest}:{train.identity}"
@@ -110,12 +119,11 @@ class _Layout:
             )
         return Stream(values[:-apart], self.seq_len), Stream(values[-apart:], self.seq_len)
 
-    def _require(self, values: object, names: tuple[str, ...], key: str) -> None:
-        count = len(values)  # type: ignore[arg-type]
-        if count < self.seq_len + 1:
+    def _require(self, values: NDArray[Any], names: tuple[str, ...], key: str) -> None:
+        if len(values) < self.seq_len + 1:
             raise DataError(
-                f"{key} ({', '.join(names)}): {count} tokens, fewer than one sequence of {self.seq_len} "
-                "and its target; give more data or lower model.seq_len"
+                f"{key} ({', '.join(names)}): {len(values)} tokens, fewer than one sequence of "
+                f"{self.seq_len} and its target; give more data or lower model.seq_len"
             )
 
     def _rows(self, *, packing: bool) -> tuple[Sequences, Sequences | None]:

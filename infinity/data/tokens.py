@@ -36,6 +36,7 @@ class Tokens:
         counts: ``(tokens,)`` bool: which are learned; None where all are.
         documents: ``(documents, 3)`` int64: first token, the one after the last, and how many are
             learned.
+        largest: The largest of ``values``; -1 where there is none.
         digest: Equal where the rest is.
         malformed: Lines that were left out, and the error of the first of them.
     """
@@ -43,6 +44,7 @@ class Tokens:
     values: NDArray[Any]
     counts: NDArray[np.bool_] | None
     documents: NDArray[np.int64]
+    largest: int
     digest: str
     malformed: tuple[int, str] = (0, "")
 
@@ -74,6 +76,7 @@ def open_tokens(
             values=_map(path / _TOKENS, tokenizer.encode("").dtype),
             counts=_map(path / _COUNTS, np.dtype(np.bool_)) if about["counted"] else None,
             documents=_map(path / _DOCUMENTS, np.dtype(np.int64)).reshape(-1, 3),
+            largest=about["largest"],
             digest=about["digest"],
             malformed=(about["malformed"], about["first_malformed"]),
         )
@@ -104,7 +107,8 @@ def _write_once(files: Sequence[Path], tokenizer: Tokenizer, path: Path, skip_ma
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return
-        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial = path.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed: it holds no lock
         try:
             partial.mkdir()
             _write(files, tokenizer, partial, skip_malformed)
@@ -122,6 +126,7 @@ def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malfo
     if not writer.counted:
         (folder / _COUNTS).unlink()  # ones only
     about = {
+        "largest": writer.largest,
         "digest": writer.digest.hexdigest(),
         "counted": writer.counted,
         "malformed": errors.number,
@@ -152,6 +157,7 @@ class _Writer:
     folder: Path
     digest: Any = field(default_factory=hashlib.sha256)
     counted: bool = False  # some token is not learned
+    largest: int = -1
     _files: ExitStack = field(default_factory=ExitStack)
     _tokens: Any = None
     _counts: Any = None
@@ -175,6 +181,7 @@ class _Writer:
         self._append(self._tokens, chunk.tokens)
         self._append(self._counts, counts)
         self.counted |= not counts.all()
+        self.largest = max(self.largest, int(chunk.tokens.max(initial=0)))
         self._learned += int(counts.sum())
         self._at += len(counts)
         if chunk.last:

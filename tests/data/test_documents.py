@@ -1,6 +1,8 @@
 """Documents of tokens from every kind of line; what is malformed is named, or counted."""
 
 import json
+import shutil
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,29 @@ def test_another_template_is_another_cache(tmp_path: Path) -> None:
         library = write_tokenizer(tmp_path / "model", chat_template=template)
         seen.append(library.decode(read(path, str(tmp_path / "model")).values))
     assert seen == ["one: ?!", "two: ?!"]
+
+
+def test_memory_does_not_grow_with_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *([{"prompt": "p" * 500, "completion": "c" * 500}] * 8000))
+    read(path).values.sum()  # what is imported once
+    path = path.rename(tmp_path / "b.jsonl")
+    tracemalloc.start()
+    try:
+        tokens = read(path)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tokens.values.nbytes == 8000 * 1001
+    assert peak_nbytes < 2**20
+
+
+def test_what_a_killed_writer_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "one"})
+    read(path)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    shutil.move(entry, entry.with_suffix(".partial"))
+    assert documents(read(path)) == [b"one\0"]
+    assert not list((tmp_path / "cache").glob("*.partial"))
 
 
 LINES = st.lists(

@@ -149,5 +149,15 @@ def test_files_shorter_than_a_sequence_are_an_error(tmp_path: Path) -> None:
 def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     config = DataConfig(files=(str(tmp_path / "a.txt"),), cache=str(tmp_path))
+    shape = Shape(seq_len=4, batch_size=1)
     with pytest.raises(DataError, match=r"256 tokens, model\.vocab_size is 100; set model\.vocab_size=256"):
-        open_data(config, Shape(seq_len=4, batch_size=1), vocab_size=100)
+        open_data(config, shape, vocab_size=100)
+
+
+def test_a_checkpoint_need_not_know_tokens_that_the_data_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the text is long enough")  # "x" is 120
+    config = DataConfig(files=(str(tmp_path / "a.txt"),), cache=str(tmp_path), tokenizer="bytes")
+    shape = Shape(seq_len=4, batch_size=1)
+    assert open_data(config, shape, vocab_size=121, model_path="model").held_out is not None
+    with pytest.raises(DataError, match="the data has the token 120, the model in model knows 120"):
+        open_data(config, shape, vocab_size=120, model_path="model")

@@ -19,6 +19,7 @@ TOKENS = Tokens(
     values=np.arange(1, 14, dtype=np.uint16),
     counts=np.array([1] * 7 + [0] * 4 + [1] * 2, np.bool_),
     documents=np.array([[0, 3, 3], [3, 7, 4], [7, 13, 2]]),
+    largest=13,
     digest="d",
 )
 
