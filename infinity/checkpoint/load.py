@@ -92,7 +92,7 @@ class Loading:
 
     def _range(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the unit's full flat buffer in fp32, gaps as zeros."""
-        out = torch.zeros(stop - start, dtype=torch.float32)
+        out = torch.zeros(stop - start)
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             values = self._values.get(id(s.param))

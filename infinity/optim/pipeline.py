@@ -220,6 +220,8 @@ class UpdatePipeline:
     def _drop(self, slots: list[Slot]) -> None:
         for slot in slots:
             slot.dropped = True  # its buffer goes when no byte is in flight
+        if slots:
+            self._notify()
 
     def _count_ahead(self) -> None:
         with self._changed:
@@ -259,7 +261,9 @@ class UpdatePipeline:
         """A buffer; None when it will come with the end of a chunk in flight."""
         nbytes, who = self._nbytes(chunk), f"update of {name}"
         lease = self._pool.try_lease(nbytes, who=who)
-        if lease is None and all(slot.ahead for slot in self._slots):
+        if lease is None and self._slots and all(slot.ahead for slot in self._slots):
+            self._drop(self._slots)  # others hold the reserve: a job that has come goes first
+        elif lease is None and not self._slots:
             began = time.perf_counter()
             lease = self._pool.lease(nbytes, who=who)
             self._count_up(buffer_wait_s=time.perf_counter() - began)

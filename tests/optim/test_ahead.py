@@ -114,3 +114,19 @@ def test_a_drained_pipeline_reads_again_what_was_written_in_another_way():
         pipeline.submit(shard.job)
         pipeline.drain()
         shard.check(engine, LAYOUT)
+
+
+def test_a_job_that_has_come_gets_the_buffers_of_what_was_read_ahead_where_others_hold_the_rest():
+    engine = FakeEngine()
+    early, late = shards_of(engine, 2)
+    nbytes = LAYOUT.state_nbytes(GRAIN_NUMEL) + LAYOUT.weight_nbytes(GRAIN_NUMEL)
+    with playing(engine, LAYOUT, depth=9, grains=3) as (pipeline, pool):
+        with pool.lease(2 * nbytes, who="somebody"):
+            pipeline.expect([expected(late)])
+            wait_for(lambda: pipeline.stats.nbytes_read == LAYOUT.state_nbytes(GRAIN_NUMEL))
+            pipeline.submit(early.job)
+            wait_for(lambda: pipeline.idle)
+        early.check(engine, LAYOUT)
+        pipeline.submit(late.job)
+        pipeline.drain()
+        late.check(engine, LAYOUT)
