@@ -91,7 +91,7 @@ def divide_device(
     window_least = 2 * max((rounded(u.full) for u in streaming), default=0)
     needed = grad + working + window_least
     backlog_all = rounded_sum(
-        u.shard_weight + (0 if u in waits else u.shard_grad) for u in streaming if u.on_nvme
+        u.shard_weight + (0 if u in waits else u.shard_grad) for u in streaming if u.on_nvme and u.trainable
     )
     window_all = rounded_sum(u.full for u in streaming)
     wish = needed + backlog_all + min(window_all, 4 * window_least)

@@ -45,6 +45,7 @@ class AdamW(torch.optim.Optimizer):
         self._check_parameters()
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.runtime.tiers.settle(self.runtime.units, movable=self.runtime.hooks is None)
         self.runtime.connect_optimizer(self.param_groups, clips=max_grad_norm is not None)
         self.scaler = LossScaler(self.runtime.recipe.optim.loss_scale) if self._fp16 else None
         self._scaled = False
@@ -83,6 +84,7 @@ class AdamW(torch.optim.Optimizer):
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
         if self.runtime.backward.synced:
             self._check_parameters()
+            self.runtime.tiers.settle(self.runtime.units)
         norm = self.runtime.step(self.max_grad_norm)
         if norm is None:
             return loss

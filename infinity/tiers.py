@@ -2,32 +2,46 @@
 
 A unit that fits the host budget stays there and moves nothing; the rest have extents. With one
 rank and no accelerator, a unit whose home is host memory *is* its flat buffer.
+
+[Note: frozen units]
+While a model is built nobody knows what will be trained. So a unit then has its weights and what makes
+them exact, and in the host budget the room for its moments is only set aside. When an optimizer is made,
+:meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones to units that
+would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from infinity.budget import rounded
 from infinity.core.errors import BudgetError, StateError
+from infinity.core.extent import Extent
 from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
-from infinity.nvme.store import ShardStore, Version
+from infinity.nvme.store import ChunkExtents, ShardStore, Version
 from infinity.optim.layout import StateLayout
 from infinity.optim.master import master_of, store_master
 from infinity.partition.unit import Unit
 
+#: Every rule keeps two, the last fields of a state.
+_MOMENTS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state."""
+    """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
+
+    The moments are missing from ``state`` while the unit was never trained.
+    """
 
     weight: Tensor
     state: tuple[Tensor, ...]
-    leases: tuple[Lease, Lease]
+    leases: tuple[Lease, ...]
 
 
 class Tiers:
@@ -57,27 +71,28 @@ class Tiers:
     ) -> None:
         self.layout, self.pool, self.store, self.engine = layout, pool, store, engine
         self.chunk_numel, self.versions, self.gather = chunk_numel, versions, gather
+        self._exact = StateLayout(layout.dtype, layout.fields[:-_MOMENTS])
+        self._moments = StateLayout(layout.dtype, layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
         self.resident_nbytes, self._used_nbytes = resident_nbytes, 0
+        self._set_aside: set[int] = set()  # residents whose moments have room in the host budget
 
     # --- homes -------------------------------------------------------------------------------
 
     def place(self, unit: Unit) -> None:
-        """Give a new unit its home.
+        """Give a new unit its home, with room for weights and what makes them exact.
 
         Raises:
             BudgetError: It fits no tier; says what is needed.
             DiskError: The file system is full.
         """
-        n = unit.shard_numel
-        nbytes = self.layout.weight_nbytes(n) + self.layout.state_nbytes(n)
+        nbytes = self._nbytes(unit)
         if self._used_nbytes + nbytes <= self.resident_nbytes:
             self._used_nbytes += nbytes
-            self.residents[unit.index] = self._resident(unit)
-            unit.home = Tier.HOST
-            unit.lifecycle.state = UnitState.ON_HOST
+            self._set_aside.add(unit.index)
+            self._make_resident(unit)
         elif self.store is not None:
-            self.store.allocate(unit.index, n, unit.name)
+            self.store.allocate(unit.index, unit.shard_numel, unit.name)
         else:
             raise BudgetError(
                 f"{unit.name} needs {format_nbytes(nbytes)} of host memory for its weights and optimizer "
@@ -86,20 +101,93 @@ class Tiers:
                 "or give memory.nvme one or more directories"
             )
 
-    def _resident(self, unit: Unit) -> Resident:
-        n, who = unit.shard_numel, unit.name
-        weight = self.pool.lease(self.layout.weight_nbytes(n), who=who)
-        state = self.pool.lease(self.layout.state_nbytes(n), who=who)
-        views = self.layout.views(state.tensor, n)
-        return Resident(weight.tensor.view(unit.dtype), views, (weight, state))
+    def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
+        """Give units the room that is right for what is trained now: see [Note: frozen units].
 
-    def drop(self, unit: Unit) -> None:
-        """Give back a unit's home: nobody uses its parameters any more."""
-        if self.store is not None:
-            self.store.free(unit.index)
-        resident = self.residents.pop(unit.index, None)
-        for lease in resident.leases if resident else ():
-            lease.release()
+        Every rank must call with the same units frozen.
+
+        Args:
+            movable: No unit is in use yet, so that homes may change.
+
+        Raises:
+            BudgetError: A thawed unit's moments do not fit the host budget.
+            DiskError: The file system is full.
+        """
+        units = list(units)
+        if movable:
+            for unit in units:
+                if unit.index in self._set_aside and not unit.trainable:
+                    self._set_aside.discard(unit.index)
+                    self._used_nbytes -= self._moments_nbytes(unit)
+            for unit in sorted(units, key=lambda unit: not unit.trainable):
+                self._bring_home(unit)
+        for unit in units:
+            if unit.trainable:
+                self._give_moments(unit)
+
+    def _nbytes(self, unit: Unit, *, moments: bool = True) -> int:
+        """What the pool takes for a resident (bytes)."""
+        n = unit.shard_numel
+        nbytes = rounded(self.layout.weight_nbytes(n)) + rounded(self._exact.state_nbytes(n))
+        return nbytes + (self._moments_nbytes(unit) if moments else 0)
+
+    def _moments_nbytes(self, unit: Unit) -> int:
+        return rounded(self._moments.state_nbytes(unit.shard_numel))
+
+    def _make_resident(self, unit: Unit) -> None:
+        n, who = unit.shard_numel, unit.name
+        leases = [self.pool.lease(self.layout.weight_nbytes(n), who=who)]
+        exact: tuple[Tensor, ...] = ()
+        if self._exact.fields:
+            leases.append(self.pool.lease(self._exact.state_nbytes(n), who=who))
+            exact = self._exact.views(leases[1].tensor, n)
+        self.residents[unit.index] = Resident(leases[0].tensor.view(unit.dtype), exact, tuple(leases))
+        unit.home = Tier.HOST
+        unit.lifecycle.state = UnitState.ON_HOST
+
+    def _bring_home(self, unit: Unit) -> None:
+        """Take a unit from NVMe into host memory if it fits."""
+        nbytes = self._nbytes(unit, moments=bool(unit.trainable))
+        if not self._stored(unit) or self._used_nbytes + nbytes > self.resident_nbytes:
+            return
+        self._used_nbytes += nbytes
+        if unit.trainable:
+            self._set_aside.add(unit.index)
+        self._make_resident(unit)
+        ours = self.residents[unit.index]
+        for start, weight, state in self._each_stored_chunk(unit):
+            part = slice(start, start + len(weight))
+            ours.weight[part].copy_(weight)
+            for mine, field in zip(ours.state, state, strict=False):
+                mine[part].copy_(field)
+        assert self.store is not None
+        self.store.free(unit.index)
+
+    def _give_moments(self, unit: Unit) -> None:
+        resident = self.residents.get(unit.index)
+        if resident is None:
+            if self.store is not None:
+                self.store.train(unit.index)
+            return
+        if len(resident.state) == len(self.layout.fields):
+            return
+        if unit.index not in self._set_aside:
+            nbytes = self._moments_nbytes(unit)
+            if self._used_nbytes + nbytes > self.resident_nbytes:
+                raise BudgetError(
+                    f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "
+                    f"need {format_nbytes(nbytes)} of host memory, of which memory.host leaves "
+                    f"{format_nbytes(self.resident_nbytes - self._used_nbytes)}. Raise memory.host, or make "
+                    "the optimizer after requires_grad_(True)"
+                )
+            self._used_nbytes += nbytes
+        lease = self.pool.lease(self._moments.state_nbytes(unit.shard_numel), who=unit.name)
+        moments = self._moments.views(lease.tensor, unit.shard_numel)
+        for moment in moments:
+            moment.zero_()
+        self.residents[unit.index] = Resident(
+            resident.weight, (*resident.state, *moments), (*resident.leases, lease)
+        )
 
     # --- exact values, for construction and for people who write weights ---------------------
 
@@ -108,33 +196,10 @@ class Tiers:
         if unit.index not in self.residents and not self._stored(unit):
             self.place(unit)
         first = unit.shard_start
-        resident = self.residents.get(unit.index)
-        if resident is not None:
-            for start in range(0, unit.shard_numel, self.chunk_numel):
-                stop = min(start + self.chunk_numel, unit.shard_numel)
-                state = tuple(field[start:stop] for field in resident.state)
-                values = master(first + start, first + stop)
-                self._initialise(values, resident.weight[start:stop], state)
-            return
-        for chunk in self.version(unit).chunks:
-            weight_nbytes = self.layout.weight_nbytes(chunk.numel)
-            state_nbytes = self.layout.state_nbytes(chunk.numel)
-            with self.pool.lease(weight_nbytes + state_nbytes, who="storing weights") as lease:
-                weight = lease.tensor[:weight_nbytes].view(unit.dtype)
-                state = self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
-                values = master(first + chunk.start, first + chunk.start + chunk.numel)
-                self._initialise(values, weight, state)
-                writes = [
-                    self._engine.write(chunk.weight, lease.memory[:weight_nbytes]),
-                    self._engine.write(chunk.state, lease.memory[weight_nbytes:]),
-                ]
-                for write in writes:
-                    write.wait()
-
-    def _initialise(self, master: Tensor, weight: Tensor, state: tuple[Tensor, ...]) -> None:
-        store_master(self.layout, master, weight, state)
-        for moment in state[-2:]:
-            moment.zero_()
+        for start, weight, state in self._each_chunk(unit, read=False, write=True):
+            store_master(self.layout, master(first + start, first + start + len(weight)), weight, state)
+            for moment in state[-_MOMENTS:]:
+                moment.zero_()
 
     def get(self, unit: Unit) -> Tensor:
         """The full exact values, fp32, ``(numel,)``. Every rank must call."""
@@ -142,16 +207,17 @@ class Tiers:
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
-        out = [torch.empty(unit.shard_numel) for _ in range(3)]
+        out = [torch.empty(unit.shard_numel) for _ in range(1 + _MOMENTS)]
         for start, weight, state in self._each_chunk(unit):
             stop = start + len(weight)
             out[0][start:stop] = master_of(self.layout, weight, state)
-            out[1][start:stop] = state[-2]
-            out[2][start:stop] = state[-1]
+            for field, moment in zip(out[1:], state[-_MOMENTS:], strict=True):
+                field[start:stop] = moment
         return tuple(out)
 
     def set_shard_fields(self, unit: Unit, fields: tuple[Tensor, Tensor, Tensor]) -> None:
         """Replace this shard's exact values and moments (optimizer state that is loaded)."""
+        self._give_moments(unit)
         for start, weight, state in self._each_chunk(unit, write=True):
             stop = start + len(weight)
             store_master(self.layout, fields[0][start:stop], weight, state)
@@ -171,43 +237,88 @@ class Tiers:
             store_master(self.layout, exact, stored, state)
 
     def _each_chunk(
-        self, unit: Unit, write: bool = False
+        self, unit: Unit, *, read: bool = True, write: bool = False
     ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
-        """Every chunk's start, weights and state in memory; written back when ``write``."""
+        """Every chunk's start, weights and state in memory; stored again when ``write``.
+
+        Moments of a unit that has none are zeros, and are not stored.
+        """
         resident = self.residents.get(unit.index)
-        if resident is not None:
-            yield 0, resident.weight, resident.state
+        if resident is None:
+            yield from self._each_stored_chunk(unit, read=read, write=write)
             return
-        for chunk in self.version(unit).chunks:
+        missing = self.layout.fields[len(resident.state) :]
+        for start in range(0, unit.shard_numel, self.chunk_numel):
+            stop = min(start + self.chunk_numel, unit.shard_numel)
+            zeros = (torch.zeros(stop - start, dtype=field.dtype) for field in missing)
+            yield start, resident.weight[start:stop], (*(f[start:stop] for f in resident.state), *zeros)
+
+    def _each_stored_chunk(
+        self, unit: Unit, *, read: bool = True, write: bool = False
+    ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
+        for number, chunk in enumerate(self._committed(unit).chunks):
             weight_nbytes = self.layout.weight_nbytes(chunk.numel)
-            state_nbytes = self.layout.state_nbytes(chunk.numel)
-            with self.pool.lease(weight_nbytes + state_nbytes, who="exact values") as lease:
-                parts = lease.memory[:weight_nbytes], lease.memory[weight_nbytes:]
-                extents = chunk.weight, chunk.state
-                moves = [self._engine.read(e, m) for e, m in zip(extents, parts, strict=True)]
-                for move in moves:
-                    move.wait()
+            nbytes = weight_nbytes + self.layout.state_nbytes(chunk.numel)
+            with self.pool.lease(nbytes, who="exact values") as lease:
                 weight = lease.tensor[:weight_nbytes].view(unit.dtype)
-                yield chunk.start, weight, self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
+                state = self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
+                if read:
+                    self._move(self._engine.read, chunk, lease.memory)
+                    if not chunk.exact.pieces:
+                        store_master(self.layout, weight.float(), weight, state)
+                    if not chunk.moments.pieces:
+                        for moment in state[-_MOMENTS:]:
+                            moment.zero_()
+                yield chunk.start, weight, state
                 if write:
-                    moves = [self._engine.write(e, m) for e, m in zip(extents, parts, strict=True)]
-                    for move in moves:
-                        move.wait()
+                    if not chunk.exact.pieces and self._says_more(weight, state):
+                        chunk = self._store.add_exact(unit.index, number)
+                    self._move(self._engine.write, chunk, lease.memory)
+
+    def _says_more(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
+        """Whether the exact values are not the weights themselves."""
+        if self.layout.dtype is torch.float16:
+            return True  # room that was not written reads as zeros, which are no float16 masters
+        return not torch.equal(master_of(self.layout, weight, state), weight.float())
+
+    def _move(
+        self, move: Callable[[Extent, memoryview], Transfer], chunk: ChunkExtents, memory: memoryview
+    ) -> None:
+        """Read or write what a chunk has on NVMe; ``memory`` has room for all that it could have."""
+        begin, transfers = 0, []
+        for extent, nbytes in (
+            (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
+            (chunk.exact, self._exact.state_nbytes(chunk.numel)),
+            (chunk.moments, self._moments.state_nbytes(chunk.numel)),
+        ):
+            if extent.pieces:
+                transfers.append(move(extent, memory[begin : begin + nbytes]))
+            begin += nbytes
+        for transfer in transfers:
+            transfer.wait()
 
     # --- what training moves -----------------------------------------------------------------
 
     def version(self, unit: Unit, ahead: int = 0) -> Version:
-        """The committed place of a unit on NVMe, or with ``ahead=1`` the next one."""
-        if self.store is None:
-            raise StateError(f"{unit.name} is not on NVMe")
-        return self.store.version(unit.index, unit.version + ahead)
+        """Where an update reads, or with ``ahead=1`` writes; a unit that was frozen gets room first."""
+        self._store.train(unit.index)
+        return self._store.version(unit.index, unit.version + ahead)
 
     def read_weight(self, unit: Unit, memory: memoryview) -> Transfer:
         """Start fetching this shard's committed weights."""
-        return self._engine.read(self.version(unit).weight, memory, urgent=True)
+        return self._engine.read(self._committed(unit).weight, memory, urgent=True)
+
+    def _committed(self, unit: Unit) -> Version:
+        return self._store.version(unit.index, unit.version)
 
     def _stored(self, unit: Unit) -> bool:
         return self.store is not None and self.store.has(unit.index)
+
+    @property
+    def _store(self) -> ShardStore:
+        if self.store is None:
+            raise StateError("memory.nvme names no directory, yet a unit is asked for there")
+        return self.store
 
     @property
     def _engine(self) -> TransferEngine:

@@ -4,22 +4,42 @@
 A version of a unit is its shard's weights, end to end, and its shard's state, chunk by chunk, each
 chunk's fields one after the other. So a forward pass reads the weights in one sweep, and the update
 reads and writes each chunk's state in one request sequence.
+
+[Note: room as it is needed]
+A unit begins with one version of its weights. The part of a chunk's state that makes its weights exact
+gets room when it has something to say: a checkpoint in the compute dtype never needs it. Moments and
+the second version get room when the unit is first trained. So a frozen unit takes the bytes of its
+weights and no more.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from infinity.core.extent import Extent
 from infinity.nvme.volume import Volume
 
+_NOWHERE = Extent(())
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkExtents:
-    """Elements ``[start, start + numel)`` of a shard in one version."""
+    """Elements ``[start, start + numel)`` of a shard in one version.
+
+    Attributes:
+        exact: What the exact values have beyond the weights; empty: nothing.
+        moments: Of the update rule; empty while the unit was never trained.
+    """
 
     start: int
     numel: int
     weight: Extent
-    state: Extent
+    exact: Extent = _NOWHERE
+    moments: Extent = _NOWHERE
+
+    @property
+    def state(self) -> Extent:
+        """Everything but the weights."""
+        return self.exact + self.moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +63,72 @@ class ShardStore:
     Args:
         volume: Where they are allocated.
         weight_itemsize: Bytes of weight per element.
-        state_itemsize: Bytes of state per element.
-        versions: Places per unit, 1 or 2.
+        state_itemsize: Bytes of state per element, moments included.
+        versions: Places per unit that is trained, 1 or 2.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
+        moments_itemsize: Bytes of moments per element.
     """
 
     def __init__(
-        self, volume: Volume, *, weight_itemsize: int, state_itemsize: int, versions: int, chunk_numel: int
-    ) -> None:
+        self, volume: Volume, *, weight_itemsize: int, state_itemsize: int, versions: int, chunk_numel: int,
+        moments_itemsize: int = 8,
+    ) -> None:  # fmt: skip
         self.volume, self.versions, self.chunk_numel = volume, versions, chunk_numel
-        self._weight_itemsize, self._state_itemsize = weight_itemsize, state_itemsize
+        self._weight_itemsize, self._moments_itemsize = weight_itemsize, moments_itemsize
+        self._exact_itemsize = state_itemsize - moments_itemsize
         self._units: dict[int, list[Version]] = {}
+        self._names: dict[int, str] = {}
 
     def allocate(self, unit: int, shard_numel: int, name: str) -> None:
-        """Make room for every version of a unit.
+        """Make room for one version of a unit's weights.
 
         Raises:
             DiskError: The file system is full.
         """
-        self._units[unit] = [self._version(shard_numel, name) for _ in range(self.versions)]
+        self._names[unit] = name
+        starts = range(0, shard_numel, self.chunk_numel)
+        sizes = [min(self.chunk_numel, shard_numel - start) for start in starts]
+        self._units[unit] = [Version(self._weights(zip(starts, sizes, strict=True), name))]
 
     def has(self, unit: int) -> bool:
         return unit in self._units
 
+    def trains(self, unit: int) -> bool:
+        """Whether the unit has room for moments and for every version."""
+        return all(chunk.moments.pieces for version in self._units[unit] for chunk in version.chunks)
+
     def version(self, unit: int, which: int) -> Version:
-        return self._units[unit][which % self.versions]
+        """The only version of a unit that was never trained, or one of all."""
+        versions = self._units[unit]
+        return versions[which % len(versions)]
+
+    def add_exact(self, unit: int, number: int) -> ChunkExtents:
+        """Make room, zeros, for what makes chunk ``number`` of a unit that was never trained exact.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        [version] = self._units[unit]
+        chunk = self._with_exact(version.chunks[number], self._names[unit])
+        chunks = (*version.chunks[:number], chunk, *version.chunks[number + 1 :])
+        self._units[unit] = [Version(chunks)]
+        return chunk
+
+    def train(self, unit: int) -> None:
+        """Make room for all that training needs; moments are zeros. Once is enough.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        if self.trains(unit):
+            return
+        [first], name = self._units[unit], self._names[unit]
+        places = [(chunk.start, chunk.numel) for chunk in first.chunks]
+        bare = [first, *(Version(self._weights(places, name)) for _ in range(1, self.versions))]
+        self._units[unit] = [
+            Version(tuple(self._with_moments(self._with_exact(c, name), name) for c in version.chunks))
+            for version in bare
+        ]
 
     def free(self, unit: int) -> None:
         """Give back what a unit holds."""
@@ -76,10 +137,20 @@ class ShardStore:
                 self.volume.free(chunk.weight)
                 self.volume.free(chunk.state)
 
-    def _version(self, shard_numel: int, name: str) -> Version:
-        starts = range(0, shard_numel, self.chunk_numel)
-        sizes = [min(self.chunk_numel, shard_numel - start) for start in starts]
-        weights = [self.volume.allocate(n * self._weight_itemsize, what=name) for n in sizes]
-        states = [self.volume.allocate(n * self._state_itemsize, what=name) for n in sizes]
-        chunks = zip(starts, sizes, weights, states, strict=True)
-        return Version(tuple(ChunkExtents(*chunk) for chunk in chunks))
+    def _weights(self, places: Iterable[tuple[int, int]], name: str) -> tuple[ChunkExtents, ...]:
+        itemsize = self._weight_itemsize
+        return tuple(
+            ChunkExtents(start, numel, self.volume.allocate(numel * itemsize, what=name))
+            for start, numel in places
+        )
+
+    def _with_exact(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
+        if chunk.exact.pieces or not self._exact_itemsize:
+            return chunk
+        return replace(chunk, exact=self._zeros(chunk.numel * self._exact_itemsize, name))
+
+    def _with_moments(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
+        return replace(chunk, moments=self._zeros(chunk.numel * self._moments_itemsize, name))
+
+    def _zeros(self, nbytes: int, name: str) -> Extent:
+        return self.volume.allocate(nbytes, what=name, zeroed=True)
