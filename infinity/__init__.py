@@ -10,7 +10,7 @@ Three changed lines in a plain PyTorch loop::
 
 from importlib.metadata import version
 
-from infinity.api import Init, close, gathered, no_sync, state_dict
+from infinity.api import Init, close, gathered, layer_schedule, no_sync, state_dict
 from infinity.core.errors import (
     BudgetError,
     CheckpointError,
@@ -38,6 +38,7 @@ __all__ = [
     "StateError",
     "close",
     "gathered",
+    "layer_schedule",
     "load_recipe",
     "no_sync",
     "state_dict",

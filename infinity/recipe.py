@@ -60,6 +60,11 @@ class TrainConfig:
     )
     eval_batches: int = setting(8, "micro-batches per rank in one evaluation", valid=Valid(least=1))
     recompute: bool = setting(False, "keep only each block's input for backward; runs it twice")
+    schedule: Literal["step", "layer"] = setting(
+        "step",
+        "micro-batches one by one, or all through a block before the next: weights are read twice a step",
+        valid=Valid(choices=("step", "layer")),
+    )
     log_every: int = setting(1, "steps between lines of progress", valid=Valid(least=1))
     threads: int | None = setting(
         None, "compute threads per rank; null: cores / local ranks", valid=Valid(least=1)
@@ -67,6 +72,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.schedule == "layer" and self.recompute:
+            raise SettingError("recompute", True, "false with schedule=layer, which recomputes by itself")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ import infinity
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.data import Batch, Data, open_data
 from infinity.data.loader import HeldOut, Shape
+from infinity.data.sequences import join
+from infinity.layers.schedule import LayerSchedule
 from infinity.models.causal import CausalLoss
 from infinity.models.gpt import GPT
 from infinity.observe.metrics import MetricsFile, TensorBoard, View
@@ -79,6 +81,12 @@ class Loop:
         self._sum = CausalLoss(model, packed=data.packed)
         self._device = device()
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
+        self._scheduled: LayerSchedule | None = None
+        if recipe.train.schedule == "layer":
+            self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self._loss)
+            for view in views:
+                if isinstance(view, ProgressDisplay):
+                    view.say(f"all micro-batches through a block before the next: {self._scheduled.blocks}")
         self._scheduler = LambdaLR(
             optimizer, lambda step: lr_factor(step, recipe.optim, steps=recipe.train.steps)
         )
@@ -109,15 +117,28 @@ class Loop:
         whichever rank: gradients are averaged over ranks, so each divides by a rank's share of them.
         """
         share = sum(batch.target_count for batch in batches) / world_size()
+        backward = self._one_by_one if self._scheduled is None else self._layer_by_layer
+        total = backward(batches, share)
+        self._optimizer.step()
+        self._scheduler.step()
+        return float(total)
+
+    def _one_by_one(self, batches: Sequence[Batch], share: float) -> torch.Tensor:
+        """Forward and backward of each micro-batch; the sum of their losses."""
         total = torch.zeros((), device=self._device)
         for micro, batch in enumerate(batches, start=1):
             with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
                 loss = self._loss(batch) / share
                 self._optimizer.scale(loss).backward()
                 total += loss.detach()
-        self._optimizer.step()
-        self._scheduler.step()
-        return float(total)
+        return total
+
+    def _layer_by_layer(self, batches: Sequence[Batch], share: float) -> torch.Tensor:
+        """The same, every block on all micro-batches before the next."""
+        assert self._scheduled is not None
+        loss = self._scheduled(join(batches)).losses.sum() / share
+        self._optimizer.scale(loss).backward()
+        return loss.detach()
 
     @torch.no_grad()
     def _evaluate(self, held_out: HeldOut) -> float:

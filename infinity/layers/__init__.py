@@ -1,0 +1,1 @@
+"""Ways to run a model's layers in less memory, or with fewer reads."""

@@ -1,0 +1,261 @@
+"""Promises of ``train.schedule: layer``: two reads of a weight per step, and the numbers of any placement."""
+
+import contextlib
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import infinity
+from infinity import budget
+from infinity.core.errors import BudgetError, RecipeError
+from infinity.core.tier import Tier
+from infinity.layers.schedule import LayerSchedule
+from infinity.train import train
+from tests.helpers import models
+from tests.helpers.launch import run_ranks
+from tests.helpers.reference import Reference, Rule
+from tests.helpers.training import DTYPES, Trained, assert_bitwise, build, optimizer_for, streaming
+from tests.test_bytes import WEIGHT, settled
+
+WARM_UP, STEPS = 3, 3
+FREE, CLIPPED = Rule(max_grad_norm=None), Rule()
+
+
+def whole(batch: Any, step: int, micro_batches: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+    """The micro-batches of a step, row after row."""
+    parts = [batch(step * micro_batches + micro, rank, world) for micro in range(micro_batches)]
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def train_by_layer(
+    name: str, overrides: list[str], *, micro_batches: int, dtype: str = "bf16", rule: Rule = FREE,
+    steps: int = 4, dropout: float = 0.0,
+) -> Trained:  # fmt: skip
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    factory, batch = models.build(name, seed=3, dropout=dropout)
+    model = build(factory, dtype, overrides)
+    optimizer, out = optimizer_for(model, rule), Trained()
+    with contextlib.closing(optimizer):
+        scheduled = infinity.layer_schedule(model, micro_batches)
+        for step in range(steps):
+            losses = scheduled(**whole(batch, step, micro_batches, rank, world))
+            losses.loss.backward()
+            optimizer.step()
+            out.losses += losses.losses.tolist()
+            out.norms.append(optimizer.grad_norm)
+        out.weights = infinity.state_dict(model, every_rank=True)
+    return out
+
+
+def reference_by_layer(
+    name: str, *, micro_batches: int, dtype: str = "bf16", rule: Rule = FREE, steps: int = 4,
+    dropout: float = 0.0,
+) -> Trained:  # fmt: skip
+    """Plain PyTorch in memory, with the same schedule."""
+    factory, batch = models.build(name, seed=3, dropout=dropout)
+    loop, out = Reference(factory(), DTYPES[dtype], rule), Trained()
+    scheduled = LayerSchedule(loop.model, micro_batches)
+
+    def noted(**given: Tensor) -> Any:
+        losses = scheduled(**given)
+        out.losses += losses.losses.tolist()
+        return losses
+
+    loop.model = noted
+    for step in range(steps):
+        out.norms.append(loop.step([whole(batch, step, micro_batches)]).grad_norm)
+    out.weights = {name: p.detach() for name, p in loop.parameters.items()}
+    return out
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("llama", FREE), ("llama", CLIPPED), ("gpt2", FREE), ("bert", CLIPPED), ("gpt", FREE)]
+)
+def test_placement_never_changes_the_numbers_of_the_layer_schedule(
+    tmp_path: Path, name: str, rule: Rule
+) -> None:
+    plain = reference_by_layer(name, micro_batches=4, rule=rule)
+    for overrides in (["memory.host=1GiB"], streaming(tmp_path)):
+        assert_bitwise(train_by_layer(name, overrides, micro_batches=4, rule=rule), plain)
+
+
+def test_dropout_draws_the_same_numbers_wherever_weights_are(tmp_path: Path) -> None:
+    plain = reference_by_layer("gpt2", micro_batches=2, dropout=0.1)
+    assert_bitwise(train_by_layer("gpt2", streaming(tmp_path), micro_batches=2, dropout=0.1), plain)
+
+
+# --- bytes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What ``STEPS`` steps read of one rank's shards, and how the plan has one of them."""
+
+    read: int
+    planned: list[int | None]
+    fetches: Counter[int]  # of each unit, in one step
+    fetched: int  # bytes of them
+    on_demand: int
+    losses: list[float]
+
+
+def count(folder: str, name: str, micro_batches: int, schedule: str, device: str | None) -> Counted:
+    """Steps of the same batch in so many micro-batches, everything on NVMe."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    factory, batch = models.build(name, seed=0)
+    overrides = [] if device is None else [f"memory.device={device}"]
+    model = build(factory, "bf16", streaming(folder, *overrides))
+    optimizer = optimizer_for(model, CLIPPED)
+    with contextlib.closing(optimizer):
+        runtime: Any = optimizer.runtime
+        assert all(unit.home is Tier.NVME for unit in runtime.units)
+        scheduled = infinity.layer_schedule(model, micro_batches) if schedule == "layer" else None
+        planned, losses, on_demand, before = [], [], 0, (0, 0)
+        for step in range(WARM_UP + STEPS):
+            if step == WARM_UP:
+                before = settled(runtime)
+            given = whole(batch, step, 8 // world, rank, world)
+            losses.append(backward(model, scheduled, given, micro_batches))
+            optimizer.step()
+            report = optimizer.report()
+            if step >= WARM_UP:
+                planned.append(report.planned_nbytes_read)
+                on_demand += report.on_demand
+        fetches = Counter(runtime.prefetcher.training.plan.fetched())
+        numel = {unit.index: unit.shard_numel for unit in runtime.units}
+        return Counted(
+            settled(runtime)[0] - before[0], planned, fetches,
+            sum(WEIGHT * numel[unit] * times for unit, times in fetches.items()),
+            on_demand, losses,
+        )  # fmt: skip
+
+
+def backward(
+    model: Any, scheduled: LayerSchedule | None, given: dict[str, Tensor], micro_batches: int
+) -> float:
+    """The loss of a batch, and its gradients."""
+    if scheduled is not None:
+        loss = scheduled(**given).loss
+        loss.backward()
+        return loss.item()
+    parts = {key: value.chunk(micro_batches) for key, value in given.items()}
+    total = 0.0
+    for micro in range(micro_batches):
+        with infinity.no_sync(model) if micro < micro_batches - 1 else contextlib.nullcontext():
+            loss = model(**{key: value[micro] for key, value in parts.items()}).loss / micro_batches
+            loss.backward()
+            total += loss.item()
+    return total
+
+
+def room_for_a_block(folder: str, name: str) -> int:
+    """The ``memory.device`` (bytes) whose window holds one block's weights and no more, with clipping."""
+    factory, _ = models.build(name, seed=0)
+    model = build(factory, "bf16", streaming(folder, "memory.device=64MiB"))
+    with contextlib.closing(optimizer_for(model, CLIPPED)) as optimizer:
+        runtime: Any = optimizer.runtime
+        units = {id(s.param): unit for unit in runtime.units for s in unit.segments}
+        sizes = runtime.prefetcher.nbytes
+        blocks = LayerSchedule(model, 1).blocks.modules
+        block = max(sum(sizes[i] for i in {units[id(p)].index for p in b.parameters()}) for b in blocks)
+        with pytest.raises(BudgetError) as error:
+            budget.divide_device(
+                1, 1, [runtime._sizes(unit) for unit in runtime.units], early=False,
+                world_size=runtime.world_size,
+            )  # fmt: skip
+        needed = int(str(error.value).partition("(")[2].partition(" bytes")[0])
+        return needed + max(0, block - 2 * max(sizes.values()))
+
+
+def check(counted: Counted, name: str) -> None:
+    assert counted.on_demand == 0, name
+    assert None not in counted.planned, name
+    assert counted.read == sum(read for read in counted.planned if read is not None), name
+    assert max(counted.fetches.values()) <= 2, name
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_step_reads_every_weight_twice_whatever_the_number_of_micro_batches(
+    tmp_path: Path, name: str
+) -> None:
+    device = f"{room_for_a_block(str(tmp_path), name)}"
+    layer = {m: count(str(tmp_path), name, m, "layer", device) for m in (1, 4, 8)}
+    for micro_batches, counted in layer.items():
+        check(counted, f"{micro_batches} micro-batches")
+        assert counted.fetches == layer[1].fetches
+        assert counted.read == layer[1].read
+    assert max(layer[1].fetches.values()) == 2  # the window drops what backward needs again
+    step = {m: count(str(tmp_path), name, m, "step", device) for m in (1, 4)}
+    assert step[4].fetched > 3 * step[1].fetched
+    for ours, plain in zip(layer[4].losses, step[4].losses, strict=True):
+        assert ours == pytest.approx(plain, rel=2e-3)  # bf16 gradients, added in another order
+
+
+def on_two_ranks(folder: str) -> tuple[dict[int, Counted], Trained]:
+    device = f"{room_for_a_block(folder, 'llama')}"
+    counted = {m: count(folder, "llama", m, "layer", device) for m in (1, 4)}
+    trained = train_by_layer("llama", streaming(folder), micro_batches=2, dtype="fp32", rule=CLIPPED)
+    return counted, trained
+
+
+def test_two_ranks_read_every_weight_twice_and_train_as_one(tmp_path: Path) -> None:
+    ranks = run_ranks(on_two_ranks, 2, str(tmp_path))
+    plain = reference_by_layer("llama", micro_batches=2, dtype="fp32", rule=CLIPPED)
+    for counted, trained in ranks:
+        for micro_batches, one in counted.items():
+            check(one, f"{micro_batches} micro-batches")
+        assert counted[4].read == counted[1].read
+        assert trained.norms == pytest.approx(plain.norms, rel=1e-3)
+        for name, weight in plain.weights.items():
+            torch.testing.assert_close(trained.weights[name], weight, rtol=1e-3, atol=1e-3)
+
+
+def test_a_window_that_cannot_keep_a_block_is_an_error_with_the_arithmetic(tmp_path: Path) -> None:
+    device = room_for_a_block(str(tmp_path), "gpt")
+    factory, _ = models.build("gpt", seed=0)
+    model = build(factory, "bf16", streaming(tmp_path, f"memory.device={device - 4096}"))
+    with contextlib.closing(optimizer_for(model, CLIPPED)):
+        with pytest.raises(BudgetError, match=r"a block of blocks, 3 x Block takes .* Raise memory\.device"):
+            infinity.layer_schedule(model, 2)
+        infinity.layer_schedule(model, 1)  # reads it twice in any case
+
+
+# --- the recipe --------------------------------------------------------------------------------------
+
+
+def losses_of(folder: Path, name: str, *overrides: str) -> list[float]:
+    """Of every step of a run."""
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    run = [
+        f"run.dir={folder}", f"run.name={name}", "observe.progress=false", f"data.files={text}",
+        f"data.cache={folder}/tokens", "model.n_layers=2", "model.d_model=16", "model.n_heads=2",
+        "model.seq_len=16", "train.steps=3", "train.batch_size=2", "train.accumulate=4", "train.threads=1",
+        "optim.compile=false", "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
+        "memory.host=400KiB", "train.eval_every=2",
+    ]  # fmt: skip
+    train(infinity.load_recipe(overrides=[*run, *overrides]))
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+def test_a_recipe_chooses_the_schedule_and_the_loss_stays_the_same(tmp_path: Path) -> None:
+    step = losses_of(tmp_path, "step")
+    layer = losses_of(tmp_path, "layer", "train.schedule=layer")
+    assert layer == pytest.approx(step, rel=1e-5)
+    assert step[-1] < step[0]
+
+
+def test_recomputation_of_the_models_own_is_refused() -> None:
+    with pytest.raises(RecipeError, match="false with schedule=layer"):
+        infinity.load_recipe(overrides=["train.schedule=layer", "train.recompute=true"])
