@@ -9,7 +9,6 @@ ends: so what a killed export left behind is recognised, and removed by the next
 import errno as errno_names
 import fcntl
 import glob
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.tensor_writer import WriteError
 from infinity.core.errors import CheckpointError
 
@@ -168,19 +168,12 @@ def writing(action: str, path: Path) -> Iterator[None]:
 
 
 def _check_whole(source: Path) -> None:
-    wanted, index = {"config.json"}, source / INDEX_NAME
-    if (source / "adapter_config.json").is_file():
-        wanted = {"adapter_model.safetensors"}
-    elif index.is_file():
-        wanted |= set(json.loads(index.read_text())["weight_map"].values())
-    else:
-        wanted.add("model.safetensors")
-    missing = sorted(name for name in wanted if not (source / name).is_file())
-    if missing:
-        raise CheckpointError(
-            f"{source} holds no whole model; missing: {', '.join(missing)}. A run keeps its model as "
-            "RUN/model when it comes to its last step and run.save is true"
-        )
+    adapter = (source / "adapter_config.json").is_file()
+    for name in ("adapter_model.safetensors",) if adapter else ("config.json",):
+        if not (source / name).is_file():
+            raise CheckpointError(f"{source} holds no {name}, so it is no saved model")
+    if not adapter:
+        Checkpoint(source).close()  # every file is there, and as long as it says
 
 
 def _linked(path: Path, target: Path) -> bool:
