@@ -21,8 +21,11 @@ from infinity.core.errors import (
     RecipeError,
     StateError,
 )
+from infinity.lora import add_lora, save_lora
 from infinity.optimizer import AdamW
+from infinity.pretrained import from_pretrained
 from infinity.recipe import Recipe, load_recipe
+from infinity.saving import export
 
 __all__ = [
     "AdamW",
@@ -36,11 +39,15 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "StateError",
+    "add_lora",
     "close",
+    "export",
+    "from_pretrained",
     "gathered",
     "layer_schedule",
     "load_recipe",
     "no_sync",
+    "save_lora",
     "state_dict",
 ]
 

@@ -38,6 +38,9 @@ class RunConfig:
     dir: str = setting("runs", "where runs keep their folders")
     name: str | None = setting(None, "the run's folder in run.dir; null: date, time and a number")
     seed: int = setting(0, "seed of the weights", valid=Valid(least=0))
+    save: bool | None = setting(
+        None, "keep the trained model in the run's folder, as model/; null: when model.path is given"
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -58,6 +61,7 @@ class TrainConfig:
     eval_every: int | None = setting(
         100, "steps between held-out evaluations; null: never", valid=Valid(least=1)
     )
+    eval_first: bool = setting(False, "evaluate before the first step, too")
     eval_batches: int = setting(8, "micro-batches per rank in one evaluation", valid=Valid(least=1))
     recompute: bool = setting(False, "keep only each block's input for backward; runs it twice")
     schedule: Literal["step", "layer"] = setting(
@@ -77,6 +81,23 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters beside a frozen base."""
+
+    rank: int | None = setting(
+        None, "columns of each adapter's first matrix; null: all weights are trained", valid=Valid(least=1)
+    )
+    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", valid=Valid(above=0))
+    target_modules: tuple[str, ...] = setting(
+        (), "layers with adapters, as q_proj; none: every linear layer but the head"
+    )
+    dropout: float = setting(0.0, "dropout before each adapter", valid=Valid(least=0, below=1))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a run. Every field has a default."""
 
@@ -87,11 +108,14 @@ class Recipe:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
-        if self.data.tokenizer == "bytes" and self.model.path is None and self.model.vocab_size < 256:
+        if self.data.tokenizer in (None, "bytes") and self.model.path is None and self.model.vocab_size < 256:
             raise SettingError("model.vocab_size", self.model.vocab_size, "at least 256 for bytes")
+        if self.lora.rank is not None and self.model.path is None:
+            raise SettingError("lora.rank", self.lora.rank, "null without model.path, the frozen base")
 
     def to_yaml(self) -> str:
         """Every key, as YAML that :func:`load_recipe` reads back to an equal recipe."""

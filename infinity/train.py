@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,8 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
+from infinity.checkpoint.model import vocabulary_size
+from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.data import Batch, Data, open_data
 from infinity.data.loader import HeldOut, Shape
@@ -30,6 +32,7 @@ from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 from infinity.recipe import Recipe, TrainConfig
+from infinity.saving import MODEL_FOLDER, check_room
 
 
 def train(recipe: Recipe) -> Summary | None:
@@ -42,19 +45,23 @@ def train(recipe: Recipe) -> Summary | None:
     """
     set_threads(recipe.train)
     data = open_data(
-        recipe.data, _shape(recipe), vocab_size=recipe.model.vocab_size, model_path=recipe.model.path
+        recipe.data, _shape(recipe), vocab_size=_vocabulary(recipe), model_path=recipe.model.path
     )
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
         totals = SummaryBuilder()
         views = [totals, *open_views(recipe, folder, stack)] if folder else []
-        model, optimizer = stack.enter_context(_built(recipe, folder))
+        model, optimizer = stack.enter_context(_built(recipe, folder, views))
         for display in views:
             if isinstance(display, ProgressDisplay):
                 optimizer.runtime.on_say = display.say
                 for note in data.notes:
                     display.say(note)
+        if _saves(recipe) and folder and recipe.lora.rank is None:
+            check_room(model, folder)
         Loop(recipe, model, optimizer, data, views).run()
+        if _saves(recipe):
+            _save(recipe, model, folder, views)
         if folder is None:
             return None
         budgets: dict[str, int | None] = optimizer.budgets
@@ -92,8 +99,10 @@ class Loop:
         )
 
     def run(self) -> None:
-        """Every step; held-out loss each ``eval_every`` steps and after the last."""
+        """Every step; held-out loss each ``eval_every`` steps, after the last, and before the first."""
         train = self._recipe.train
+        if train.eval_first:
+            self._show_held_out(0)
         for step in range(1, train.steps + 1):
             batches = list(islice(self._data.train, train.accumulate))
             loss = self._mean(self._step(batches))
@@ -101,12 +110,8 @@ class Loop:
             report = replace(self._optimizer.report(loss=loss, tokens=tokens), step=step)
             for view in self._views:
                 view.step(report)
-            due = train.eval_every and (step % train.eval_every == 0 or step == train.steps)
-            if due and self._data.held_out:
-                held_out = self._evaluate(self._data.held_out)
-                self._optimizer.report()  # an evaluation's time and bytes are not the next step's
-                for view in self._views:
-                    view.evaluated(step, held_out)
+            if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
+                self._show_held_out(step)
         self._optimizer.synchronize()  # the updates of the last step may fail, too,
         self._mean(0.0)  # on any rank, and then no rank ends as if all were well
 
@@ -139,6 +144,15 @@ class Loop:
         loss = self._scheduled(join(batches)).losses.sum() / share
         self._optimizer.scale(loss).backward()
         return loss.detach()
+
+    def _show_held_out(self, step: int) -> None:
+        """The held-out loss after ``step`` steps, to every view. Every rank must call."""
+        if self._data.held_out is None:
+            return
+        loss = self._evaluate(self._data.held_out)
+        self._optimizer.report()  # an evaluation's time and bytes are not the next step's
+        for view in self._views:
+            view.evaluated(step, loss)
 
     @torch.no_grad()
     def _evaluate(self, held_out: HeldOut) -> float:
@@ -252,7 +266,8 @@ def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:
         if observe.progress:
             display = ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every)
             ranks = f"{world_size()} rank{'s' if world_size() > 1 else ''}"
-            display.say(f"{recipe.model.numel:,} parameters on {ranks}; files in {folder}")
+            what = recipe.model.path or f"{recipe.model.numel:,} parameters"
+            display.say(f"{what} on {ranks}; files in {folder}")
             views.append(display)
     except OSError as error:
         raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error
@@ -263,7 +278,7 @@ def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:
 
 
 @contextmanager
-def _built(recipe: Recipe, folder: Path | None) -> Iterator[tuple[Any, Any]]:
+def _built(recipe: Recipe, folder: Path | None, views: Sequence[View]) -> Iterator[tuple[Any, Any]]:
     """Model and optimizer; afterwards their files are released, and the process group if we made it.
 
     The run's directories on NVMe get the name of its ``folder``, which rank 0 knows.
@@ -271,10 +286,11 @@ def _built(recipe: Recipe, folder: Path | None) -> Iterator[tuple[Any, Any]]:
     ours = not dist.is_initialized()
     named = recipe if folder is None else replace(recipe, run=replace(recipe.run, name=folder.name))
     try:
-        with infinity.Init(named):
-            torch.manual_seed(recipe.run.seed)
-            model = GPT(recipe.model, recompute=recipe.train.recompute)
+        model = _new_model(named) if recipe.model.path is None else _loaded_model(named, views)
         try:
+            if recipe.lora.rank is not None:
+                torch.manual_seed(recipe.run.seed)
+                model = infinity.add_lora(model, **asdict(recipe.lora))
             optim = recipe.optim
             yield (
                 model,
@@ -292,6 +308,53 @@ def _built(recipe: Recipe, folder: Path | None) -> Iterator[tuple[Any, Any]]:
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _new_model(recipe: Recipe) -> Any:
+    with infinity.Init(recipe):
+        torch.manual_seed(recipe.run.seed)
+        return GPT(recipe.model, recompute=recipe.train.recompute)
+
+
+def _loaded_model(recipe: Recipe, views: Sequence[View]) -> Any:
+    """The model in ``model.path``; ``run.seed`` draws what its checkpoint lacks."""
+    display = next((view for view in views if isinstance(view, ProgressDisplay)), None)
+    torch.manual_seed(recipe.run.seed)
+    config, path = recipe.model, recipe.model.path
+    assert path is not None
+    model = infinity.from_pretrained(
+        Path(path).expanduser(),
+        recipe,
+        new=config.new,
+        ignore=config.ignore,
+        on_progress=None if display is None else display.loading,
+    )
+    if recipe.train.recompute:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def _saves(recipe: Recipe) -> bool:
+    return recipe.model.path is not None if recipe.run.save is None else recipe.run.save
+
+
+def _save(recipe: Recipe, model: Any, folder: Path | None, views: Sequence[View]) -> None:
+    """Write the trained model into the run's folder, which rank 0 knows. Every rank must call."""
+    out = (folder or Path(recipe.run.dir)) / (MODEL_FOLDER if recipe.lora.rank is None else "adapters")
+    source = Path(recipe.data.tokenizer or recipe.model.path or "bytes").expanduser()
+    if recipe.lora.rank is None:
+        infinity.export(model, out, tokenizer=source if tokenizer_files(source) else None)
+    else:
+        infinity.save_lora(model, out)
+    for display in views:
+        if isinstance(display, ProgressDisplay):
+            display.say(f"what was trained is in {out}")
+
+
+def _vocabulary(recipe: Recipe) -> int:
+    """Tokens that the model knows."""
+    path = recipe.model.path
+    return recipe.model.vocab_size if path is None else vocabulary_size(Path(path).expanduser())
 
 
 def _shape(recipe: Recipe) -> Shape:

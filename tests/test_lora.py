@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 from collections import Counter
@@ -14,13 +15,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity import BudgetError, StateError
+from infinity import BudgetError, RecipeError, StateError, add_lora, save_lora
 from infinity.core.tier import Tier
-from infinity.lora import add_lora, save_lora
 from infinity.runtime import runtime_of
+from infinity.train import train as train_recipe
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule, compute_weight
@@ -304,6 +305,40 @@ def test_saved_adapters_are_loaded_by_peft_and_name_and_hash_their_base(tmp_path
     digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     card = ModelCard.load(tmp_path / "adapters" / "README.md")
     assert card.data["base_model_sha256"] == {"model.safetensors": digest}
+
+
+def test_a_recipe_trains_adapters_of_a_checkpoint_and_keeps_them_alone(tmp_path):
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question: " * 200)
+    recipe = infinity.load_recipe(
+        overrides=[
+            f"model.path={tmp_path}/base", f"data.files=[{tmp_path}/text.txt]", "data.tokenizer=bytes",
+            f"data.cache={tmp_path}/tokens", "model.seq_len=32", "lora.rank=4", "lora.alpha=8",
+            "lora.target_modules=[q_proj, v_proj]", f"run.dir={tmp_path}", "run.name=run", "optim.lr=1e-2",
+            f"memory.nvme=[{tmp_path}/nvme]", "train.steps=8", "train.eval_every=4", "observe.progress=false",
+            "optim.compile=false", "train.threads=1",
+        ]
+    )  # fmt: skip
+    train_recipe(recipe)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in metrics if line["kind"] == "step"]
+    assert losses[-1] < losses[0]
+    saved = {path.name for path in (tmp_path / "run" / "adapters").iterdir()}
+    assert saved == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapters"))
+    changed = [p for n, p in loaded.named_parameters() if "lora_B" in n]
+    assert len(changed) == 4
+    assert all(p.abs().sum() > 0 for p in changed)
+
+
+def test_adapters_without_a_base_are_an_error_of_the_recipe():
+    with pytest.raises(RecipeError, match=r"lora.rank.*model.path"):
+        infinity.load_recipe(overrides=["lora.rank=8"])
 
 
 # --- mistakes ------------------------------------------------------------------------------------
