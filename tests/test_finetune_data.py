@@ -113,6 +113,21 @@ def test_perplexity_weighs_every_held_out_token_the_same(tmp_path: Path) -> None
     assert summary.last_perplexity == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
+def test_evaluating_before_the_first_step_changes_no_step(tmp_path: Path) -> None:
+    write_chats(tmp_path / "chat.jsonl")
+    nvme = [f"memory.nvme=[{tmp_path}/nvme]", "memory.host=2MiB", "memory.resident=false"]
+    train(recipe(tmp_path, *nvme))
+    losses, held_out = figures(tmp_path), figures(tmp_path, kind="evaluation")
+    before = recipe(tmp_path, "train.eval_first=true", f"run.dir={tmp_path}/before/runs", *nvme)
+    summary = train(before)
+    assert figures(tmp_path / "before") == losses
+    assert figures(tmp_path / "before", "step", "evaluation") == [0, 2, 4]
+    assert figures(tmp_path / "before", kind="evaluation")[1:] == held_out
+    assert summary is not None
+    assert summary.steps_off_plan == 0
+    assert summary.first_held_out == pytest.approx(math.log(256), rel=0.01)
+
+
 def test_speed_counts_tokens_not_filling(tmp_path: Path) -> None:
     write_chats(tmp_path / "chat.jsonl")
     single = recipe(tmp_path, "data.packing=false", "train.accumulate=2")

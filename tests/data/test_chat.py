@@ -1,10 +1,13 @@
 """Of a chat the assistant's words are learned, and nothing else, whatever its template does."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infinity.data.chat import Rendered, count_tokens, render_turns
 from infinity.data.files import DataError
@@ -128,6 +131,35 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     library = write_tokenizer(tmp_path, chat_template="{{ tools[0]['name'] }}: " + CHATML)
     (encoded,) = open_tokenizer(str(tmp_path)).encode_chat(Chat(chat("q", "a"), [{"name": "weather"}]))
     assert library.decode(encoded.tokens).startswith("weather: <|im_start|>user")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module", params=[CHATML, MARKED, THINKING], ids=["unmarked", "marked", "thinking"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, chat_template=request.param)
+    return open_tokenizer(str(folder))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    messages=st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]) | st.text(), "content": JSON}),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_messages_are_tokens_or_malformed(shared: Tokenizer, messages: list[Message]) -> None:
+    with suppress(MalformedError):
+        for tokens, counts in shared.encode_chat(Chat(messages, None)):
+            assert len(tokens) == len(counts)
+            assert tokens.max(initial=0) < shared.vocab_size
 
 
 def test_bytes_have_a_template_of_their_own() -> None:
