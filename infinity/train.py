@@ -99,7 +99,7 @@ class Loop:
         )
 
     def run(self) -> None:
-        """Every step; held-out loss each ``eval_every`` steps, after the last, and before the first."""
+        """Every step; held-out loss each ``eval_every`` steps, after the last and, if asked, before all."""
         train = self._recipe.train
         if train.eval_first:
             self._show_held_out(0)

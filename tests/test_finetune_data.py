@@ -84,6 +84,15 @@ def test_the_loss_is_the_mean_over_the_steps_targets_however_they_are_spread(tmp
     assert figures(tmp_path / "parts") == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_the_layer_schedule_learns_the_same_from_chats(tmp_path: Path, packing: str) -> None:
+    write_chats(tmp_path / "chat.jsonl")
+    parts = ["train.batch_size=1", "train.accumulate=4", f"data.packing={packing}"]
+    train(recipe(tmp_path, *parts))
+    train(recipe(tmp_path, *parts, "train.schedule=layer", f"run.dir={tmp_path}/layer/runs"))
+    assert figures(tmp_path / "layer") == pytest.approx(figures(tmp_path), rel=1e-4)
+
+
 def two_ranks(folder: str) -> None:
     train(recipe(Path(folder), f"run.dir={folder}/two/runs", "train.batch_size=1", "train.accumulate=2"))
 
