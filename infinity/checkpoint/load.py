@@ -44,6 +44,7 @@ class Loading:
         self._twins: dict[int, list[tuple[str, Values]]] = {}
         self._initialising: set[int] = set()  # ids of parameters
         self._done_nbytes = self._total_nbytes = 0
+        self._scratch = torch.empty(0)
 
     def prepare(self, model: Any) -> None:
         """Decide what goes where, when ``model`` is built.
@@ -92,7 +93,9 @@ class Loading:
 
     def _range(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the unit's full flat buffer in fp32, gaps as zeros."""
-        out = torch.zeros(stop - start)
+        if len(self._scratch) < stop - start:  # one for all: new memory for each would be touched anew
+            self._scratch = torch.empty(stop - start, dtype=torch.float32)
+        out = self._scratch[: stop - start].zero_()
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             values = self._values.get(id(s.param))

@@ -36,7 +36,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
             return_unused_kwargs=True,
             **(overrides or {}),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except Exception as error:  # of any kind, when the file has anything in it
         raise CheckpointError(f"{path / 'config.json'}: {error}") from error
     unknown = {name for name in unknown if name not in ("trust_remote_code", "local_files_only")}
     if unknown:

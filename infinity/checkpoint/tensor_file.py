@@ -46,7 +46,7 @@ _MOST_DIMS = 64  # as many as torch allows
 #: How far the kernel is asked to read ahead (bytes).
 _AHEAD_NBYTES = 16 * 2**20
 #: Elements that are converted at one time.
-_PIECE_NUMEL = 2**20
+_PIECE_NUMEL = 2**18
 
 
 @dataclass(frozen=True, slots=True)

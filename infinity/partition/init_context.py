@@ -31,14 +31,17 @@ from torch import Tensor, nn
 from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.parameters import ServedParameters
-from infinity.partition.unit import Segment, Unit, placeholder
+from infinity.partition.unit import Segment, Unit, layout, placeholder
 
 
 class Masters(Protocol):
     """Stores the exact values of a unit's parameters: what construction needs of the tiers."""
 
     def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
-        """Store this rank's shard; ``master(start, stop)`` gives fp32 values of the full buffer."""
+        """Store this rank's shard; ``master(start, stop)`` gives fp32 values of the full buffer.
+
+        They are the caller's until the next call of ``master``.
+        """
         ...
 
     def get(self, unit: Unit) -> Tensor:
@@ -211,6 +214,8 @@ class Construction:
                     self._serve(module)
         self.builder.adopt(roots)
         self.roots = roots
+        if self.late is not None:
+            self._prune()
         names = {id(p): name for root in roots for name, p in root.named_parameters()}
         for unit in self.builder.units:
             unit.rename(names)
@@ -223,6 +228,21 @@ class Construction:
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
+
+    def _prune(self) -> None:
+        """Leave out parameters that were replaced after their unit closed, as tied ones are.
+
+        Only while units have no place yet: see [Note: values that come later].
+        """
+        used = {id(p) for root in self.roots for p in root.parameters()}
+        closed, self.builder.units = self.builder.units, []
+        for unit in closed:
+            params = [(s.name, s.param) for s in unit.segments if id(s.param) in used]
+            if params:
+                segments = layout(params, unit.dtype.itemsize)
+                again = Unit(len(self.builder.units), segments, unit.dtype, unit.rank, unit.world_size)
+                self.builder.units.append(again)
+                self._unit_of.update((id(s.param), again) for s in segments)
 
     def _true_roots(self) -> list[nn.Module]:
         """The modules that no other module of this construction holds."""
