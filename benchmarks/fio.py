@@ -57,6 +57,19 @@ def mixed_bytes_per_s(folder: Path, read: float, written: float, seconds: float 
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 
+def seconds_for(folder: Path, read: int, written: int) -> float:
+    """Time to read ``read`` bytes of an old file while ``written`` bytes become a new one (s)."""
+    old, new = folder / "fio.old", folder / "fio.new"
+    if not old.exists() or old.stat().st_size < read:
+        _run(["--name=old", f"--filename={old}", f"--size={read}", "--rw=write"])
+    new.unlink(missing_ok=True)
+    jobs = ["--name=read", f"--filename={old}", f"--size={read}", "--rw=read"]
+    jobs += ["--name=write", f"--filename={new}", f"--size={written}", "--rw=write"]
+    done = _jobs([*_COMMON[:2], "--thread", "--fallocate=native", "--end_fsync=1", *jobs])
+    new.unlink()
+    return max(done[0]["read"]["runtime"], done[1]["write"]["runtime"]) / 1000
+
+
 @contextlib.contextmanager
 def beside(folder: Path, read_per_s: float, written_per_s: float) -> Iterator[dict[str, float]]:
     """Move bytes at these rates while the block runs; afterwards the dict says what was moved.
@@ -91,9 +104,13 @@ def _moved(text: str) -> dict[str, float]:
 
 
 def _run(args: list[str]) -> dict[str, Any]:
-    command = ["fio", *_COMMON, *pages(), "--ioengine=libaio", "--iodepth=32", *args]
+    return _jobs([*_COMMON, *args])[0]
+
+
+def _jobs(args: list[str]) -> list[dict[str, Any]]:
+    command = ["fio", *pages(), "--ioengine=libaio", "--iodepth=32", "--output-format=json", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-    job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return job
+    jobs: list[dict[str, Any]] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    return jobs

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from worker import Job
-
 WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -58,8 +56,13 @@ def _as_planned(report: dict[str, Any]) -> bool:
     return report["planned_nbytes_read"] is not None and report["on_demand"] == 0
 
 
-def run(job: Job, world: int = 1) -> list[list[dict[str, Any]]]:
-    """The job's phases, each with every rank's figures.
+def run(job: Any, world: int = 1, worker: Path = WORKER) -> list[list[dict[str, Any]]]:
+    """The phases of a job, each with every rank's figures.
+
+    Args:
+        job: A dataclass that ``worker`` takes as JSON; its ``way`` names it.
+        world: Ranks.
+        worker: The script of one rank.
 
     Raises:
         RuntimeError: A rank failed; carries the end of what it said.
@@ -79,7 +82,7 @@ def run(job: Job, world: int = 1) -> list[list[dict[str, Any]]]:
             with logs[-1].open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(WORKER), json.dumps(asdict(job)), f"{folder}/out"],
+                        [sys.executable, str(worker), json.dumps(asdict(job)), f"{folder}/out"],
                         env={**os.environ, **{key: str(value) for key, value in ranked.items()}},
                         stdout=log,
                         stderr=log,
