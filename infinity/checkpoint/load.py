@@ -44,7 +44,7 @@ class Loading:
         self._twins: dict[int, list[tuple[str, Values]]] = {}
         self._initialising: set[int] = set()  # ids of parameters
         self._done_nbytes = self._total_nbytes = 0
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
 
     def prepare(self, model: Any) -> None:
         """Decide what goes where, when ``model`` is built.
