@@ -11,7 +11,7 @@ With several ranks each micro-batch is reduced at once and its shard is added up
 a model larger than memory could not be kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -80,10 +80,20 @@ class Backward:
             raise StateError(f"{segment.name} got a gradient after its unit's gradients were complete")
         gradient = self._open.get(unit.index)
         if gradient is None:
-            gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
+            gradient = self._begin(unit)
         gradient.add(segment, grad)
-        if gradient.complete:
+        if gradient.complete and not self.hooks.in_leaf(unit):
             self._complete(unit, gradient)
+
+    def complete_together(self, units: Iterable[Unit]) -> None:
+        """All gradients of these units are there; what has not fired counts as zero."""
+        for unit in units if self._fired else ():  # torch.autograd.grad accumulates nothing
+            if unit.trainable and unit.index not in self._delivered:
+                self._complete(unit, self._open.get(unit.index) or self._begin(unit))
+
+    def _begin(self, unit: Unit) -> UnitGradient:
+        gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
+        return gradient
 
     def end_backward(self) -> None:
         """The graph is done: what has not fired counts as zero."""
@@ -92,9 +102,7 @@ class Backward:
         for unit in self.units:
             gradient = self._open.get(unit.index)
             if self.syncing and unit.trainable and unit.index not in self._delivered:
-                if gradient is None:
-                    gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
-                self._complete(unit, gradient)
+                self._complete(unit, gradient or self._begin(unit))
             elif gradient is not None and not self.syncing:
                 self._complete(unit, gradient)
         self.synced, self._fired = self.syncing, False

@@ -68,8 +68,9 @@ def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
 
 
 def divide_device(
-    total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int
-) -> DeviceBudget:
+    total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
+    together: Sequence[Sequence[int]] = (),
+) -> DeviceBudget:  # fmt: skip
     """Divide ``memory.device``, or choose it when it is None.
 
     Args:
@@ -78,6 +79,7 @@ def divide_device(
         units: All units.
         early: Whether updates start inside backward.
         world_size: Ranks.
+        together: Positions of units that are gathered as one.
 
     Raises:
         BudgetError: Too small; says what is needed and why.
@@ -87,8 +89,11 @@ def divide_device(
     largest = max((rounded(u.full) for u in units), default=0)
     grad = rounded_sum(u.shard_grad for u in waits)
     # beside held gradients: a full gradient, the reduction's second buffer, one update's weights
-    working = largest * (2 if world_size == 1 else 4)
-    window_least = 2 * max((rounded(u.full) for u in streaming), default=0)
+    leaf = max((rounded_sum(units[i].full for i in group) for group in together), default=0)
+    working = max(largest * (2 if world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
+    window_least = max(
+        2 * max((rounded(u.full) for u in streaming), default=0), leaf + largest if leaf else 0
+    )
     needed = grad + working + window_least
     backlog_all = rounded_sum(
         u.shard_weight + (0 if u in waits else u.shard_grad) for u in streaming if u.on_nvme and u.trainable
@@ -102,7 +107,7 @@ def divide_device(
             f"memory.device is {format_nbytes(total)}, needed are {format_nbytes(needed)} ({needed} bytes): "
             f"{format_nbytes(grad)} of gradients that wait for step(), {format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_largest(units)}), {format_nbytes(window_least)} "
-            f"for two units in flight. Raise memory.device"
+            f"for {'units that are gathered as one' if leaf else 'two units in flight'}. Raise memory.device"
             + ("" if early else ", or set optim.max_grad_norm=null so that gradients need not wait")
         )
     spare = total - needed

@@ -10,13 +10,21 @@ Recomputation (either kind of ``torch.utils.checkpoint``) runs modules inside th
 where checkpoint's own hooks see the saved tensors. Ours stay closed there, and a unit that is used
 stays pinned until its gradients are complete.
 
+[Note: a leaf on several ranks]
+Ranks use different experts. So entering a leaf uses all its units, in the order of the model, and what
+happens inside changes nothing. In backward the first weight or gradient of a leaf opens it; the first
+of anything else closes it: autograd goes through operators from the latest to the earliest, so it has
+left the leaf. Then all its gradients are complete, those of experts that nobody used as zeros. When a
+leaf ran several times before one backward, its gradients come at the end, and so does their completion.
+
 [Note: who is outermost]
 People call submodules, and run forward twice before one backward. Whichever module is outermost in
 a call opens the saved-tensor hooks and closes them.
 """
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +58,7 @@ class Frame:
     pinned: list[int]
     opened: Any = None  # the saved-tensor context, when this call is outermost
     inference: bool = False
+    leaf: bool = False
 
 
 class GradientSink(Protocol):
@@ -57,6 +66,7 @@ class GradientSink(Protocol):
 
     def begin_forward(self) -> None: ...
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None: ...
+    def complete_together(self, units: Iterable[Unit]) -> None: ...
     def end_backward(self) -> None: ...
     def abort_backward(self) -> None: ...
 
@@ -83,10 +93,20 @@ class Hooks:
         self._node_pins: list[int] = []  # units that it keeps
         self._loose_pins: list[int] = []  # units touched outside any forward
         self._taken: dict[int, Segment] = {}  # whose gradient of this step the sink has, by id
+        self._leaves: Mapping[nn.Module, tuple[Unit, ...]] = {}
+        self._leaf_of: dict[int, tuple[Unit, ...]] = {}  # by index of the unit
+        self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
+        self._leaf: tuple[Unit, ...] = ()  # that backward is in
 
-    def learn(self, units: list[Unit]) -> None:
-        """Where each parameter is."""
+    def learn(self, units: list[Unit], leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        """Where each parameter is, and which units are gathered as one."""
         self.places = {id(s.param): (unit, s) for unit in units for s in unit.segments}
+        self._leaves = leaves
+        self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
+
+    def in_leaf(self, unit: Unit) -> bool:
+        """Whether the unit's gradients are complete when those of its leaf are."""
+        return unit.index in self._leaf_of
 
     # --- forward -----------------------------------------------------------------------------
 
@@ -98,11 +118,20 @@ class Hooks:
         elif not self.stack:
             self._open(frame)
         self.stack.append(frame)
+        if module in self._leaves:
+            self._enter_leaf(self._leaves[module], frame)
         for param in module._parameters.values():
             place = self.places.get(id(param))
             if place is not None:
                 self._use(place[0], frame)
                 place[0].check_attached(place[1])
+
+    def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._leaf_calls[leaf] += 1
+        for unit in leaf:
+            self._use(unit, frame)
+        frame.leaf = True
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """After ``module.forward``, also when it raised (then ``output`` is None)."""
@@ -147,6 +176,8 @@ class Hooks:
             return
         if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=True)
+            return
+        if unit.index in self._leaf_of and any(f.leaf and unit.index in f.pinned for f in self.stack):
             return
         self.prefetcher.use(unit.index)
         frame.pinned.append(unit.index)
@@ -217,6 +248,14 @@ class Hooks:
             engine.queue_callback(self._end_backward)
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
+        leaf = self._leaf_of.get(unit.index, ())
+        if not recomputing or leaf is not self._leaf:
+            self._move_to(() if recomputing else leaf)
+        if leaf:
+            for each in leaf:
+                if self.streams(each):
+                    self._keep_for_gradients(each, None)
+            return
         if unit.trainable or recomputing:
             self._keep_for_gradients(unit, None if recomputing else torch._C._current_autograd_node())
             return
@@ -228,6 +267,16 @@ class Hooks:
         if unit.index not in self._node_pins:
             self._node_pins.append(unit.index)
             self.prefetcher.use(unit.index)
+
+    def _move_to(self, leaf: tuple[Unit, ...]) -> None:
+        """Backward is in ``leaf`` (or in none), and has left the one before."""
+        if leaf is self._leaf:
+            return
+        left, self._leaf = self._leaf, leaf
+        if left and self._leaf_calls[left] <= 1:
+            self.sink.complete_together(left)
+            for unit in left:  # those that are frozen
+                self.unpin_after_gradients(unit.index)
 
     def _keep_for_gradients(self, unit: Unit, node: Any) -> None:
         if unit.index in self._backward_pins:
@@ -254,6 +303,10 @@ class Hooks:
         self._backward_pins.pop(index, None)
 
     def _end_backward(self) -> None:
+        self._move_to(())
+        for leaf, calls in self._leaf_calls.items():
+            if calls > 1:
+                self.sink.complete_together(leaf)
         self.sink.end_backward()
         self._drop_backward_pins()
 
@@ -263,7 +316,8 @@ class Hooks:
         self._drop_backward_pins()
 
     def _drop_backward_pins(self) -> None:
-        self._in_backward = False
+        self._in_backward, self._leaf = False, ()
+        self._leaf_calls.clear()
         for index in [*self._backward_pins, *self._node_pins]:
             self.prefetcher.unpin(index)
         self._backward_pins.clear()
@@ -289,6 +343,7 @@ class Hooks:
 
     def _take_gradient(self, unit: Unit, segment: Segment, param: Tensor) -> None:
         self._enter_backward()
+        self._move_to(self._leaf_of.get(unit.index, ()))
         grad = param.grad
         param.grad = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
         if grad is not None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class Runtime:
             self.close()
             raise
         self.construction = Construction(
-            lambda close: UnitBuilder(self.dtype, self.rank, self.world_size, close),
+            lambda close: UnitBuilder(self.dtype, self.rank, self.world_size, close, recipe.partition.leaf),
             self.tiers,
             self._serve,
             self.device,
@@ -201,6 +201,7 @@ class Runtime:
         self.division = budget.divide_device(
             self.recipe.memory.device, self._least(self._device_ceiling(), "memory.device"), sizes,
             early=early, world_size=self.world_size,
+            together=[[unit.index for unit in leaf] for leaf in self._leaves().values()],
         )  # fmt: skip
         self.device_pool: Pool
         if on_gpu:
@@ -226,7 +227,7 @@ class Runtime:
             self.hooks = Hooks(self.prefetcher, self.backward, self.mover.attached)
         hooks = self.backward.hooks = self.hooks
         hooks.prefetcher, hooks.sink, hooks.attached = self.prefetcher, self.backward, self.mover.attached
-        hooks.learn(self.units)
+        hooks.learn(self.units, self._leaves())
         for unit in self.units:
             if not self._streams(unit):
                 if not unit.gathered:
@@ -278,6 +279,10 @@ class Runtime:
             unit.name, unit.nbytes, grad, unit.shard_nbytes if self.world_size > 1 else unit.nbytes,
             self._streams(unit), unit.home is Tier.NVME, bool(unit.trainable),
         )  # fmt: skip
+
+    def _leaves(self) -> Mapping[nn.Module, tuple[Unit, ...]]:
+        """Modules whose units are gathered as one: one rank alone need not."""
+        return self.construction.builder.leaves if self.world_size > 1 else {}
 
     def _streams(self, unit: Unit) -> bool:
         """With one rank and no accelerator, a unit in host memory is its own flat buffer."""

@@ -7,14 +7,25 @@ module of a class that has been built before, and that has children with paramet
 new block, and the open unit closes before it. Inside a block a unit closes when it holds enough
 bytes; small newcomers (norms, biases) may still join a full unit, so that they do not become
 units of their own.
+
+[Note: a leaf]
+Experts are used by some ranks and not by others, but gathers must come in the same order everywhere.
+So the module that holds them is a *leaf*: with several ranks all its units are gathered when it is
+used, and reduced when its backward has passed. Its units are cut at its own bounds. Which classes are
+leaves is known before the first is built, from ``partition.leaf`` or from the name; whether one that
+only has the name really keeps its experts in a list is seen when it is complete.
 """
 
-from collections.abc import Callable
+import difflib
+import re
+import weakref
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
 from torch import nn
 
+from infinity.core.errors import RecipeError
 from infinity.partition.unit import Unit, layout
 
 #: A unit is full when a rank's shard of it holds this much: several requests of the size at
@@ -22,6 +33,9 @@ from infinity.partition.unit import Unit, layout
 TARGET_SHARD_NBYTES = 16 * 2**20
 
 Close = Callable[[Unit], None]
+
+#: Names of classes that may hold experts; see [Note: a leaf].
+_EXPERTS = re.compile(r"moe(?![a-z])|MoE|Moe|Expert|Mixture")
 
 
 class UnitBuilder:
@@ -32,9 +46,15 @@ class UnitBuilder:
         rank: This rank.
         world_size: Ranks that share each unit.
         close: Called with each unit when it closes, its parameters still whole.
+        leaf: Names of classes whose modules are leaves.
+
+    Attributes:
+        leaves: The units of each leaf.
     """
 
-    def __init__(self, dtype: torch.dtype, rank: int, world_size: int, close: Close) -> None:
+    def __init__(
+        self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = ()
+    ) -> None:
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         self._close = close
         self.units: list[Unit] = []
@@ -43,6 +63,10 @@ class UnitBuilder:
         self._open_nbytes = 0
         self._blocks: set[type[nn.Module]] = set()
         self._stack: list[nn.Module] = []
+        self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
+        self._leaf = tuple(leaf)
+        self._in_leaf: tuple[nn.Module, int] | None = None  # the outermost that is built, its first unit
+        self._classes: set[str] = set()
 
     def begin(self, module: nn.Module) -> None:
         """``module.__init__`` begins: perhaps a new block."""
@@ -50,28 +74,56 @@ class UnitBuilder:
             outermost = not any(type(parent) in self._blocks for parent in self._stack)
             if outermost or self._open_nbytes >= self._target / 2:
                 self.close()
+        name = type(module).__name__
+        self._classes.add(name)
+        if self._in_leaf is None and (name in self._leaf or _EXPERTS.search(name)):
+            self.close()
+            self._in_leaf = module, len(self.units)
         self._stack.append(module)
 
     def end(self, module: nn.Module) -> None:
         """``module.__init__`` returned: its own parameters join the open unit."""
-        while self._stack and self._stack.pop() is not module:
-            pass  # an __init__ that raised and was caught by its caller
+        while self._stack and (left := self._stack.pop()) is not module:
+            if self._in_leaf is not None and self._in_leaf[0] is left:
+                self._in_leaf = None  # an __init__ that raised and was caught by its caller
         self.join(module)
+        if self._in_leaf is not None and self._in_leaf[0] is module:
+            self._end_leaf(module, self._in_leaf[1])
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if not container and any(True for child in module.children() for _ in child.parameters()):
             self._blocks.add(type(module))
+
+    def _end_leaf(self, module: nn.Module, first: int) -> None:
+        self._in_leaf = None
+        self.close()
+        if type(module).__name__ in self._leaf or _has_experts(module):
+            self.leaves[module] = tuple(self.units[first:])
+
+    def check_leaf(self) -> None:
+        """Every class that was named a leaf was built.
+
+        Raises:
+            RecipeError: One was not; names the nearest.
+        """
+        for name in self._leaf:
+            if name not in self._classes:
+                near = difflib.get_close_matches(name, self._classes, n=1)
+                hint = (
+                    f"did you mean {near[0]!r}?" if near else f"built were {', '.join(sorted(self._classes))}"
+                )
+                raise RecipeError(f"partition.leaf: no module of class {name!r} was built; {hint}")
 
     def join(self, module: nn.Module) -> None:
         """Add the parameters that ``module`` itself owns and that no unit has."""
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         fresh = [(n, p) for n, p in own if id(p) not in self._known and p.is_floating_point()]
-        nbytes = sum(p.numel() for _, p in fresh) * self.dtype.itemsize
-        if self._open_nbytes >= self._target and nbytes > self._target / 8:
-            self.close()
         for name, param in fresh:
+            nbytes = param.numel() * self.dtype.itemsize
+            if self._open_nbytes >= self._target and nbytes > self._target / 8:
+                self.close()
             self._known.add(id(param))
             self._open[id(param)] = (f"{type(module).__name__}.{name}", param)
-        self._open_nbytes += nbytes
+            self._open_nbytes += nbytes
 
     def close(self, alive: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
         """Close the open unit with those of its parameters that are still somebody's."""
@@ -99,3 +151,14 @@ class UnitBuilder:
     @property
     def _target(self) -> int:
         return TARGET_SHARD_NBYTES * self.world_size
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether the module keeps alternatives in a list: two or more of one class, with parameters."""
+    lists = (list(each) for each in module.modules() if isinstance(each, nn.ModuleList))
+    return any(
+        len(items) > 1
+        and len({type(item) for item in items}) == 1
+        and any(True for item in items for _ in item.parameters())
+        for items in lists
+    )

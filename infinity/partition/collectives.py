@@ -313,7 +313,8 @@ class Collectives:
         told = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
         raise DivergenceError(
             f"the ranks took different paths at collective {self._count}: {told}. Every rank must run "
-            "the same modules in the same order; feed every rank a batch that takes the same branches"
+            "the same modules in the same order; feed every rank a batch that takes the same branches, or "
+            "name the class of the module that branches (experts, say) in partition.leaf"
         )
 
     def _end(self, work: Any, group: Any) -> None:

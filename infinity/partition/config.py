@@ -15,6 +15,11 @@ class PartitionConfig:
         "dtype in which gradients are summed over ranks; compute: half the bytes, more rounding",
         valid=Valid(choices=("fp32", "compute")),
     )
+    leaf: tuple[str, ...] = setting(
+        (),
+        "classes whose modules are gathered as one on every rank, because ranks may use different parts of "
+        "them; lists of experts are found without",
+    )
     timeout_s: float = setting(
         300.0, "a rank that is silent for this long ends the run (s)", valid=Valid(above=0)
     )

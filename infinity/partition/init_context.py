@@ -213,6 +213,7 @@ class Construction:
                 if not isinstance(module._parameters, ServedParameters):
                     self._serve(module)
         self.builder.adopt(roots)
+        self.builder.check_leaf()
         self.roots = roots
         if self.late is not None:
             self._prune()
