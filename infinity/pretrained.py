@@ -59,6 +59,7 @@ def from_pretrained(
             runtime.construction.late = loading
             model = build_model(config, auto_class, runtime.dtype)
             loading.prepare(model)
+        runtime.construction.late = None  # the plan and its files are not needed any more
         if runtime.rank == 0:
             for line in loading.notes():
                 runtime._say(line)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.tensor_file import read_json_object
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, InfinityError
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
@@ -79,7 +79,9 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights():
         try:
             model = _make(config, auto_class)
-        except (ValueError, TypeError, AttributeError) as error:
+        except InfinityError:
+            raise
+        except Exception as error:  # of any kind, when the config has anything in it
             raise CheckpointError(f"{type(config).__name__}: {error}") from error
         model.tie_weights()
     _note_dtype(model.config, dtype)
@@ -118,7 +120,11 @@ def _fp32() -> Iterator[None]:
 
 
 def _read_generation_config(model: Any, path: Path) -> None:
-    if model.can_generate() and (path / "generation_config.json").is_file():
+    file = path / "generation_config.json"
+    if model.can_generate() and file.is_file():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # as for the config
+            raise CheckpointError(f"{file}: {error}") from error

@@ -106,6 +106,7 @@ class _Found:
     values: dict[str, Values] = field(default_factory=dict)
     unexpected: set[str] = field(default_factory=set)
     wrong: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)  # see :class:`Converted`
 
 
 @dataclass(slots=True)
@@ -171,7 +172,8 @@ def _convert(model: Any, checkpoint: Checkpoint, name: str, group: _Group, found
             shapes = conversion.run(
                 lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta")
             )
-            found.values.update({n: Converted(conversion, n, each.shape) for n, each in shapes.items()})
+            for made, each in shapes.items():
+                found.values[made] = Converted(conversion, made, each.shape, found.kept)
         except Exception as error:
             found.wrong[name] = f"cannot be made from {', '.join(k for _, k, _ in sources)}: {error}"
 
@@ -197,25 +199,29 @@ class _Conversion:
 class Converted:
     """A parameter that is converted as a whole, when it is asked for; see :class:`Values`.
 
-    It is kept until its last element was given out.
+    Args:
+        conversion: Makes it, perhaps among others.
+        name: Which of them.
+        shape: Its shape.
+        kept: The one that was converted last, ``(numel,)`` by name; the same for all of a model.
     """
 
-    __slots__ = ("_conversion", "_flat", "_name", "shape")
+    __slots__ = ("_conversion", "_kept", "_name", "shape")
 
-    def __init__(self, conversion: _Conversion, name: str, shape: torch.Size) -> None:
-        self._conversion, self._name, self.shape = conversion, name, shape
-        self._flat: Tensor | None = None
+    def __init__(
+        self, conversion: _Conversion, name: str, shape: torch.Size, kept: dict[str, Tensor]
+    ) -> None:
+        self._conversion, self._name, self.shape, self._kept = conversion, name, shape, kept
 
     @property
     def dtypes(self) -> set[torch.dtype]:
         return {source.dtype for _, _, source in self._conversion.sources}
 
     def fill(self, start: int, out: Tensor) -> None:
-        if self._flat is None:
-            self._flat = self._conversion.run(_whole)[self._name].reshape(-1)
-        out.copy_(self._flat[start : start + len(out)])
-        if start + len(out) == self.shape.numel():
-            self._flat = None
+        if self._name not in self._kept:
+            self._kept.clear()
+            self._kept[self._name] = self._conversion.run(_whole)[self._name].reshape(-1)
+        out.copy_(self._kept[self._name][start : start + len(out)])
 
 
 def _whole(source: Stored) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import infinity
 from infinity.checkpoint.directory import Checkpoint
 from tests.helpers import zoo
-from tests.helpers.launch import run_ranks, several
+from tests.helpers.launch import run_ranks, several, start_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import (
     Trained,
@@ -106,3 +106,19 @@ def test_two_ranks_load_the_plain_weights_and_read_each_byte_once(saved, tmp_pat
         mean = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
         assert mean == pytest.approx(expected.losses, rel=1e-4)
         assert sum(nbytes) == sum(p.numel() * 4 for p in plain().parameters())
+
+
+def load_elsewhere(directory, nvme):
+    """Rank 1 has no such directory."""
+    rank = torch.distributed.get_rank()
+    load(directory / "gone" if rank else directory, streaming(nvme))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_one_rank_cannot_read_ends_all_ranks_and_says_why(saved, tmp_path):
+    directory, _, _ = saved("llama")
+    with start_ranks(load_elsewhere, 2, directory, tmp_path / "nvme") as ranks:
+        ends = ranks.wait(timeout_s=60)
+    assert [end.error_type for end in ends] == ["PeerError", "CheckpointError"]
+    assert not any(end.hung for end in ends)
+    assert "gone" in ends[0].message
