@@ -19,7 +19,7 @@ from typing import Any
 import fio
 import llama
 import processes
-from capacity import nbytes_of, number_of
+from capacity import PROCESS_NBYTES, nbytes_of, number_of
 from checkpoint_worker import Job
 from report import Claim, print_table, write_json
 from train import SIZES, at_most, say
@@ -47,6 +47,7 @@ class Bench:
             out=str(self.source if way == "make" else self.folder / "out"),
             overrides=[
                 f"memory.host={self.options.host // world}",
+                *self.limits(world),
                 f"memory.nvme=[{self.folder / 'nvme'}]",
                 "memory.resident=false",
                 "optim.compile=false",
@@ -56,6 +57,12 @@ class Bench:
         )
         [ranks] = processes.run(job, world, WORKER)
         return ranks
+
+    def limits(self, world: int) -> list[str]:
+        """What keeps a rank within ``--rss``, where that is the question."""
+        if not self.options.params:
+            return []
+        return [f"memory.device={self.options.rss - PROCESS_NBYTES - self.options.host // world}"]
 
     def speed(self) -> None:
         """All ways in turns, and fio with the bytes that infinity moved."""

@@ -95,6 +95,7 @@ def infinity_way(job: Job) -> dict[str, Any]:
     engine = runtime_of(model).engine
     loaded = engine.nbytes_written if engine else 0
     losses = list(train(model, job)) if job.steps else []
+    runtime_of(model).synchronize()  # the last step's updates are not the export's
     before = engine.nbytes_read if engine else 0
     _, save_s = timed(lambda: infinity.export(model, job.out))
     exported = engine.nbytes_read - before if engine else 0
