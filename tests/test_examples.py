@@ -14,11 +14,10 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_plain_loop_trains(launcher: str, tmp_path: Path) -> None:
-    command = [*LAUNCHERS[launcher], str(ROOT / "examples" / "plain_loop.py"), "--steps", "16"]
+def run(launcher: str, name: str, nvme: Path) -> None:
+    command = [*LAUNCHERS[launcher], str(ROOT / "examples" / name), "--steps", "16"]
     done = subprocess.run(
-        [*command, "--nvme", str(tmp_path)],
+        [*command, "--nvme", str(nvme)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -26,8 +25,25 @@ def test_the_plain_loop_trains(launcher: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", done.stdout)]
     assert losses[-1] < 0.8 * losses[0], done.stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_plain_loop_trains(launcher: str, tmp_path: Path) -> None:
+    run(launcher, "plain_loop.py", tmp_path)
+
+
+@pytest.mark.slow  # tests/surface/test_integrations.py runs them in every suite, and compares their losses
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", ["accelerate_loop.py", "trainer_loop.py"])
+def test_accelerate_and_the_trainer_train(name: str, launcher: str, tmp_path: Path) -> None:
+    run(launcher, name, tmp_path)
+
+
+@pytest.mark.slow
+def test_lightning_trains(tmp_path: Path) -> None:
+    run("python", "lightning_loop.py", tmp_path)
 
 
 def test_every_example_is_run_here() -> None:

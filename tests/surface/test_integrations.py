@@ -1,0 +1,133 @@
+"""Accelerate, the Trainer and Lightning around the loop's three lines: the losses of the plain loop."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+import infinity
+from tests.helpers.launch import ROOT, run_ranks
+
+STEPS = 3
+#: What other packages warn their own callers of.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*litlogger.*"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+]
+
+
+def run(name: str, *more: str) -> list[str]:
+    """Every loss that the example prints, as it is printed."""
+    out, argv = io.StringIO(), sys.argv
+    with tempfile.TemporaryDirectory() as nvme, contextlib.redirect_stdout(out):
+        sys.argv = [name, "--steps", str(STEPS), "--nvme", nvme, *more]
+        try:
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        finally:
+            sys.argv = argv
+    return re.findall(r"^(?:batch|step) +\d+  loss ([0-9.]+)$", out.getvalue(), re.MULTILINE)
+
+
+def plain(name: str, rows: int, losses_of: Callable[..., float]) -> list[float]:
+    """The plain loop on this rank's batches of the example's data."""
+    example = runpy.run_path(str(ROOT / "examples" / name))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    data = example["stretches"](STEPS * 8 * world)
+    batches = [
+        {key: torch.stack([data[i + k][key] for k in range(rows)]) for key in ("input_ids", "labels")}
+        for i in range(rank * rows, len(data), rows * world)
+    ]
+    torch.manual_seed(0)
+    out = []
+    with tempfile.TemporaryDirectory() as nvme:
+        recipe = infinity.load_recipe(overrides=[f"memory.nvme=[{nvme}]", "memory.host=64MiB"])
+        with infinity.Init(recipe):
+            model: Any = LlamaForCausalLM(example["CONFIG"])
+        optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)
+        scheduler = get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
+        for step in range(STEPS):
+            micro = batches[step * 8 // rows : (step + 1) * 8 // rows]
+            for number, batch in enumerate(micro, start=1):
+                last = number == len(micro)
+                with contextlib.nullcontext() if last else infinity.no_sync(model):
+                    out.append(losses_of(model, batch, len(micro), world))
+            optimizer.step()
+            scheduler.step()
+        optimizer.close()
+    return out
+
+
+def mean_loss(model: Any, batch: Any, micro: int, world: int) -> float:
+    loss = model(**batch).loss
+    (loss / micro).backward()
+    return float(loss.detach())
+
+
+def share_of_the_step(model: Any, batch: Any, micro: int, world: int) -> float:
+    """The Trainer's way: the sum over a batch, as a part of all tokens of the step."""
+    count = batch["labels"][:, 1:].numel() * micro * world
+    loss = model(**batch, num_items_in_batch=torch.tensor(count)).loss * world
+    loss.backward()
+    return float(loss.detach())
+
+
+def pairs(losses: list[float]) -> Iterator[float]:
+    """The loss of each step of two micro-batches."""
+    for first, second in zip(losses[::2], losses[1::2], strict=True):
+        yield float(torch.tensor(first) + torch.tensor(second))
+
+
+def printed(losses: Any) -> list[str]:
+    return [f"{loss:.6f}" for loss in losses]
+
+
+def test_accelerate_gives_the_losses_of_the_plain_loop():
+    ours = run("accelerate_loop.py")
+    assert ours == printed(plain("accelerate_loop.py", 4, mean_loss))
+    assert len(ours) == 2 * STEPS
+
+
+def test_the_trainer_gives_the_losses_of_the_plain_loop_and_saves_the_model(tmp_path: Path):
+    ours = run("trainer_loop.py", "--out", str(tmp_path / "trained"))
+    assert ours == printed(pairs(plain("trainer_loop.py", 4, share_of_the_step)))
+    assert len(ours) == STEPS
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
+    assert loaded.num_parameters() > 700_000
+
+
+def test_lightning_gives_the_losses_of_the_plain_loop():
+    ours = run("lightning_loop.py")
+    assert ours == printed(plain("lightning_loop.py", 8, mean_loss))
+    assert len(ours) == STEPS
+
+
+def on_a_rank(folder: str) -> dict[str, Any]:
+    return {
+        "accelerate": run("accelerate_loop.py"),
+        "trainer": run("trainer_loop.py", "--out", f"{folder}/trained"),
+        "mean": plain("accelerate_loop.py", 4, mean_loss),
+        "share": plain("trainer_loop.py", 4, share_of_the_step),
+    }
+
+
+def test_two_ranks_of_accelerate_and_of_the_trainer_give_the_losses_of_the_plain_loop(tmp_path: Path):
+    first, second = run_ranks(on_a_rank, 2, str(tmp_path), group=False)
+    means = [(a + b) / 2 for a, b in zip(first["mean"], second["mean"], strict=True)]
+    assert [float(loss) for loss in first["accelerate"]] == pytest.approx(means, abs=1e-6)
+    steps = [(a + b) / 2 for a, b in zip(pairs(first["share"]), pairs(second["share"]), strict=True)]
+    assert [float(loss) for loss in first["trainer"]] == pytest.approx(steps, abs=1e-6)
+    assert (len(first["accelerate"]), len(first["trainer"])) == (2 * STEPS, STEPS)
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "trained").num_parameters() > 700_000
