@@ -201,7 +201,7 @@ class _Mark:
     def __init__(self, runtime: Runtime) -> None:
         self.time_s = time.perf_counter()
         self.stalls = dict(runtime.stalls.seconds)
-        engine = runtime.engine
+        engine = runtime.storage.engine
         self.read = engine.nbytes_read if engine else 0
         self.written = engine.nbytes_written if engine else 0
 

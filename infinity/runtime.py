@@ -15,7 +15,6 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,22 +23,16 @@ from torch import Tensor, nn
 
 from infinity import budget
 from infinity.backward import Backward
-from infinity.commits import Commits
 from infinity.core.errors import PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
-from infinity.core.transfer import Pool, Transfer, TransferEngine
+from infinity.core.transfer import Pool, Transfer
 from infinity.hooks import Hooks, dress
 from infinity.machine import agree, free_host_nbytes, join_ranks
-from infinity.nvme.engines import make_engine
 from infinity.nvme.pool import DevicePool, HostPool
-from infinity.nvme.probe import stripe_weights
-from infinity.nvme.run_directory import RunDirectory, leftovers_line, new_run_id
-from infinity.nvme.store import ShardStore
-from infinity.nvme.volume import Volume
-from infinity.observe.timed import TimedEngine, TimedRule
+from infinity.nvme.run_directory import leftovers_line, new_run_id
+from infinity.observe.timed import TimedRule
 from infinity.observe.timeline import Timeline
-from infinity.optim.layout import CHUNK_NUMEL, StateLayout
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
@@ -52,6 +45,7 @@ from infinity.partition.unit import Unit
 from infinity.prefetch.prefetcher import Prefetcher
 from infinity.recipe import Recipe
 from infinity.stalls import CountingPool, Stalls
+from infinity.storage import Storage
 from infinity.tiers import Tiers
 from infinity.updates import Updates
 from infinity.values import Values, watch
@@ -88,7 +82,7 @@ class Runtime:
         self._unsaid: list[str] = []
         self._failure: BaseException | None = None
         self.collectives: Collectives | None = None
-        self._record: Path | None = None  # of the commit, where states are on NVMe
+        self.storage: Storage
         self.run_id = agree(recipe.run.name or new_run_id(), self.world_size)
         _open.add(self)
         try:
@@ -106,59 +100,17 @@ class Runtime:
     # --- building ----------------------------------------------------------------------------
 
     def _build_tiers(self) -> None:
-        memory, layout = self.recipe.memory, StateLayout.of(self.dtype)
+        memory = self.recipe.memory
         if self.world_size > 1:
             self.collectives = Collectives(self.device, self.recipe.partition.timeout_s, self._give_up)
             self.stack.callback(self.collectives.close)
-        on_gpu = self.device.type != "cpu"
-        self.host_nbytes = self._least(memory.host or free_host_nbytes() // 2, "memory.host")
-        host = HostPool(self.host_nbytes, pin=on_gpu)
-        self.host_pool: HostPool = self.stack.enter_context(contextlib.closing(host))
-        weight_itemsize, state_itemsize = layout.weight_nbytes(1), layout.state_nbytes(1)
-        self.engine: TransferEngine | None = None
-        self.volume: Volume | None = None
-        store, chunk, staging = None, CHUNK_NUMEL, 0
-        if memory.nvme:
-            itemsize = weight_itemsize + state_itemsize
-            share = 2 if memory.resident else 1  # residents get at least the other half
-            chunk = budget.chunk_numel(self.host_nbytes // share, itemsize, CHUNK_NUMEL)
-            staging = budget.STAGED_CHUNKS * budget.rounded(chunk * itemsize)
-            self.volume = self._open_volume()
-            self.engine = make_engine(memory.engine, self.volume)
-            self.stack.callback(self.engine.close)
-            if self.timeline.enabled:
-                self.engine = TimedEngine(self.engine, self.timeline)
-            store = ShardStore(
-                self.volume, weight_itemsize=weight_itemsize, state_itemsize=state_itemsize,
-                versions=memory.versions, chunk_numel=chunk,
-            )  # fmt: skip
-        self.tiers = Tiers(
-            layout, self.host_pool,
-            resident_nbytes=self._resident_nbytes(staging),
-            chunk_numel=chunk, store=store, engine=self.engine, versions=memory.versions,
-            gather=self.gather_exact,
-        )  # fmt: skip
-
-    def _resident_nbytes(self, staging: int) -> int:
-        """What residents may take: the host budget but for staging, and for gradients of an accelerator."""
-        if not self.recipe.memory.resident and self.recipe.memory.nvme:
-            return 0
-        room = self.host_nbytes - staging
-        return room if self.device.type == "cpu" else room // 2
-
-    def _open_volume(self) -> Volume:
-        directories = []
-        if self.rank == 0 and (line := leftovers_line(self.recipe.memory.nvme)):
+        if self.rank == 0 and (line := leftovers_line(memory.nvme)):
             self._say(line)
-        for root in self.recipe.memory.nvme:
-            directory = RunDirectory.create(Path(root), self.run_id, self.rank)
-            self.stack.callback(directory.remove)
-            directories.append(directory)
-        paths = [directory.file(f"rank{self.rank}.bin") for directory in directories]
-        self._record = directories[0].file(f"rank{self.rank}.commit")
-        volume = Volume(paths, stripe_weights([path.parent for path in paths]))
-        self.stack.callback(volume.close)
-        return volume
+        host_nbytes = self._least(memory.host or free_host_nbytes() // 2, "memory.host")
+        self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=self.device.type != "cpu")
+        self.stack.callback(self.storage.close)
+        self.storage.open_files(self.run_id, self.rank, self.timeline)
+        self.tiers = Tiers(self.storage, self.gather_exact)
 
     def _serve(self, module: nn.Module) -> None:
         _runtimes[module] = self
@@ -196,7 +148,7 @@ class Runtime:
         self._parts = self.stack.enter_context(contextlib.ExitStack())
         on_gpu = self.device.type != "cpu"
         early = not clips and self.recipe.memory.versions == 2
-        staging = self.host_pool if on_gpu else None
+        staging = self.storage.host_pool if on_gpu else None
         sizes = [self._sizes(unit) for unit in self.units]
         self.division = budget.divide_device(
             self.recipe.memory.device, self._least(self._device_ceiling(), "memory.device"), sizes,
@@ -242,36 +194,22 @@ class Runtime:
         rule = AdamWRule(
             self.dtype, threads=torch.get_num_threads(), compiled=config.compile, on_compile=on_compile
         )
-        pipeline = None
-        if self.engine is not None:
+        storage, pipeline, commits = self.storage, None, self.storage.open_commits()
+        if commits is not None:
+            self._parts.callback(commits.close)
+        if storage.engine is not None:
             background = AdamWRule(self.dtype, compiled=config.compile, on_compile=on_compile)
             timed: Any = TimedRule(background, self.timeline) if self.timeline.enabled else background
             pipeline = UpdatePipeline(
-                self.engine, self.host_pool, self.tiers.layout, timed, depth=self._staged_chunks()
+                storage.engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
             )
             self._parts.callback(pipeline.close)
         self.updates = Updates(
             self.tiers, rule, pipeline, early=early,
             next_use=lambda index: self.prefetcher.first_use(index),
             order_of_gradients=lambda: self.prefetcher.order_of_gradients(), units=self.units,
-            commits=self._open_commits(), on_failure=self.fail,
+            commits=commits, on_failure=self.fail,
         )  # fmt: skip
-
-    def _staged_chunks(self) -> int:
-        """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
-        if self.device.type != "cpu":
-            return budget.STAGED_CHUNKS
-        itemsize = self.tiers.layout.weight_nbytes(1) + self.tiers.layout.state_nbytes(1)
-        room = self.host_nbytes - self.host_pool.leased_nbytes
-        return max(budget.STAGED_CHUNKS, room // budget.rounded(self.tiers.chunk_numel * itemsize))
-
-    def _open_commits(self) -> Commits | None:
-        """The writer of commit records, where a unit has two versions on disk."""
-        if self.volume is None or self._record is None or self.recipe.memory.versions < 2:
-            return None
-        commits = Commits(self._record, self.volume.sync)
-        self._parts.callback(commits.close)
-        return commits
 
     def _sizes(self, unit: Unit) -> budget.UnitSizes:
         grad = unit.nbytes if self.world_size == 1 else unit.shard_numel * self._reduce_dtype.itemsize
@@ -398,12 +336,13 @@ class Runtime:
 
     def peak_nbytes(self) -> dict[str, int]:
         """The most that each tier held at one time (bytes)."""
-        peaks = {"device": self.device_pool.peak_nbytes, "host": self.host_pool.peak_nbytes}
-        return peaks | ({"nvme": self.volume.peak_nbytes} if self.volume else {})
+        storage = self.storage
+        peaks = {"device": self.device_pool.peak_nbytes, "host": storage.host_pool.peak_nbytes}
+        return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
     def budgets(self) -> dict[str, int | None]:
-        budgets: dict[str, int | None] = {"device": self.division.total, "host": self.host_nbytes}
-        return budgets | ({"nvme": None} if self.volume else {})
+        budgets: dict[str, int | None] = {"device": self.division.total, "host": self.storage.host_nbytes}
+        return budgets | ({"nvme": None} if self.storage.volume else {})
 
     def forget_step(self) -> None:
         """``zero_grad()`` without ``step()``."""
@@ -439,7 +378,8 @@ class Runtime:
     def _give_up(self, error: BaseException) -> None:
         """Nobody here may wait for a buffer that will not come back."""
         self._failure = self._failure or error
-        for pool in (getattr(self, "device_pool", None), getattr(self, "host_pool", None)):
+        storage = getattr(self, "storage", None)  # this may happen while it is built
+        for pool in (getattr(self, "device_pool", None), storage and storage.host_pool):
             if pool is not None:
                 pool.fail(self._failure)
 

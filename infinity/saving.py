@@ -123,7 +123,7 @@ class RuntimeWeights:
             if wanted(unit, first, first + unit.shard_numel):
                 yield _Reading(unit, first, resident.weight)
             return
-        engine, store = self.runtime.engine, tiers.store
+        engine, store = tiers.engine, tiers.store
         assert engine is not None, "a unit that is not resident is on NVMe"
         assert store is not None
         for chunk in store.version(unit.index, unit.version).chunks:

@@ -27,6 +27,7 @@ from infinity.nvme.store import ChunkExtents, ShardStore, Version
 from infinity.optim.layout import StateLayout
 from infinity.optim.master import master_of, store_master
 from infinity.partition.unit import Unit
+from infinity.storage import Storage
 
 #: Every rule keeps two, the last fields of a state.
 _MOMENTS = 2
@@ -48,33 +49,19 @@ class Tiers:
     """The homes of all units of this rank.
 
     Args:
-        layout: What a shard's state is made of.
-        pool: Host memory, for residents and staging.
-        resident_nbytes: How much of ``pool`` residents may take.
-        chunk_numel: Elements that are staged at one time.
-        store: Extents on NVMe, and ``engine`` to reach them; None when everything is resident.
-        versions: Places per unit on NVMe.
+        storage: Host memory for residents and staging, and files for the others.
         gather: Makes a full tensor, ``(numel,)``, of this rank's slice; every rank must call.
     """
 
-    def __init__(
-        self,
-        layout: StateLayout,
-        pool: Pool,
-        *,
-        resident_nbytes: int,
-        chunk_numel: int,
-        store: ShardStore | None,
-        engine: TransferEngine | None,
-        versions: int,
-        gather: Callable[[Unit, Tensor], Tensor],
-    ) -> None:
-        self.layout, self.pool, self.store, self.engine = layout, pool, store, engine
-        self.chunk_numel, self.versions, self.gather = chunk_numel, versions, gather
-        self._exact = StateLayout(layout.dtype, layout.fields[:-_MOMENTS])
-        self._moments = StateLayout(layout.dtype, layout.fields[-_MOMENTS:])
+    def __init__(self, storage: Storage, gather: Callable[[Unit, Tensor], Tensor]) -> None:
+        self.layout: StateLayout = storage.layout
+        self.pool: Pool = storage.host_pool
+        self.store, self.engine = storage.store, storage.engine
+        self.chunk_numel, self.versions, self.gather = storage.chunk_numel, storage.memory.versions, gather
+        self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
+        self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
-        self.resident_nbytes, self._used_nbytes = resident_nbytes, 0
+        self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
         self._set_aside: set[int] = set()  # residents whose moments have room in the host budget
 
     # --- homes -------------------------------------------------------------------------------

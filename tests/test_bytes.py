@@ -44,9 +44,9 @@ class Counted:
 def settled(runtime: Any) -> tuple[int, int]:
     """Bytes read and written when nothing is in flight."""
     runtime.synchronize()
-    while runtime.engine.in_flight_nbytes:
+    while runtime.storage.engine.in_flight_nbytes:
         time.sleep(0.001)
-    return runtime.engine.nbytes_read, runtime.engine.nbytes_written
+    return runtime.storage.engine.nbytes_read, runtime.storage.engine.nbytes_written
 
 
 def expected(runtime: Any) -> tuple[int, int]:
@@ -147,9 +147,7 @@ def test_one_rank_moves_the_planned_bytes_exactly(tmp_path, name, clip, tight):
     if tight:
         assert counted.read > STEPS * 12 * counted.numel  # the window dropped units that backward needed
     else:
-        assert (
-            counted.read == STEPS * 10 * counted.numel
-        )  # room for all, updated where they are
+        assert counted.read == STEPS * 10 * counted.numel  # room for all, updated where they are
 
 
 # --- the process ---------------------------------------------------------------------------------

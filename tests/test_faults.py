@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import infinity
-from infinity import runtime as runtime_module
+from infinity import storage as storage_module
 from infinity.core.errors import DiskError
 from infinity.core.tier import Tier
 from infinity.nvme.run_directory import find_leftovers
@@ -88,17 +88,17 @@ def file_limit(nbytes: int) -> Iterator[None]:
 @contextlib.contextmanager
 def breakable() -> Iterator[list[FaultyEngine]]:
     """Engines that are made in this context can be given faults."""
-    make, made = runtime_module.make_engine, []
+    make, made = storage_module.make_engine, []
 
     def faulty(*args: Any) -> FaultyEngine:
         made.append(FaultyEngine(make(*args)))
         return made[-1]
 
-    runtime_module.make_engine = faulty
+    storage_module.make_engine = faulty
     try:
         yield made
     finally:
-        runtime_module.make_engine = make
+        storage_module.make_engine = make
 
 
 def extra_module(folder: Path, guilty: bool) -> None:

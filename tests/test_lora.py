@@ -257,7 +257,7 @@ def test_host_memory_that_a_frozen_base_does_not_need_takes_in_more_of_it(tmp_pa
         assert all(unit.home is Tier.HOST for unit in runtime.units if unit.trainable)
         after = sum(unit.numel for unit in base_units(model) if unit.home is Tier.HOST)
         assert after > 1.5 * before > 0
-        assert ours.reports[-1].peak_nbytes["host"] <= runtime.host_nbytes
+        assert ours.reports[-1].peak_nbytes["host"] <= runtime.storage.host_nbytes
     assert_bitwise(ours, train_plain(plain(factory, "bf16"), batch, "bf16", Rule()))
 
 

@@ -383,7 +383,7 @@ def test_values_are_asked_for_once_and_never_more_than_a_chunk_at_a_time(saved, 
     model = load(directory)
     runtime = runtime_of(model)
     assert max(stop - start for _, start, stop in ranges) <= runtime.tiers.chunk_numel
-    assert runtime.host_pool.peak_nbytes <= runtime.host_nbytes
+    assert runtime.storage.host_pool.peak_nbytes <= runtime.storage.host_nbytes
     asked = sorted(ranges)
     for unit in runtime.units:
         mine = [(start, stop) for index, start, stop in asked if index == unit.index]
