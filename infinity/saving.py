@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
 from infinity.checkpoint.publish import publish_directory
 from infinity.checkpoint.tensor_writer import WriteError
-from infinity.core.errors import CheckpointError, InfinityError, PeerError
+from infinity.core.errors import CheckpointError, PeerError
 from infinity.core.transfer import Lease, Transfer
 from infinity.machine import agree
 from infinity.partition.unit import Unit
@@ -23,8 +23,8 @@ from infinity.runtime import Runtime, runtime_of
 
 #: Chunks of weights that are read at one time.
 _READ_AHEAD = 4
-#: Where a run keeps its trained model.
-MODEL_FOLDER = "model"
+#: Where a run keeps its trained model, or only its adapters.
+MODEL_FOLDER, ADAPTERS_FOLDER = "model", "adapters"
 
 
 def export(
@@ -70,7 +70,7 @@ def check_room(model: nn.Module, folder: Path) -> None:
 
 
 def export_run(run: str | Path, out: str | Path) -> None:
-    """Let the model that a run of ``infinity train`` kept appear as ``out``.
+    """Let the model, or the adapters, that a run of ``infinity train`` kept appear as ``out``.
 
     Raises:
         CheckpointError: The run has none, or ``out`` is not free.
@@ -78,6 +78,8 @@ def export_run(run: str | Path, out: str | Path) -> None:
     """
     run, out = Path(run).expanduser(), Path(out).expanduser()
     source = run / MODEL_FOLDER
+    if (run / ADAPTERS_FOLDER).is_dir():
+        source = run / ADAPTERS_FOLDER
     if not source.is_dir():
         what = f"no folder {MODEL_FOLDER}" if run.is_dir() else "no such folder"
         raise CheckpointError(
@@ -145,10 +147,10 @@ class RuntimeWeights:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        failure: BaseException | None = None
+        failure: Exception | None = None
         try:
             yield
-        except (InfinityError, OSError) as error:
+        except Exception as error:
             failure = error
         if self.world_size > 1 and not isinstance(failure, PeerError):
             told = self._tell(failure, what)
@@ -156,7 +158,7 @@ class RuntimeWeights:
         if failure is not None:
             raise failure
 
-    def _tell(self, failure: BaseException | None, what: str) -> str:
+    def _tell(self, failure: Exception | None, what: str) -> str:
         """How ``what`` failed on the ranks where it did; empty when it did nowhere."""
         assert self.runtime.collectives is not None
         if self.runtime.collectives.least([failure is None], what)[0]:

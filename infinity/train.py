@@ -32,7 +32,7 @@ from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 from infinity.recipe import Recipe, TrainConfig
-from infinity.saving import MODEL_FOLDER, check_room
+from infinity.saving import ADAPTERS_FOLDER, MODEL_FOLDER, check_room
 
 
 def train(recipe: Recipe) -> Summary | None:
@@ -340,7 +340,7 @@ def _saves(recipe: Recipe) -> bool:
 
 def _save(recipe: Recipe, model: Any, folder: Path | None, views: Sequence[View]) -> None:
     """Write the trained model into the run's folder, which rank 0 knows. Every rank must call."""
-    out = (folder or Path(recipe.run.dir)) / (MODEL_FOLDER if recipe.lora.rank is None else "adapters")
+    out = (folder or Path(recipe.run.dir)) / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
     source = Path(recipe.data.tokenizer or recipe.model.path or "bytes").expanduser()
     if recipe.lora.rank is None:
         infinity.export(model, out, tokenizer=source if tokenizer_files(source) else None)

@@ -4,7 +4,8 @@
 Where a saved tensor is some parameter's own values, each rank writes the part that its shards hold,
 straight from where they are: nothing is gathered. Tensors that transformers converts are gathered unit
 by unit and converted on every rank, and each writes an equal part. Rank 0 writes the rest: headers,
-buffers, configs, the tokenizer. So the directory lies on a file system that every rank sees.
+buffers, configs, the tokenizer. So the directory lies on a file system that every rank sees. What may
+be refused comes first: room, configs and tokenizer are checked before the first value is read.
 """
 
 import contextlib
@@ -21,8 +22,9 @@ from typing import Any, Protocol, Self
 from torch import Tensor, nn
 
 from infinity.checkpoint.export_plan import ExportPlan, Group, Place, plan_export
+from infinity.checkpoint.plan import named_targets
 from infinity.checkpoint.publish import INDEX_NAME, Publication, copy_tokenizer, partial_path, writing
-from infinity.checkpoint.saved_keys import converted, is_transformers, named_tensors
+from infinity.checkpoint.saved_keys import converted, is_transformers
 from infinity.checkpoint.tensor_writer import OutputFile, RangeWriter, WriteError
 from infinity.core.errors import CheckpointError
 from infinity.partition.unit import Unit
@@ -88,11 +90,12 @@ def export_model(
     folder = partial_path(out, token)
     with contextlib.ExitStack() as stack:
         with weights.together(f"planning {out}"):
-            named = named_tensors(model)
+            named = dict(named_targets(model))
             plan = plan_export(model, named, weights.units, max_shard_nbytes)
             if weights.rank == 0:
                 publication = stack.enter_context(Publication(out, token))
                 _check_room(folder, plan)
+                _write_companions(model, plan, folder, tokenizer)
                 for file in plan.files:
                     OutputFile.create(folder, file)
         with _Values(plan, named, model, weights) as values:
@@ -105,7 +108,6 @@ def export_model(
             values.check_whole()
         with weights.together(f"publishing {out}"):
             if weights.rank == 0:
-                _write_companions(model, plan, folder, tokenizer)
                 publication.publish()
 
 

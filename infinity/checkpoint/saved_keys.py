@@ -9,6 +9,7 @@ tensors are converted together. Then, group by group, on stand-ins that know the
 What remains (a transposed matrix) is converted with its values, as soon as its group's members are there.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,40 +47,25 @@ class Saved:
     parts: tuple[Part, ...] | None
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their names in ``model.state_dict()``, in its order.
-
-    A tied weight has all its names. Nothing is gathered.
-    """
-    named: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dotted = f"{prefix}." if prefix else ""
-        for name, param in module._parameters.items():
-            if param is not None:
-                named[dotted + name] = param
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                named[dotted + name] = buffer
-    return named
-
-
 def is_transformers(model: nn.Module) -> bool:
     """Whether transformers knows how to load and save ``model``."""
-    return any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__)
+    transformers: Any = sys.modules.get("transformers")  # who has such a model has imported it
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[Saved]:
     """What a directory of ``model`` holds, without values.
 
     Args:
-        named: What :func:`named_tensors` gives.
+        named: Parameters and persistent buffers under all their names.
 
     Raises:
         CheckpointError: Weights are shared in a way that the model does not declare.
     """
     if hasattr(model, "peft_config"):
         raise CheckpointError(
-            f"{type(model).__name__} has adapters, and export writes whole models: save the adapters alone"
+            f"{type(model).__name__} has adapters, and export writes whole models; save the adapters alone "
+            "with infinity.save_lora"
         )
     if not is_transformers(model):
         first: dict[int, str] = {}

@@ -18,10 +18,11 @@ from torch import nn
 import infinity
 from infinity.checkpoint import export as exporting
 from infinity.checkpoint import tensor_writer
-from infinity.core.errors import CheckpointError, DiskError, PeerError
+from infinity.checkpoint.publish import Publication
+from infinity.core.errors import CheckpointError, DiskError
 from infinity.saving import check_room, export_run
 from tests.helpers import models, training
-from tests.helpers.launch import mark, run_ranks, start_ranks
+from tests.helpers.launch import mark, start_ranks
 
 
 @pytest.fixture
@@ -72,14 +73,14 @@ def test_an_empty_directory_is_a_free_place(model: nn.Module, tmp_path: Path) ->
 def test_a_place_that_is_taken_meanwhile_stays_as_it_is(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = exporting._write_companions
+    publish = Publication.publish
 
-    def and_take(*args: Any) -> None:
-        write(*args)
+    def after_somebody_else(publication: Publication) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out/file").write_text("mine")
+        publish(publication)
 
-    monkeypatch.setattr(exporting, "_write_companions", and_take)
+    monkeypatch.setattr(Publication, "publish", after_somebody_else)
     with pytest.raises(CheckpointError, match="out exists and is not empty"):
         infinity.export(model, tmp_path / "out")
     assert left_in(tmp_path) == {"out"}
@@ -171,7 +172,7 @@ def test_a_disk_that_fails_to_read_is_a_disk_error_and_leaves_nothing(
 ) -> None:
     from infinity.runtime import runtime_of
 
-    engine, reads = runtime_of(model).engine, []
+    engine, reads = runtime_of(model).tiers.engine, []
     assert engine is not None
     real = engine.read
 
@@ -189,7 +190,7 @@ def test_a_disk_that_fails_to_read_is_a_disk_error_and_leaves_nothing(
             infinity.export(model, tmp_path / "out")
     assert left_in(tmp_path) == set()
     infinity.export(model, tmp_path / "out")
-    pool = runtime_of(model).host_pool
+    pool = runtime_of(model).tiers.pool
     assert pool.leased_nbytes == 0
 
 
@@ -225,36 +226,6 @@ def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_removes_
     (tmp_path / "out").rename(tmp_path / "kept")
     infinity.export(model, tmp_path / "out")
     assert left_in(tmp_path) == {"out", "another", "kept"}
-
-
-def one_rank_fails(folder: str) -> tuple[str, str]:
-    """Rank 1's disk is full in the middle; both say how the export ended, and train on."""
-    factory, batch = models.build("llama", seed=1)
-    rank = torch.distributed.get_rank()
-    model = training.build(factory, "bf16", training.streaming(f"{folder}/nvme"))
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            fail_writes(patch, OSError(errno.ENOSPC, ""), after=2)
-        with pytest.raises((DiskError, PeerError)) as raised:
-            infinity.export(model, Path(folder, "out"), max_shard_nbytes=20_000)
-    left = left_in(Path(folder))
-    torch.distributed.barrier()
-    optimizer = infinity.AdamW(model)
-    model(**batch(0, rank, 2)).loss.backward()
-    optimizer.step()
-    infinity.export(model, Path(folder, "out"))
-    infinity.close(model)
-    return f"{type(raised.value).__name__}: {raised.value}", " ".join(sorted(left if rank == 0 else ()))
-
-
-def test_a_full_disk_on_one_rank_is_an_error_on_every_rank_and_training_goes_on(tmp_path: Path) -> None:
-    (first, left), (second, _) = run_ranks(one_rank_fails, 2, str(tmp_path))
-    assert first.startswith("PeerError: writing ")
-    assert "rank 1: WriteError" in first
-    assert "No space left on device (ENOSPC)" in first
-    assert second.startswith("WriteError: ")
-    assert left == ""
-    assert left_in(tmp_path) == {"out"}
 
 
 # --- tokenizers, and models that are not of transformers ---------------------------------------
@@ -299,7 +270,10 @@ def test_a_tokenizer_may_be_a_file_or_an_object(model: nn.Module, tmp_path: Path
     assert (tmp_path / "b/tokenizer.json").read_text() == "object"
 
 
-def test_a_directory_without_a_tokenizer_is_an_error(model: nn.Module, tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_an_error_before_any_value_is_read(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_writer.RangeWriter, "write", lambda *args: pytest.fail("a value was written"))
     with pytest.raises(CheckpointError, match="nvme holds no tokenizer; wanted a directory"):
         infinity.export(model, tmp_path / "out", tokenizer=tmp_path / "nvme")
     assert left_in(tmp_path) == set()
@@ -332,6 +306,16 @@ def test_a_plain_modules_tied_weight_is_written_once_under_its_first_name(tmp_pa
     assert left_in(tmp_path / "out") == {"model.safetensors"}
 
 
+def test_a_model_with_adapters_is_an_error_that_says_how_to_save_them(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        adapted = infinity.add_lora(model, rank=2)
+    with pytest.raises(CheckpointError, match=r"has adapters.*infinity\.save_lora"):
+        infinity.export(adapted, tmp_path / "out")
+    assert left_in(tmp_path) == set()
+
+
 def test_a_model_that_was_not_built_under_init_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(infinity.StateError, match="not built under"):
         infinity.export(nn.Linear(2, 2), tmp_path / "out")
@@ -352,6 +336,17 @@ def test_a_runs_model_is_published_by_links_and_its_small_files_are_copies(
         assert twin.read_bytes() == path.read_bytes()
         assert twin.samefile(path) == (path.suffix == ".safetensors")
     assert left_in(tmp_path) == {"run", "out", "source"}
+
+
+def test_a_run_that_kept_adapters_publishes_them(tmp_path: Path) -> None:
+    adapters = tmp_path / "run/adapters"
+    adapters.mkdir(parents=True)
+    (adapters / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds no adapter_model\.safetensors"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    (adapters / "adapter_model.safetensors").write_text("values")
+    export_run(tmp_path / "run", tmp_path / "out")
+    assert left_in(tmp_path / "out") == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_where_links_are_impossible_weights_are_copied(

@@ -1,4 +1,4 @@
-"""What is exported is what plain save_pretrained saves, of every kind of model, on one and two ranks."""
+"""What is exported is what plain save_pretrained saves, of every kind of model."""
 
 import contextlib
 import json
@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.saved_keys import named_tensors, saved_tensors
+from infinity.checkpoint.plan import named_targets
+from infinity.checkpoint.saved_keys import saved_tensors
 from infinity.partition.unit import is_placeholder
 from tests.helpers import models, training, zoo
-from tests.helpers.launch import run_ranks
 
 SMALL_FILES = 30_000  # bytes of values: several files of a tiny model
 
@@ -83,8 +83,10 @@ def assert_as_saved(out: Path, plain: Any, folder: Path) -> None:
         assert json.loads((out / path.name).read_text()) == json.loads(path.read_text()), path.name
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
-@pytest.mark.parametrize("name", zoo.NAMES)
+EVERYWHERE = [*((name, "nvme") for name in zoo.NAMES), ("gpt2", "host"), ("mixtral", "host")]
+
+
+@pytest.mark.parametrize(("name", "place"), EVERYWHERE)
 def test_an_export_is_what_plain_save_pretrained_saves(name: str, place: str, tmp_path: Path) -> None:
     factory, batch = zoo.build(name, seed=3)
     overrides = ["memory.host=256MiB"] if place == "host" else training.streaming(tmp_path / "nvme")
@@ -110,34 +112,6 @@ def test_from_pretrained_loads_bitwise_the_same_weights(name: str, tmp_path: Pat
         assert torch.equal(loaded[key], value.to(loaded[key].dtype)), key
 
 
-def on_two_ranks(folder: str, name: str) -> dict[str, Tensor]:
-    factory, batch = zoo.build(name, seed=5)
-    out = Path(folder)
-    rank = torch.distributed.get_rank()
-    with sharded(factory, training.streaming(out / "nvme")) as model:
-        train_a_step(model, lambda step: batch(step, rank, 2))
-        infinity.export(model, out / f"out-{name}" if rank == 0 else "unused", max_shard_nbytes=SMALL_FILES)
-        if name == "mixtral":
-            turned(model)
-            infinity.export(model, out / "turned", max_shard_nbytes=SMALL_FILES)
-        return infinity.state_dict(model, every_rank=rank == 1)
-
-
-def both_models(folder: str) -> list[dict[str, Tensor]]:
-    return [on_two_ranks(folder, name) for name in ("gpt2", "mixtral")]
-
-
-def test_two_ranks_write_one_directory_together(tmp_path: Path) -> None:
-    (first, second), _ = run_ranks(both_models, 2, str(tmp_path))
-    for name, values in (("gpt2", first), ("mixtral", second)):
-        plain = plain_twin(zoo.build(name, seed=5)[0], values)
-        assert_as_saved(tmp_path / f"out-{name}", plain, tmp_path / f"plain-{name}")
-    turned(plain)
-    assert_as_saved(tmp_path / "turned", plain, tmp_path / "plain-turned")
-    assert not (tmp_path / "unused").exists()
-    assert not list(tmp_path.glob(".*"))
-
-
 def turned(model: Any) -> None:
     """Give ``model`` conversions that only its values can tell: fused and transposed weights.
 
@@ -160,7 +134,7 @@ def test_weights_that_are_transposed_on_saving_are_converted_group_by_group(
     overrides = ["memory.host=256MiB"] if place == "host" else training.streaming(tmp_path / "nvme")
     with sharded(factory, overrides, unit_nbytes=1500) as model:
         turned(model)
-        saved = saved_tensors(model, named_tensors(model))
+        saved = saved_tensors(model, dict(named_targets(model)))
         groups = {item.sources for item in saved if item.parts is None}
         assert sorted(map(len, groups)) == [1, 1, 1, 3, 3, 3]
         infinity.export(model, tmp_path / "out", max_shard_nbytes=SMALL_FILES)

@@ -1,0 +1,97 @@
+"""Two ranks write one directory together, or none; one start of them serves every test here."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import infinity
+from infinity.core.errors import DiskError, PeerError
+from tests.checkpoint.test_export import fail_writes, left_in
+from tests.checkpoint.test_export_models import (
+    SMALL_FILES,
+    assert_as_saved,
+    plain_twin,
+    sharded,
+    train_a_step,
+    turned,
+)
+from tests.helpers import models, training, zoo
+from tests.helpers.launch import run_ranks, several
+
+
+def export_one(folder: str, name: str) -> dict[str, Tensor]:
+    """Each rank trains on its part; both export; the values, on rank 0."""
+    factory, batch = zoo.build(name, seed=5)
+    out, rank = Path(folder), torch.distributed.get_rank()
+    with sharded(factory, training.streaming(out / "nvme")) as model:
+        train_a_step(model, lambda step: batch(step, rank, 2))
+        infinity.export(model, out / f"out-{name}" if rank == 0 else "unused", max_shard_nbytes=SMALL_FILES)
+        if name == "mixtral":
+            turned(model)
+            infinity.export(model, out / "turned", max_shard_nbytes=SMALL_FILES)
+        return infinity.state_dict(model)
+
+
+def one_rank_fails(folder: str) -> tuple[str, set[str]]:
+    """Rank 1's disk is full in the middle; how the export ended here, and what it left."""
+    factory, batch = models.build("llama", seed=1)
+    rank = torch.distributed.get_rank()
+    Path(folder).mkdir(exist_ok=True)
+    model = training.build(factory, "bf16", training.streaming(f"{folder}/nvme"))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            fail_writes(patch, OSError(errno.ENOSPC, ""), after=2)
+        with pytest.raises((DiskError, PeerError)) as raised:
+            infinity.export(model, Path(folder, "out"), max_shard_nbytes=20_000)
+    torch.distributed.barrier()
+    left = left_in(Path(folder))
+    torch.distributed.barrier()
+    optimizer = infinity.AdamW(model)
+    model(**batch(0, rank, 2)).loss.backward()
+    optimizer.step()
+    infinity.export(model, Path(folder, "out"))
+    infinity.close(model)
+    return f"{type(raised.value).__name__}: {raised.value}", left
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Where the ranks worked, and what each returned from all of it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    fails = (one_rank_fails, str(folder / "fails"))
+    calls = [(export_one, str(folder), name) for name in ("gpt2", "mixtral")]
+    return folder, run_ranks(several, 2, *calls, fails)
+
+
+@pytest.mark.parametrize(("at", "name"), [(0, "gpt2"), (1, "mixtral")])
+def test_two_ranks_write_what_plain_save_pretrained_saves(
+    at: int, name: str, ended: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    folder, [first, _] = ended
+    plain = plain_twin(zoo.build(name, seed=5)[0], first[at])
+    assert_as_saved(folder / f"out-{name}", plain, tmp_path / "plain")
+    if name == "mixtral":
+        turned(plain)
+        assert_as_saved(folder / "turned", plain, tmp_path / "turned")
+
+
+def test_rank_0_says_where_and_nothing_else_stays(ended: tuple[Path, list[Any]]) -> None:
+    folder, _ = ended
+    assert left_in(folder) == {"out-gpt2", "out-mixtral", "turned", "fails"}
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_every_rank_and_training_goes_on(
+    ended: tuple[Path, list[Any]],
+) -> None:
+    folder, [first, second] = ended
+    (on_first, left), (on_second, _) = first[-1], second[-1]
+    assert on_first.startswith("PeerError: writing ")
+    assert "rank 1: WriteError" in on_first
+    assert "No space left on device (ENOSPC)" in on_first
+    assert on_second.startswith("WriteError: ")
+    assert left == set()
+    assert left_in(folder / "fails") == {"out"}
