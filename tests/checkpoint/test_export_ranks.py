@@ -95,3 +95,41 @@ def test_a_full_disk_on_one_rank_is_an_error_on_every_rank_and_training_goes_on(
     assert on_second.startswith("WriteError: ")
     assert left == set()
     assert left_in(folder / "fails") == {"out"}
+
+
+def peak_growth(folder: str, kind: str) -> tuple[int, int]:
+    """Bytes of a model's values, and by how much its export raised resident memory at the most."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 4000, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
+    overrides = [f"memory.nvme=[{folder}/nvme]", "memory.host=96MiB", "memory.resident=false"]
+    with infinity.Init(training.recipe("bf16", overrides)):
+        if kind == "dense":
+            model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=12))
+        else:
+            model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=8))
+    infinity.export(model, Path(folder, "first"))  # what it imports is not what it keeps in memory
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = memory_nbytes("VmRSS")
+    infinity.export(model, Path(folder, "second"))
+    grown = memory_nbytes("VmHWM") - before
+    nbytes = sum(p.numel() * p.itemsize for p in model.parameters())
+    infinity.close(model)
+    return nbytes, grown
+
+
+def memory_nbytes(name: str) -> int:
+    """A figure of ``/proc/self/status``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_an_export_takes_memory_for_its_buffers_however_large_the_model(kind: str, tmp_path: Path) -> None:
+    [(nbytes, grown)] = run_ranks(peak_growth, 1, str(tmp_path), kind, group=False)
+    assert nbytes > 250 << 20
+    # Four blocks being written, four chunks being read, and what Python and torch allocate on the way.
+    assert grown < 48 << 20
