@@ -11,6 +11,7 @@ would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -179,12 +180,24 @@ class Tiers:
     # --- exact values, for construction and for people who write weights ---------------------
 
     def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
-        """Store exact values of this rank's shard, moments zero; a new unit gets its home first."""
+        """Store exact values of this rank's shard, moments zero; a new unit gets its home first.
+
+        Args:
+            unit: Whose.
+            master: Gives elements of the full flat buffer, in fp32, or in bf16 where that is exact and
+                the compute dtype.
+        """
         if unit.index not in self.residents and not self._stored(unit):
             self.place(unit)
         first = unit.shard_start
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
-            store_master(self.layout, master(first + start, first + start + len(weight)), weight, state)
+            values = master(first + start, first + start + len(weight))
+            if values.dtype == torch.bfloat16:
+                weight.copy_(values)
+                for field in state[:-_MOMENTS]:
+                    field.zero_()
+            else:
+                store_master(self.layout, values, weight, state)
             for moment in state[-_MOMENTS:]:
                 moment.zero_()
 
@@ -243,34 +256,53 @@ class Tiers:
     def _each_stored_chunk(
         self, unit: Unit, *, read: bool = True, write: bool = False
     ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
-        for number, chunk in enumerate(self._committed(unit).chunks):
-            weight_nbytes = self.layout.weight_nbytes(chunk.numel)
-            nbytes = weight_nbytes + self.layout.state_nbytes(chunk.numel)
-            with self.pool.lease(nbytes, who="exact values") as lease:
-                weight = lease.tensor[:weight_nbytes].view(unit.dtype)
-                state = self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
-                if read:
-                    self._move(self._engine.read, chunk, lease.memory)
-                    if not chunk.exact.pieces:
-                        store_master(self.layout, weight.float(), weight, state)
-                    if not chunk.moments.pieces:
-                        for moment in state[-_MOMENTS:]:
-                            moment.zero_()
-                yield chunk.start, weight, state
-                if write:
-                    if not chunk.exact.pieces and self._says_more(weight, state):
-                        chunk = self._store.add_exact(unit.index, number)
-                    self._move(self._engine.write, chunk, lease.memory)
+        """The same of a unit on NVMe; where memory allows, a chunk lands while the next one is made."""
+        with ExitStack() as landing:
+            for number, chunk in enumerate(self._committed(unit).chunks):
+                weight_nbytes = self.layout.weight_nbytes(chunk.numel)
+                with ExitStack() as held:
+                    lease = self._room(weight_nbytes + self.layout.state_nbytes(chunk.numel), landing)
+                    held.callback(lease.release)
+                    weight = lease.tensor[:weight_nbytes].view(unit.dtype)
+                    state = self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
+                    if read:
+                        self._fetch(chunk, lease, weight, state)
+                    yield chunk.start, weight, state
+                    if write:
+                        if not chunk.exact.pieces and self._says_more(weight, state):
+                            chunk = self._store.add_exact(unit.index, number)
+                        for transfer in self._start(self._engine.write, chunk, lease.memory):
+                            held.callback(transfer.wait)
+                        landing.close()
+                        landing.enter_context(held.pop_all())
+
+    def _room(self, nbytes: int, landing: ExitStack) -> Lease:
+        """Staging memory, beside what is ``landing`` or after it."""
+        lease = self.pool.try_lease(nbytes, who="exact values")
+        if lease is None:
+            landing.close()
+            lease = self.pool.lease(nbytes, who="exact values")
+        return lease
+
+    def _fetch(self, chunk: ChunkExtents, lease: Lease, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Read what a chunk has on NVMe, and complete what it does not have there."""
+        for transfer in self._start(self._engine.read, chunk, lease.memory):
+            transfer.wait()
+        if not chunk.exact.pieces:
+            store_master(self.layout, weight.float(), weight, state)
+        if not chunk.moments.pieces:
+            for moment in state[-_MOMENTS:]:
+                moment.zero_()
 
     def _says_more(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
         """Whether the exact values are not the weights themselves."""
         if self.layout.dtype is torch.float16:
             return True  # room that was not written reads as zeros, which are no float16 masters
-        return not torch.equal(master_of(self.layout, weight, state), weight.float())
+        return any(bool(remainder.view(torch.int64).any()) for remainder in state[:-_MOMENTS])
 
-    def _move(
+    def _start(
         self, move: Callable[[Extent, memoryview], Transfer], chunk: ChunkExtents, memory: memoryview
-    ) -> None:
+    ) -> list[Transfer]:
         """Read or write what a chunk has on NVMe; ``memory`` has room for all that it could have."""
         begin, transfers = 0, []
         for extent, nbytes in (
@@ -281,8 +313,7 @@ class Tiers:
             if extent.pieces:
                 transfers.append(move(extent, memory[begin : begin + nbytes]))
             begin += nbytes
-        for transfer in transfers:
-            transfer.wait()
+        return transfers
 
     # --- what training moves -----------------------------------------------------------------
 

@@ -11,7 +11,7 @@ units is scratch memory.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,10 +92,13 @@ class Loading:
         self._initialise()
 
     def _range(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the unit's full flat buffer in fp32, gaps as zeros."""
+        """Elements ``[start, stop)`` of the unit's full flat buffer, gaps as zeros.
+
+        In fp32, or in bf16 where the files and the model have nothing else.
+        """
         if len(self._scratch) < stop - start:  # one for all: new memory for each would be touched anew
             self._scratch = torch.empty(stop - start, dtype=torch.float32)
-        out = self._scratch[: stop - start].zero_()
+        out = self._scratch.view(self._dtype(unit))[: stop - start].zero_()
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             values = self._values.get(id(s.param))
@@ -113,12 +116,25 @@ class Loading:
         for name, values in self._twins.get(id(segment.param), ()):
             other = torch.empty_like(part)
             values.fill(start, other)
-            if not torch.equal(other.view(torch.int32), part.view(torch.int32)):
+            if not torch.equal(other.view(torch.uint8), part.view(torch.uint8)):
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {name} and {segment.name} are one parameter of the model, but "
                     "the checkpoint has different values for them. If they should be two, override the "
                     "config: tie_word_embeddings=False"
                 )
+
+    def _dtype(self, unit: Unit) -> torch.dtype:
+        """In which the unit's values are exact and need no cast of what is stored."""
+        if unit.dtype != torch.bfloat16:
+            return torch.float32
+        stored = {dtype for s in unit.segments for dtype in self._dtypes(s)}
+        return torch.bfloat16 if stored <= {torch.bfloat16} else torch.float32
+
+    def _dtypes(self, segment: Segment) -> Iterator[torch.dtype]:
+        """Of every stored tensor that is read for a parameter."""
+        key = id(segment.param)
+        for values in (self._values.get(key), *(values for _, values in self._twins.get(key, ()))):
+            yield from () if values is None else values.dtypes
 
     def _nbytes(self, unit: Unit) -> int:
         """Bytes of files that this rank reads for ``unit``."""

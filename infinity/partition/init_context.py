@@ -38,9 +38,10 @@ class Masters(Protocol):
     """Stores the exact values of a unit's parameters: what construction needs of the tiers."""
 
     def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
-        """Store this rank's shard; ``master(start, stop)`` gives fp32 values of the full buffer.
+        """Store this rank's shard; ``master(start, stop)`` gives values of the full buffer.
 
-        They are the caller's until the next call of ``master``.
+        They are fp32, or bf16 where that is exact and the compute dtype, and the caller's until the
+        next call of ``master``.
         """
         ...
 

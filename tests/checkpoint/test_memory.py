@@ -46,7 +46,7 @@ def load(directory, nvme):
     Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
     model = infinity.from_pretrained(directory, recipe("bf16", overrides))
     added = resident_nbytes("VmHWM") - before
-    leased = runtime_of(model).host_pool.peak_nbytes
+    leased = runtime_of(model).storage.host_pool.peak_nbytes
     norm = infinity.state_dict(model.model.norm, every_rank=True)["weight"]
     infinity.close(model)
     return added, leased, bool(torch.equal(norm, torch.ones_like(norm)))
