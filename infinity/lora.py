@@ -11,6 +11,7 @@ Source: LoRA (arXiv:2106.09685).
 
 import contextlib
 import hashlib
+import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ import torch
 from torch import nn
 
 from infinity.api import gathered
-from infinity.core.errors import StateError
+from infinity.checkpoint.publish import Publication
+from infinity.core.errors import RecipeError, StateError
 from infinity.partition import builder
 from infinity.partition.parameters import ServedParameters
 from infinity.runtime import Runtime, runtime_of
@@ -51,10 +53,9 @@ def add_lora(
 
     Raises:
         StateError: The model is not finished, or runs already.
-        ValueError: peft finds no such layers.
+        RecipeError: peft is not installed, or finds no such layers.
     """
-    import peft
-
+    peft = _peft()
     runtime = runtime_of(model)
     if runtime.construction.active or runtime.hooks is not None:
         raise StateError(
@@ -69,9 +70,20 @@ def add_lora(
     with _shapes_only(model), warnings.catch_warnings():
         # peft asks transformers for a property under a name that is on its way out
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        adapted = peft.get_peft_model(model, config)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
     _take_in(runtime, adapted)
     return adapted
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise RecipeError("adapters need peft: pip install 'infinity-offload[lora]'") from error
+    return peft
 
 
 @contextlib.contextmanager
@@ -125,16 +137,28 @@ def save_lora(model: Any, directory: str | Path) -> None:
 
     Args:
         model: What :func:`add_lora` returned.
-        directory: Made when it is not there; written by rank 0.
+        directory: Must not exist, or be empty; appears on rank 0, whole or not at all.
 
     Raises:
-        OSError: The directory cannot be written, or the base cannot be read.
+        CheckpointError: ``directory`` is not free.
+        OSError: It cannot be written, or the base cannot be read.
     """
-    import peft
-
     runtime = runtime_of(model)
+    values = _adapters(model, runtime)
+    if runtime.rank:
+        return
+    with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
+        model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
+        base = model.peft_config["default"].base_model_name_or_path
+        if base and Path(base).is_dir():
+            _keep_digests(publication.path / "README.md", Path(base))
+        publication.publish()
+
+
+def _adapters(model: Any, runtime: Runtime) -> dict[str, torch.Tensor]:
+    """The full values of what peft saves, on the CPU, by the names that parameters have in the model."""
     named = dict(model.named_parameters())
-    kept = peft.get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    kept = _peft().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
     wanted = {id(param) for param in kept.values()}
     values: dict[str, torch.Tensor] = {}
     for unit in runtime.units:
@@ -142,11 +166,7 @@ def save_lora(model: Any, directory: str | Path) -> None:
         if inside:
             with gathered([s.param for s in unit.segments]):
                 values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
-    if runtime.rank == 0:
-        model.save_pretrained(str(directory), state_dict=values, save_embedding_layers=False)
-        base = model.peft_config["default"].base_model_name_or_path
-        if base and Path(base).is_dir():
-            _keep_digests(Path(directory) / "README.md", Path(base))
+    return values
 
 
 def _keep_digests(card_path: Path, base: Path) -> None:

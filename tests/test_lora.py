@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity import BudgetError, RecipeError, StateError, add_lora, save_lora
+from infinity import BudgetError, CheckpointError, RecipeError, StateError, add_lora, save_lora
 from infinity.core.tier import Tier
 from infinity.runtime import runtime_of
 from infinity.train import train as train_recipe
@@ -410,9 +410,21 @@ def test_adding_adapters_at_a_wrong_moment_is_an_error_that_says_when(tmp_path, 
             add_lora(model)
 
 
-def test_layers_that_do_not_exist_are_pefts_error(tmp_path):
+def test_layers_that_do_not_exist_are_an_error_that_names_them(tmp_path):
     factory, _ = models.build("llama", seed=12)
     with infinity.Init(training.recipe("bf16", overrides("nvme", tmp_path))):
         model = factory()
-    with closing(model), pytest.raises(ValueError, match="nowhere"):
+    with closing(model), pytest.raises(RecipeError, match=r"adapters for LlamaForCausalLM.*nowhere"):
         add_lora(model, target_modules=["nowhere"])
+
+
+def test_adapters_are_never_saved_over_other_files(tmp_path):
+    factory, _ = models.build("llama", seed=13)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("dear")
+    with closing(built(factory, training.recipe("bf16", overrides("nvme", tmp_path / "run")))) as model:
+        with pytest.raises(CheckpointError, match="full"):
+            save_lora(model, tmp_path / "full")
+        save_lora(model, tmp_path / "free")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["free", "full", "run"]
