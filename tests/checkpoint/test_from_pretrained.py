@@ -394,3 +394,23 @@ def test_a_model_with_tight_budgets_says_which(saved):
     directory, _, _ = saved("llama")
     with pytest.raises(infinity.BudgetError, match=r"memory\.host"):
         infinity.from_pretrained(directory, recipe("bf16", ["memory.host=4KiB"]))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_what_is_drawn_is_exact_beside_what_is_read(saved, tmp_path, stored):
+    directory, plain, _ = saved("llama", dtype=stored)
+    expected = plain().model.embed_tokens.weight
+    rewrite(directory, lambda tensors: tensors.pop("lm_head.weight"))
+    torch.manual_seed(9)
+    drawn = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).lm_head.weight
+    torch.manual_seed(9)
+    with small_units():
+        model = infinity.from_pretrained(
+            directory, recipe("bf16", streaming(tmp_path / "nvme")), new=["lm_head.weight"]
+        )
+    optimizer = infinity.AdamW(model)
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    masters = {id(p): optimizer.state_dict()["state"][i]["master"] for i, p in enumerate(order)}
+    assert torch.equal(masters[id(model.lm_head.weight)], drawn.detach())
+    assert torch.equal(masters[id(model.model.embed_tokens.weight)], expected.detach())
+    optimizer.close()

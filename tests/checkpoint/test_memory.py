@@ -15,7 +15,7 @@ MIB = 2**20
 #: What each rank may lease, all streaming (bytes).
 HOST = 48 * MIB
 #: Temporaries of a chunk, modules of 12 blocks, and what the allocator keeps of both (bytes).
-AROUND = 112 * MIB
+AROUND = 80 * MIB
 
 
 def resident_nbytes(what):
