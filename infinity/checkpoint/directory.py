@@ -166,14 +166,14 @@ class InFile:
 class InMemory:
     """A tensor that is mapped or held; see :class:`Stored`."""
 
-    __slots__ = ("_flat", "dtype", "shape")
+    __slots__ = ("_tensor", "dtype", "shape")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._flat = tensor.detach().reshape(-1)
+        self._tensor = tensor.detach()
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
     def fill(self, start: int, out: Tensor) -> None:
-        out.copy_(self._flat[start : start + len(out)])
+        out.copy_(self._tensor.reshape(-1)[start : start + len(out)])  # a copy only where it is strided
 
 
 def _unpickle(path: Path) -> dict[str, Stored]:

@@ -215,7 +215,7 @@ class Converted:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        return {source.dtype for _, _, source in self._conversion.sources}
+        return {_converted_dtype(source) for _, _, source in self._conversion.sources}
 
     def fill(self, start: int, out: Tensor) -> None:
         if self._name not in self._kept:
@@ -224,8 +224,13 @@ class Converted:
         out.copy_(self._kept[self._name][start : start + len(out)])
 
 
+def _converted_dtype(source: Stored) -> torch.dtype:
+    """In which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
+    return torch.float32 if source.dtype.is_floating_point else source.dtype
+
+
 def _whole(source: Stored) -> Tensor:
-    values = torch.empty(source.shape.numel(), dtype=source.dtype)
+    values = torch.empty(source.shape.numel(), dtype=_converted_dtype(source))
     source.fill(0, values)
     return values.view(source.shape)
 
