@@ -55,7 +55,8 @@ def sync(folder: Path) -> None:
 def import_all() -> None:
     """What loading and saving import, so that no way pays for it."""
     import transformers.conversion_mapping
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: F401
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:

@@ -22,7 +22,7 @@ from infinity.partition.unit import Unit
 from infinity.runtime import Runtime, runtime_of
 
 #: Chunks of weights that are read at one time.
-_READ_AHEAD = 4
+_READ_AHEAD = 8
 #: Where a run keeps its trained model, or only its adapters.
 MODEL_FOLDER, ADAPTERS_FOLDER = "model", "adapters"
 

@@ -22,8 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -245,7 +246,7 @@ class RangeWriter:
 
         They may be overwritten as soon as this returns. Raises nothing about the disk: see :meth:`check`.
         """
-        data = values.reshape(-1).view(torch.uint8)
+        data = values.detach().reshape(-1).view(torch.uint8).numpy()
         self.nbytes += len(data)
         while len(data) and self._error is None:
             run = self._run
@@ -305,7 +306,7 @@ class _Block:
         self.memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError, AttributeError):  # a kernel without huge pages: slower, and right
             self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.array = np.frombuffer(self.memory, dtype=np.uint8)
 
 
 @dataclass(slots=True)
@@ -325,8 +326,9 @@ class _Run:
     def room(self) -> int:
         return _WRITE_NBYTES - self._filled
 
-    def take(self, data: Tensor) -> None:
-        self.block.tensor[self._filled : self._filled + len(data)].copy_(data)
+    def take(self, data: np.ndarray[Any, Any]) -> None:
+        # By one thread: torch's would wait for each other where other processes compute.
+        self.block.array[self._filled : self._filled + len(data)] = data
         self.stop += len(data)
 
     def put(self) -> None:
