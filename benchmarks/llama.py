@@ -67,10 +67,12 @@ def make(shape: Shape) -> nn.Module:
     return model
 
 
-def batch(shape: Shape, tokens: int, step: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
-    """This rank's part of a step's ``tokens`` random tokens, in sequences of ``SEQUENCE``."""
+def batch(
+    shape: Shape, tokens: int, step: int, rank: int = 0, world: int = 1, length: int = SEQUENCE
+) -> dict[str, Tensor]:
+    """This rank's part of a step's ``tokens`` random tokens, in sequences of ``length``."""
     generator = torch.Generator().manual_seed(step)
-    count = max(1, tokens // SEQUENCE)
-    ids = torch.randint(shape.vocabulary, (count, SEQUENCE), generator=generator)
+    count = max(1, tokens // length)
+    ids = torch.randint(shape.vocabulary, (count, length), generator=generator)
     ids = ids[rank * count // world : (rank + 1) * count // world]
     return {"input_ids": ids, "labels": ids.clone()}

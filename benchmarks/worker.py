@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ class Job:
     overrides: list[str] = field(default_factory=list)  # of the recipe, for infinity
     lr: float = 1e-4
     clip: float | None = 1.0  # the largest norm of the gradients
+    length: int = llama.SEQUENCE  # tokens of a sequence
+    micro_rows: int | None = None  # sequences of a micro-batch, for infinity; None: all of a step
+    schedule: str = "step"  # of micro-batches
 
 
 class Plain:
@@ -118,14 +122,31 @@ class Infinity:
             self.model = llama.make(shape)
         self.optimizer = infinity.AdamW(self.model, lr=job.lr, max_grad_norm=job.clip)
         self.report: Any = None
+        self.micro_rows, self.api = job.micro_rows, infinity
+        self.backward = self.layer_by_layer if job.schedule == "layer" else self.one_by_one
 
     def step(self, batch: dict[str, Tensor]) -> float:
-        loss = self.model(**batch).loss
-        loss.backward()
+        rows = len(batch["input_ids"])
+        value = self.backward(batch, rows // (self.micro_rows or rows))
         self.optimizer.step()
-        value = float(loss)
         self.report = self.optimizer.report(loss=value, tokens=batch["input_ids"].numel())
         return value
+
+    def one_by_one(self, batch: dict[str, Tensor], micro_batches: int) -> float:
+        parts = {key: value.chunk(micro_batches) for key, value in batch.items()}
+        losses = []
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            with nullcontext() if last else self.api.no_sync(self.model):
+                loss = self.model(**{key: part[micro] for key, part in parts.items()}).loss
+                (loss / micro_batches).backward()
+                losses.append(float(loss))
+        return statistics.fmean(losses)
+
+    def layer_by_layer(self, batch: dict[str, Tensor], micro_batches: int) -> float:
+        loss = self.api.layer_schedule(self.model, micro_batches)(**batch).loss
+        loss.backward()
+        return float(loss)
 
     def close(self) -> None:
         self.optimizer.close()
@@ -141,9 +162,10 @@ WAYS: dict[str, type[Plain] | type[FSDP2] | type[Infinity]] = {
 class Meter:
     """Takes steps and their times."""
 
-    def __init__(self, way: Any, shape: llama.Shape, rank: int, world: int) -> None:
+    def __init__(self, way: Any, shape: llama.Shape, rank: int, world: int, length: int) -> None:
         self.way, self.shape, self.rank, self.world = way, shape, rank, world
         self.at = 0
+        self.length = length
         self.losses: list[float] = []
         self.reports: list[dict[str, Any]] = []
 
@@ -151,7 +173,7 @@ class Meter:
         """Seconds of each of ``count`` steps."""
         times = []
         for _ in range(count):
-            batch = llama.batch(self.shape, tokens, self.at, self.rank, self.world)
+            batch = llama.batch(self.shape, tokens, self.at, self.rank, self.world, self.length)
             start = time.perf_counter()
             self.losses.append(self.way.step(batch))
             times.append(time.perf_counter() - start)
@@ -168,7 +190,7 @@ def run(job: Job, rank: int, world: int) -> list[dict[str, Any]]:
     made_s = time.perf_counter() - start
     results = []
     for phase in (Phase(**phase) for phase in job.phases):
-        meter = Meter(way, shape, rank, world)
+        meter = Meter(way, shape, rank, world, job.length)
         measure = beside if phase.read or phase.written else alone
         step_s, moved = measure(meter, phase, job)
         results.append(

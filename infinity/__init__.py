@@ -10,7 +10,7 @@ Three changed lines in a plain PyTorch loop::
 
 from importlib.metadata import version
 
-from infinity.api import Init, close, gathered, layer_schedule, no_sync, state_dict
+from infinity.api import Init, close, gathered, no_sync, state_dict
 from infinity.core.errors import (
     BudgetError,
     CheckpointError,
@@ -26,6 +26,7 @@ from infinity.optimizer import AdamW
 from infinity.pretrained import from_pretrained
 from infinity.recipe import Recipe, load_recipe
 from infinity.saving import export
+from infinity.scheduling import layer_schedule
 
 __all__ = [
     "AdamW",

@@ -7,9 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from infinity.core.errors import BudgetError
-from infinity.core.nbytes import format_nbytes
-from infinity.layers.schedule import Blocks, LayerSchedule, Loss
 from infinity.recipe import Recipe
 from infinity.runtime import Runtime, runtime_of, runtimes
 
@@ -58,46 +55,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         backward.syncing = before
-
-
-def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
-    """What takes the model's place in a loop in which a step reads every weight twice, whatever its batch.
-
-    All micro-batches of a step go through a block before the next block is read::
-
-        scheduled = infinity.layer_schedule(model, micro_batches=8)  # once, after the optimizer
-        for batch in loader:  # of 8 micro-batches, row after row
-            scheduled(**batch).loss.backward()
-            optimizer.step()
-
-    Args:
-        model: Built under ``Init``. Its blocks are found: the largest ``nn.ModuleList``.
-        micro_batches: Slices of each batch.
-        loss: The loss of one slice, given its part of the arguments; by default the model's own ``loss``.
-
-    Raises:
-        BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it.
-        StateError: No blocks were found.
-    """
-    schedule = LayerSchedule(model, micro_batches, loss)
-    if micro_batches > 1:
-        _require_room(runtime_of(model), schedule.blocks)
-    return schedule
-
-
-def _require_room(runtime: Runtime, blocks: Blocks) -> None:
-    """Every block's units fit the window together."""
-    window = runtime.connected().prefetcher
-    units = {id(segment.param): unit.index for unit in runtime.units for segment in unit.segments}
-    for block in blocks.modules:
-        indices = {units[id(param)] for param in block.parameters() if id(param) in units}
-        needed, room = sum(window.nbytes.get(index, 0) for index in indices), window.capacity_nbytes
-        if needed > room:
-            raise BudgetError(
-                f"a block of {blocks} takes {format_nbytes(needed)}; of memory.device, "
-                f"{format_nbytes(runtime.division.total)}, weights have {format_nbytes(room)}, and every "
-                "micro-batch would read the block again. Raise memory.device, or use the ordinary schedule"
-            )
 
 
 @contextlib.contextmanager

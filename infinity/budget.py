@@ -35,11 +35,18 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """How the device budget is divided (bytes)."""
+    """How the device budget is divided (bytes).
+
+    Attributes:
+        early: Updates start inside backward.
+        lag: Beside the window: early updates may lag by as much, and need not.
+    """
 
     total: int
     window: int
     hold_weights: bool
+    early: bool
+    lag: int
 
 
 def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
@@ -113,7 +120,7 @@ def divide_device(
     spare = total - needed
     hold = early or spare >= backlog_all
     backlog = min(spare, backlog_all) if hold else 0
-    return DeviceBudget(total, window_least + spare - backlog, hold)
+    return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0)
 
 
 def rounded(nbytes: int) -> int:

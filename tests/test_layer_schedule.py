@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 import infinity
-from infinity import budget
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.tier import Tier
 from infinity.layers.schedule import LayerSchedule
+from infinity.runtime import runtime_of
 from infinity.train import train
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
@@ -109,13 +110,14 @@ class Counted:
     losses: list[float]
 
 
-def count(folder: str, name: str, micro_batches: int, schedule: str, device: str | None) -> Counted:
+def count(
+    folder: str, name: str, micro_batches: int, schedule: str, device: int, rule: Rule = CLIPPED
+) -> Counted:
     """Steps of the same batch in so many micro-batches, everything on NVMe."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     factory, batch = models.build(name, seed=0)
-    overrides = [] if device is None else [f"memory.device={device}"]
-    model = build(factory, "bf16", streaming(folder, *overrides))
-    optimizer = optimizer_for(model, CLIPPED)
+    model = build(factory, "bf16", streaming(folder, f"memory.device={device}"))
+    optimizer = optimizer_for(model, rule)
     with contextlib.closing(optimizer):
         runtime: Any = optimizer.runtime
         assert all(unit.home is Tier.NVME for unit in runtime.units)
@@ -158,23 +160,24 @@ def backward(
     return total
 
 
-def room_for_a_block(folder: str, name: str) -> int:
-    """The ``memory.device`` (bytes) whose window holds one block's weights and no more, with clipping."""
+def room_for_a_block(folder: str, name: str, rule: Rule = CLIPPED) -> int:
+    """The least ``memory.device`` (bytes) with which the layer schedule runs, as the errors say it."""
+    device = least(folder, name, rule, 1024, r"needed are .*?\((\d+) bytes")
+    return device + least(folder, name, rule, device, r"Raise it by .*?\((\d+) bytes")
+
+
+def least(folder: str, name: str, rule: Rule, device: int, said: str) -> int:
+    """The bytes of which the ``BudgetError`` speaks; 0 without one."""
     factory, _ = models.build(name, seed=0)
-    model = build(factory, "bf16", streaming(folder, "memory.device=64MiB"))
-    with contextlib.closing(optimizer_for(model, CLIPPED)) as optimizer:
-        runtime: Any = optimizer.runtime
-        units = {id(s.param): unit for unit in runtime.units for s in unit.segments}
-        sizes = runtime.prefetcher.nbytes
-        blocks = LayerSchedule(model, 1).blocks.modules
-        block = max(sum(sizes[i] for i in {units[id(p)].index for p in b.parameters()}) for b in blocks)
-        with pytest.raises(BudgetError) as error:
-            budget.divide_device(
-                1, 1, [runtime._sizes(unit) for unit in runtime.units], early=False,
-                world_size=runtime.world_size,
-            )  # fmt: skip
-        needed = int(str(error.value).partition("(")[2].partition(" bytes")[0])
-        return needed + max(0, block - 2 * max(sizes.values()))
+    model = build(factory, "bf16", streaming(folder, f"memory.device={device}"))
+    with contextlib.closing(runtime_of(model)):
+        try:
+            optimizer_for(model, rule)
+            infinity.layer_schedule(model, 2)
+        except BudgetError as error:
+            [nbytes] = re.findall(said, str(error))
+            return int(nbytes)
+    return 0
 
 
 def check(counted: Counted, name: str) -> None:
@@ -188,8 +191,8 @@ def check(counted: Counted, name: str) -> None:
 def test_a_step_reads_every_weight_twice_whatever_the_number_of_micro_batches(
     tmp_path: Path, name: str
 ) -> None:
-    device = f"{room_for_a_block(str(tmp_path), name)}"
-    layer = {m: count(str(tmp_path), name, m, "layer", device) for m in (1, 4, 8)}
+    device = room_for_a_block(str(tmp_path), name)
+    layer = {m: count(str(tmp_path), name, m, "layer", device) for m in (1, 8)}
     for micro_batches, counted in layer.items():
         check(counted, f"{micro_batches} micro-batches")
         assert counted.fetches == layer[1].fetches
@@ -197,12 +200,21 @@ def test_a_step_reads_every_weight_twice_whatever_the_number_of_micro_batches(
     assert max(layer[1].fetches.values()) == 2  # the window drops what backward needs again
     step = {m: count(str(tmp_path), name, m, "step", device) for m in (1, 4)}
     assert step[4].fetched > 3 * step[1].fetched
-    for ours, plain in zip(layer[4].losses, step[4].losses, strict=True):
+    for ours, plain in zip(layer[8].losses, step[4].losses, strict=True):
         assert ours == pytest.approx(plain, rel=2e-3)  # bf16 gradients, added in another order
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_updates_inside_backward_leave_a_block_the_room_it_needs(tmp_path: Path, name: str) -> None:
+    device = room_for_a_block(str(tmp_path), name, FREE)
+    one, several = (count(str(tmp_path), name, m, "layer", device, FREE) for m in (1, 4))
+    check(one, "1 micro-batch")
+    check(several, "4 micro-batches")
+    assert several.read == one.read
+
+
 def on_two_ranks(folder: str) -> tuple[dict[int, Counted], Trained]:
-    device = f"{room_for_a_block(folder, 'llama')}"
+    device = room_for_a_block(folder, "llama")
     counted = {m: count(folder, "llama", m, "layer", device) for m in (1, 4)}
     trained = train_by_layer("llama", streaming(folder), micro_batches=2, dtype="fp32", rule=CLIPPED)
     return counted, trained
@@ -224,10 +236,11 @@ def test_a_window_that_cannot_keep_a_block_is_an_error_with_the_arithmetic(tmp_p
     device = room_for_a_block(str(tmp_path), "gpt")
     factory, _ = models.build("gpt", seed=0)
     model = build(factory, "bf16", streaming(tmp_path, f"memory.device={device - 4096}"))
-    with contextlib.closing(optimizer_for(model, CLIPPED)):
-        with pytest.raises(BudgetError, match=r"a block of blocks, 3 x Block takes .* Raise memory\.device"):
-            infinity.layer_schedule(model, 2)
-        infinity.layer_schedule(model, 1)  # reads it twice in any case
+    with (
+        contextlib.closing(optimizer_for(model, CLIPPED)),
+        pytest.raises(BudgetError, match=r"\(blocks, 3 x Block\) need .* Raise it by 4 KiB \(4096 bytes\)"),
+    ):
+        infinity.layer_schedule(model, 2)
 
 
 # --- the recipe --------------------------------------------------------------------------------------

@@ -1,0 +1,58 @@
+"""``layer_schedule``: the layer schedule of a model that was built under ``Init``, and its room in memory."""
+
+from torch import nn
+
+from infinity.core.errors import BudgetError
+from infinity.core.nbytes import format_nbytes
+from infinity.layers.schedule import Blocks, LayerSchedule, Loss
+from infinity.runtime import Runtime, runtime_of
+
+
+def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
+    """What takes the model's place in a loop in which a step reads every weight twice, whatever its batch.
+
+    All micro-batches of a step go through a block before the next block is read::
+
+        scheduled = infinity.layer_schedule(model, micro_batches=8)  # once, after the optimizer
+        for batch in loader:  # of 8 micro-batches, row after row
+            scheduled(**batch).loss.backward()
+            optimizer.step()
+
+    Args:
+        model: Built under ``Init``. Its blocks are found: the largest ``nn.ModuleList``.
+        micro_batches: Slices of each batch.
+        loss: The loss of one slice, given its part of the arguments; by default the model's own ``loss``.
+
+    Raises:
+        BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it; the
+            message has the arithmetic.
+        StateError: No blocks were found.
+    """
+    schedule = LayerSchedule(model, micro_batches, loss)
+    _make_room(runtime_of(model), schedule.blocks)
+    return schedule
+
+
+def _make_room(runtime: Runtime, blocks: Blocks) -> None:
+    """Let the window hold a block; early updates lag less where that takes it."""
+    window, division = runtime.connected().prefetcher, runtime.division
+    units = {id(segment.param): unit.index for unit in runtime.units for segment in unit.segments}
+    weights = largest = 0
+    for block in blocks.modules:
+        indices = {units[id(param)] for param in block.parameters() if id(param) in units}
+        sizes = [window.nbytes.get(index, 0) for index in indices]
+        weights, largest = max(weights, sum(sizes)), max(largest, *sizes)
+    # A block's gradients come together, after its last micro-batch. Of gradients that come one by one, or
+    # wait as shards only, the budget has room for one unit's.
+    full_gradients_wait = not division.early and runtime.world_size == 1
+    gradients = 0 if full_gradients_wait else weights - largest
+    free = division.window + division.lag
+    if weights + gradients > free:
+        missing = weights + gradients - free
+        raise BudgetError(
+            f"micro-batches that go through a block together ({blocks}) need {format_nbytes(weights)} for "
+            f"its weights and {format_nbytes(gradients)} more for its gradients; memory.device, "
+            f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
+            f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
+        )
+    window.capacity_nbytes = max(weights, min(window.capacity_nbytes, free - gradients))
