@@ -189,7 +189,7 @@ class Tiers:
         """
         if unit.index not in self.residents and not self._stored(unit):
             self.place(unit)
-        first = unit.shard_start
+        first, trains = unit.shard_start, self._trains(unit)
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
             values = master(first + start, first + start + len(weight))
             if values.dtype == torch.bfloat16:
@@ -198,7 +198,7 @@ class Tiers:
                     field.zero_()
             else:
                 store_master(self.layout, values, weight, state)
-            for moment in state[-_MOMENTS:]:
+            for moment in state[-_MOMENTS:] if trains else ():
                 moment.zero_()
 
     def get(self, unit: Unit) -> Tensor:
@@ -328,6 +328,13 @@ class Tiers:
 
     def _committed(self, unit: Unit) -> Version:
         return self._store.version(unit.index, unit.version)
+
+    def _trains(self, unit: Unit) -> bool:
+        """Whether the unit has moments."""
+        resident = self.residents.get(unit.index)
+        if resident is None:
+            return self._store.trains(unit.index)
+        return len(resident.state) == len(self.layout.fields)
 
     def _stored(self, unit: Unit) -> bool:
         return self.store is not None and self.store.has(unit.index)
