@@ -53,10 +53,12 @@ def sync(folder: Path) -> None:
 
 
 def import_all() -> None:
-    """What loading and saving import, so that no way pays for it."""
-    import transformers.conversion_mapping
-    import transformers.models.llama.modeling_llama
+    """What loading and saving import and compile once in a process, so that no way pays for it."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # hundreds of patterns
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
