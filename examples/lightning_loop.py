@@ -1,11 +1,13 @@
-"""The three changed lines inside Lightning.
+"""The three changed lines inside Lightning, with gradient accumulation.
 
-    python examples/lightning_loop.py --nvme /mnt/nvme0
+    python examples/lightning_loop.py
+    torchrun --nproc-per-node 2 examples/lightning_loop.py --nvme /mnt/nvme0
 
 It learns the sources of Python's own standard library, byte by byte.
 """
 
 import argparse
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 
 import lightning
 import torch
-from torch.utils.data import DataLoader
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import infinity
@@ -24,12 +27,22 @@ CONFIG = LlamaConfig(
 
 
 def stretches(count: int, length: int = 128) -> list[dict[str, torch.Tensor]]:
-    """Random stretches of the standard library."""
+    """Random stretches of the standard library, the same on every rank."""
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     starts = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(0))
     rows = [data[start : start + length].long() for start in starts.tolist()]
     return [{"input_ids": row, "labels": row} for row in rows]
+
+
+class Streaming(DDPStrategy):
+    """Ranks without a copy of the model each: infinity shards weights and reduces gradients."""
+
+    def configure_ddp(self) -> None:
+        """Nothing, in place of DistributedDataParallel."""
+
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+        return infinity.no_sync(self.lightning_module)
 
 
 class Learner(lightning.LightningModule):
@@ -43,7 +56,8 @@ class Learner(lightning.LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         loss: torch.Tensor = self.model(**batch).loss
-        print(f"step {number:3}  loss {loss.item():.6f}")
+        if self.global_rank == 0:
+            print(f"batch {number:3}  loss {loss.item():.6f}")
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -56,8 +70,14 @@ def main(steps: int, nvme: str) -> None:
     torch.manual_seed(0)
     recipe = infinity.load_recipe(overrides=[f"memory.nvme=[{nvme}]", "memory.host=64MiB"])
     learner = Learner(recipe, steps)
-    trainer = lightning.Trainer(max_steps=steps, devices=1, barebones=True)
-    trainer.fit(learner, DataLoader(stretches(steps * 8), batch_size=8))
+    ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    trainer = lightning.Trainer(
+        max_steps=steps, accumulate_grad_batches=2, strategy=Streaming(), use_distributed_sampler=False,
+        devices=local, num_nodes=ranks // local, barebones=True,
+    )  # fmt: skip
+    data = stretches(steps * 2 * 4 * ranks)
+    share = DistributedSampler(data, ranks, int(os.environ.get("RANK", "0")), shuffle=False)
+    trainer.fit(learner, DataLoader(data, batch_size=4, sampler=share))
     infinity.close(learner)
 
 

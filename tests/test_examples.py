@@ -36,14 +36,9 @@ def test_the_plain_loop_trains(launcher: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # tests/surface/test_integrations.py runs them in every suite, and compares their losses
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("name", ["accelerate_loop.py", "trainer_loop.py"])
-def test_accelerate_and_the_trainer_train(name: str, launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["accelerate_loop.py", "trainer_loop.py", "lightning_loop.py"])
+def test_the_loop_trains_inside_other_frameworks(name: str, launcher: str, tmp_path: Path) -> None:
     run(launcher, name, tmp_path)
-
-
-@pytest.mark.slow
-def test_lightning_trains(tmp_path: Path) -> None:
-    run("python", "lightning_loop.py", tmp_path)
 
 
 @pytest.mark.slow

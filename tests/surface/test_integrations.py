@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import infinity
@@ -41,14 +42,30 @@ def run(name: str, *more: str) -> list[str]:
     return re.findall(r"^(?:batch|step) +\d+  loss ([0-9.]+)$", out.getvalue(), re.MULTILINE)
 
 
-def plain(name: str, rows: int, losses_of: Callable[..., float]) -> list[float]:
-    """The plain loop on this rank's batches of the example's data."""
+@pytest.fixture(autouse=True)
+def _no_traces() -> Iterator[None]:
+    """Lightning leaves a process group and variables for its ranks behind."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def plain(
+    name: str, losses_of: Callable[..., float], *, rows: int = 4, interleaved: bool = False
+) -> list[float]:
+    """The plain loop on this rank's batches of the example's data, which ranks share batch- or row-wise."""
     example = runpy.run_path(str(ROOT / "examples" / name))
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     data = example["stretches"](STEPS * 8 * world)
+    stride = (1, rows * world) if not interleaved else (world, rows * world)
+    starts = range(rank * (1 if interleaved else rows), len(data), stride[1])
     batches = [
-        {key: torch.stack([data[i + k][key] for k in range(rows)]) for key in ("input_ids", "labels")}
-        for i in range(rank * rows, len(data), rows * world)
+        {key: torch.stack([data[i + k * stride[0]][key] for k in range(rows)]) for key in data[0]}
+        for i in starts
     ]
     torch.manual_seed(0)
     out = []
@@ -96,13 +113,13 @@ def printed(losses: Any) -> list[str]:
 
 def test_accelerate_gives_the_losses_of_the_plain_loop():
     ours = run("accelerate_loop.py")
-    assert ours == printed(plain("accelerate_loop.py", 4, mean_loss))
+    assert ours == printed(plain("accelerate_loop.py", mean_loss))
     assert len(ours) == 2 * STEPS
 
 
 def test_the_trainer_gives_the_losses_of_the_plain_loop_and_saves_the_model(tmp_path: Path):
     ours = run("trainer_loop.py", "--out", str(tmp_path / "trained"))
-    assert ours == printed(pairs(plain("trainer_loop.py", 4, share_of_the_step)))
+    assert ours == printed(pairs(plain("trainer_loop.py", share_of_the_step)))
     assert len(ours) == STEPS
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
     assert loaded.num_parameters() > 700_000
@@ -110,24 +127,29 @@ def test_the_trainer_gives_the_losses_of_the_plain_loop_and_saves_the_model(tmp_
 
 def test_lightning_gives_the_losses_of_the_plain_loop():
     ours = run("lightning_loop.py")
-    assert ours == printed(plain("lightning_loop.py", 8, mean_loss))
-    assert len(ours) == STEPS
+    assert ours == printed(plain("lightning_loop.py", mean_loss))
+    assert len(ours) == 2 * STEPS
 
 
 def on_a_rank(folder: str) -> dict[str, Any]:
     return {
         "accelerate": run("accelerate_loop.py"),
         "trainer": run("trainer_loop.py", "--out", f"{folder}/trained"),
-        "mean": plain("accelerate_loop.py", 4, mean_loss),
-        "share": plain("trainer_loop.py", 4, share_of_the_step),
+        "mean": plain("accelerate_loop.py", mean_loss),
+        "share": plain("trainer_loop.py", share_of_the_step),
+        "interleaved": plain("lightning_loop.py", mean_loss, interleaved=True),
+        "lightning": run("lightning_loop.py"),  # the last one: it takes WORLD_SIZE out of the environment
     }
 
 
-def test_two_ranks_of_accelerate_and_of_the_trainer_give_the_losses_of_the_plain_loop(tmp_path: Path):
+def test_two_ranks_of_each_give_the_losses_of_the_plain_loop(tmp_path: Path):
     first, second = run_ranks(on_a_rank, 2, str(tmp_path), group=False)
     means = [(a + b) / 2 for a, b in zip(first["mean"], second["mean"], strict=True)]
     assert [float(loss) for loss in first["accelerate"]] == pytest.approx(means, abs=1e-6)
     steps = [(a + b) / 2 for a, b in zip(pairs(first["share"]), pairs(second["share"]), strict=True)]
     assert [float(loss) for loss in first["trainer"]] == pytest.approx(steps, abs=1e-6)
-    assert (len(first["accelerate"]), len(first["trainer"])) == (2 * STEPS, STEPS)
+    assert first["lightning"] == printed(first["interleaved"])  # rank 0 prints its own
+    assert [len(first[each]) for each in ("accelerate", "trainer", "lightning")] == [
+        2 * STEPS, STEPS, 2 * STEPS,
+    ]  # fmt: skip
     assert LlamaForCausalLM.from_pretrained(tmp_path / "trained").num_parameters() > 700_000
