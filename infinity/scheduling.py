@@ -1,9 +1,13 @@
 """``layer_schedule``: the layer schedule of a model that was built under ``Init``, and its room in memory."""
 
+from collections.abc import Mapping
+from functools import partial
+
 from torch import nn
 
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
+from infinity.hooks import Hooks
 from infinity.layers.schedule import Blocks, LayerSchedule, Loss
 from infinity.runtime import Runtime, runtime_of
 
@@ -28,19 +32,38 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
             message has the arithmetic.
         StateError: No blocks were found.
     """
-    schedule = LayerSchedule(model, micro_batches, loss)
-    _make_room(runtime_of(model), schedule.blocks)
+    schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)
+    units = _units(runtime, schedule.blocks)
+    _make_room(runtime, schedule.blocks, units)
+    schedule.on_left = partial(_let_go, runtime.connected(), units)
     return schedule
 
 
-def _make_room(runtime: Runtime, blocks: Blocks) -> None:
+#: Indices of the units of each block, and, under None, of those that no block has.
+Units = Mapping[nn.Module | None, set[int]]
+
+
+def _units(runtime: Runtime, blocks: Blocks) -> Units:
+    of = {id(segment.param): unit.index for unit in runtime.units for segment in unit.segments}
+    units: dict[nn.Module | None, set[int]] = {
+        block: {of[id(param)] for param in block.parameters() if id(param) in of} for block in blocks.modules
+    }
+    units[None] = set(of.values()).difference(*units.values())
+    return units
+
+
+def _let_go(hooks: Hooks, units: Units, block: nn.Module | None) -> None:
+    """Backward reads no weight of ``block`` any more: frozen ones would stay until it ends."""
+    for index in units[block]:
+        hooks.unpin_after_gradients(index)
+
+
+def _make_room(runtime: Runtime, blocks: Blocks, units: Units) -> None:
     """Let the window hold a block; early updates lag less where that takes it."""
     window, division = runtime.connected().prefetcher, runtime.division
-    units = {id(segment.param): unit.index for unit in runtime.units for segment in unit.segments}
     weights = largest = 0
     for block in blocks.modules:
-        indices = {units[id(param)] for param in block.parameters() if id(param) in units}
-        sizes = [window.nbytes.get(index, 0) for index in indices]
+        sizes = [window.nbytes.get(index, 0) for index in units[block]]
         weights, largest = max(weights, sum(sizes)), max(largest, *sizes)
     # A block's gradients come together, after its last micro-batch. Of gradients that come one by one, or
     # wait as shards only, the budget has room for one unit's.

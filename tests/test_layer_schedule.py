@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import infinity
 from infinity.core.errors import BudgetError, RecipeError
@@ -93,6 +93,30 @@ def test_placement_never_changes_the_numbers_of_the_layer_schedule(
 def test_dropout_draws_the_same_numbers_wherever_weights_are(tmp_path: Path) -> None:
     plain = reference_by_layer("gpt2", micro_batches=2, dropout=0.1)
     assert_bitwise(train_by_layer("gpt2", streaming(tmp_path), micro_batches=2, dropout=0.1), plain)
+
+
+def test_frozen_weights_stay_no_longer_than_their_block_in_backward(tmp_path: Path) -> None:
+    factory, batch = models.build("llama", seed=3)
+
+    def freeze(model: nn.Module) -> nn.Module:
+        model.requires_grad_(False)
+        model.model.layers[0].requires_grad_()
+        return model
+
+    loop = Reference(freeze(factory()), DTYPES["bf16"], CLIPPED)
+    loop.model = LayerSchedule(loop.model, 2)
+    plain = [loop.step([whole(batch, step, 2)]).losses[0].item() for step in range(4)]
+    model = freeze(build(factory, "bf16", streaming(tmp_path, "memory.device=96KiB")))
+    with contextlib.closing(optimizer_for(model, CLIPPED)) as optimizer:
+        window: Any = optimizer.runtime.prefetcher
+        assert sum(window.nbytes.values()) > 2 * window.capacity_nbytes
+        scheduled = infinity.layer_schedule(model, 2)
+        for step in range(4):
+            loss = scheduled(**whole(batch, step, 2)).loss
+            assert loss.item() == plain[step]
+            loss.backward()
+            optimizer.step()
+        assert window.training.plan.peak_nbytes <= window.capacity_nbytes
 
 
 # --- bytes -------------------------------------------------------------------------------------------
