@@ -66,7 +66,7 @@ class TrainConfig:
     recompute: bool = setting(False, "keep only each block's input for backward; runs it twice")
     schedule: Literal["step", "layer"] = setting(
         "step",
-        "micro-batches one by one, or all through a block before the next: weights are read twice a step",
+        "micro-batches one by one, or all through a block before the next: weights are read twice",
         valid=Valid(choices=("step", "layer")),
     )
     log_every: int = setting(1, "steps between lines of progress", valid=Valid(least=1))

@@ -22,13 +22,11 @@ class DataConfig:
     )
     tokenizer: str | None = setting(
         None,
-        "bytes, a tokenizer.json, or a directory with a Hugging Face tokenizer; "
-        "null: model.path's, or bytes without one",
+        "bytes, a tokenizer.json, or a Hugging Face directory; null: model.path's, else bytes",
     )
     packing: bool | None = setting(
         None,
-        "true: sequences full of whole documents, each of which sees only itself; false: a document "
-        "per sequence; null: true with prompts or chats, and text alone as one stream, cut anywhere",
+        "true: sequences of whole documents, apart; false: one in each; null: text as one stream",
     )
     skip_malformed: bool = setting(False, "count and leave out lines of .jsonl that cannot be used")
     cache: str = setting("runs/tokens", "directory where tokens are kept between runs")

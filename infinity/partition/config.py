@@ -17,8 +17,8 @@ class PartitionConfig:
     )
     leaf: tuple[str, ...] = setting(
         (),
-        "classes whose modules are gathered as one on every rank, because ranks may use different parts of "
-        "them; lists of experts are found without",
+        "classes gathered as one, since ranks may use different parts; lists of experts are found without",
+        many=True,
     )
     timeout_s: float = setting(
         300.0, "a rank that is silent for this long ends the run (s)", valid=Valid(above=0)
