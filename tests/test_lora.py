@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import re
-import runpy
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from infinity.core.tier import Tier
 from infinity.runtime import runtime_of
 from infinity.train import train as train_recipe
 from tests.helpers import models, training
-from tests.helpers.launch import ROOT, run_ranks
+from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule, compute_weight
 from tests.helpers.training import DTYPES, Trained, assert_bitwise, optimizer_for, small_units, streaming
 
@@ -375,17 +373,6 @@ def test_a_recipe_trains_adapters_of_a_checkpoint_and_keeps_them_alone(tmp_path)
 def test_adapters_without_a_base_are_an_error_of_the_recipe():
     with pytest.raises(RecipeError, match=r"lora.rank.*model.path"):
         infinity.load_recipe(overrides=["lora.rank=8"])
-
-
-def test_the_example_trains_adapters_and_saves_them(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "adapters"
-    argv = ["lora_loop.py", "--steps", "6", "--nvme", str(tmp_path / "nvme"), "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", argv)
-    runpy.run_path(str(ROOT / "examples" / "lora_loop.py"), run_name="__main__")
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
-    assert len(losses) == 6
-    assert min(losses[3:]) < min(losses[:3])
-    assert (out / "adapter_model.safetensors").stat().st_size < 100_000
 
 
 # --- mistakes ------------------------------------------------------------------------------------

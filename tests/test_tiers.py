@@ -92,6 +92,14 @@ def test_disk_holds_two_versions_of_what_is_trained_and_one_of_the_rest(tmp_path
         assert runtime.peak_nbytes()["nvme"] == exact + 2 * 12 * trained
 
 
+def test_building_writes_the_exact_weights_and_no_state(tmp_path):
+    with small_units(3000), infinity.Init(training.recipe("bf16", place("nvme", tmp_path))):
+        model = seeded(Toy)()
+    runtime = runtime_of(model)
+    assert runtime.tiers.engine.nbytes_written == (2 + 2) * sum(unit.numel for unit in runtime.units)
+    infinity.close(model)
+
+
 def test_nothing_is_written_to_what_is_frozen(tmp_path):
     with both(place("nvme", tmp_path), "bf16", Rule()) as (model, optimizer, plain):
         trained = sum(unit.numel for unit in runtime_of(model).units if unit.trainable)

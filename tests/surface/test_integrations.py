@@ -142,6 +142,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_of_each_give_the_losses_of_the_plain_loop(tmp_path: Path):
     first, second = run_ranks(on_a_rank, 2, str(tmp_path), group=False)
     means = [(a + b) / 2 for a, b in zip(first["mean"], second["mean"], strict=True)]
