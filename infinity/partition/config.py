@@ -17,7 +17,7 @@ class PartitionConfig:
     )
     leaf: tuple[str, ...] = setting(
         (),
-        "classes gathered as one, since ranks may use different parts; lists of experts are found without",
+        "classes gathered as one: ranks may use different parts of them; lists of experts are found",
         many=True,
     )
     timeout_s: float = setting(
