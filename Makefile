@@ -9,6 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH  := $(shell grep '^torch==' constraints.txt)
 CORES  := $(shell nproc 2>/dev/null || echo 2)
 RANKS  ?= 2
+BENCHMARKS := storage update train checkpoint schedule
 # One thread per core in all: ranks that each take every core only wait for each other.
 OMP    := $(shell n=$$(($(CORES) / $(RANKS))); echo $$((n > 0 ? n : 1)))
 
@@ -66,13 +67,13 @@ types: $(VENV)/.dev  ## mypy --strict
 check: lint types test  ## lint, types and the fast suite
 
 bench-quick: $(VENV)/.dev  ## each benchmark in under a minute
-	@for script in storage update train; do \
+	@for script in $(BENCHMARKS); do \
 		echo; echo "== benchmarks/$$script.py --quick"; $(BIN)/python benchmarks/$$script.py --quick; \
 	done
 
-bench: $(VENV)/.dev  ## the full benchmarks, with figures in benchmarks/results/ (about an hour)
+bench: $(VENV)/.dev  ## the full benchmarks, with figures in benchmarks/results/ (over an hour)
 	@mkdir -p benchmarks/results
-	@for script in storage update train; do \
+	@for script in $(BENCHMARKS); do \
 		echo; echo "== benchmarks/$$script.py"; \
 		$(BIN)/python benchmarks/$$script.py --json benchmarks/results/$$script.json; \
 	done
@@ -80,7 +81,8 @@ bench: $(VENV)/.dev  ## the full benchmarks, with figures in benchmarks/results/
 capacity: $(VENV)/.dev  ## models far larger than the memory allowed (long)
 	@mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/capacity.py --params 1.2B --rss 4GiB --json benchmarks/results/capacity_1.2B.json
-	$(BIN)/python benchmarks/capacity.py --params 4B --json benchmarks/results/capacity_4B.json
+	$(BIN)/python benchmarks/capacity.py --params 4B --rss 15GiB --json benchmarks/results/capacity_4B.json
+	$(BIN)/python benchmarks/checkpoint.py --params 1.2B --rss 4GiB --json benchmarks/results/checkpoint_1.2B.json
 
 clean:  ## remove caches, builds and runs; .venv stays
 	rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
