@@ -24,7 +24,7 @@ from worker import Job, Phase
 
 SIZES = {
     shape.name: shape
-    for shape in (llama.Shape("38M", 512, 12, 1376, vocabulary=4_000), llama.MEDIUM, llama.LARGE)
+    for shape in (llama.Shape("23M", 512, 6, 1376, vocabulary=4_000), llama.MEDIUM, llama.LARGE)
 }
 MIB = 2**20
 
@@ -150,7 +150,7 @@ def options_of(argv: list[str] | None) -> Any:
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args(argv)
     if options.quick:
-        options.size, options.lengths, options.micro = "38M", "32", "1,4"
+        options.size, options.lengths, options.micro = "23M", "32", "1,4"
         options.rounds, options.steps = 1, 3
     options.lengths = [int(length) for length in options.lengths.split(",")]
     options.micro = [int(number) for number in options.micro.split(",")]
