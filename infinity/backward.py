@@ -82,7 +82,7 @@ class Backward:
         if gradient is None:
             gradient = self._begin(unit)
         gradient.add(segment, grad)
-        if gradient.complete and not self.hooks.in_leaf(unit):
+        if gradient.complete and self.hooks.completes(unit):
             self._complete(unit, gradient)
 
     def complete_together(self, units: Iterable[Unit]) -> None:

@@ -8,7 +8,10 @@ asks for exactly the weights that it reads, and buffers can be reused between fo
 [Note: forwards inside a backward]
 Recomputation (either kind of ``torch.utils.checkpoint``) runs modules inside the backward pass,
 where checkpoint's own hooks see the saved tensors. Ours stay closed there, and a unit that is used
-stays pinned until its gradients are complete.
+stays pinned until its gradients are complete. A frozen unit has none. It stays until backward has
+passed every call that reads it, which the gradient of the call's input tells; where an input needs no
+gradient, or cannot be seen, until backward ends. A unit that is frozen in part has gradients, and what
+is frozen in it may be read after the last one, so they are complete when backward ends.
 
 [Note: a leaf on several ranks]
 Ranks use different experts. So entering a leaf uses all its units, in the order of the model, and what
@@ -95,6 +98,7 @@ class Hooks:
         self._taken: dict[int, Segment] = {}  # whose gradient of this step the sink has, by id
         self._leaves: Mapping[nn.Module, tuple[Unit, ...]] = {}
         self._leaf_of: dict[int, tuple[Unit, ...]] = {}  # by index of the unit
+        self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
 
@@ -104,14 +108,16 @@ class Hooks:
         self._leaves = leaves
         self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
 
-    def in_leaf(self, unit: Unit) -> bool:
-        """Whether the unit's gradients are complete when those of its leaf are."""
-        return unit.index in self._leaf_of
+    def completes(self, unit: Unit) -> bool:
+        """Whether the unit's gradients are complete, and its weights unread, after the last one of them."""
+        recomputed = self._backward_pins.get(unit.index, self) is None
+        frozen_in_part = len(unit.trainable) < len(unit.segments)
+        return unit.index not in self._leaf_of and not (recomputed and frozen_in_part)
 
     # --- forward -----------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module) -> None:
-        """Before ``module.forward``."""
+    def enter(self, module: nn.Module, args: Any = ()) -> None:
+        """Before ``module.forward(*args)``."""
         frame = Frame(module, [])
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
@@ -125,6 +131,23 @@ class Hooks:
             if place is not None:
                 self._use(place[0], frame)
                 place[0].check_attached(place[1])
+                if not place[0].trainable and torch.is_grad_enabled():
+                    self._watch(place[0].index, args)
+
+    def _watch(self, index: int, args: Any) -> None:
+        """Learn when backward has passed a call that reads a frozen unit."""
+        if self._reads[index] and torch._C._current_graph_task_id() != -1:
+            return  # recomputed: the graph of the first forward is the one that backward goes through
+        for value in args:
+            if isinstance(value, Tensor) and value.requires_grad:
+                self._reads[index] += 1
+                value.register_hook(functools.partial(self._passed, index))  # type: ignore[no-untyped-call]
+
+    def _passed(self, index: int, grad: Tensor) -> None:
+        if self._reads[index]:
+            self._reads[index] -= 1
+            if not self._reads[index]:
+                self.unpin_after_gradients(index)
 
     def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -378,7 +401,7 @@ def _check_gradient(segment: Segment) -> None:
         )
 
 
-def dress(module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[..., None]) -> None:
+def dress(module: nn.Module, enter: Callable[[nn.Module, Any], None], leave: Callable[..., None]) -> None:
     """Register the forward hooks of one module.
 
     They are plain functions: ``copy.deepcopy`` of a module shares functions and would clone the
@@ -386,7 +409,7 @@ def dress(module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable
     """
 
     def before(module: nn.Module, args: Any) -> None:
-        enter(module)
+        enter(module, args)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         leave(module, output)

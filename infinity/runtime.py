@@ -237,11 +237,11 @@ class Runtime:
 
     # --- what modules call -------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
             if self.values.loading is not None:
                 self.values.end_load()
-            self.connected().enter(module)
+            self.connected().enter(module, args)
 
     def _leave(self, module: nn.Module, output: object) -> None:
         if self.hooks is not None:

@@ -1,0 +1,80 @@
+"""Frozen weights in recomputed forwards: the plain bits, and they leave when backward has passed them."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.helpers import models
+from tests.helpers.reference import Rule
+from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
+
+
+def recompute(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def recompute_reentrant(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+def freeze_some_vectors(model: nn.Module) -> None:
+    """Matrices, and two of three vectors: units that are frozen in part."""
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    trained = {id(p) for p in vectors[::3]}
+    for param in model.parameters():
+        param.requires_grad_(id(param) in trained)
+
+
+def freeze_matrices_of_mlps(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_("mlp" not in name or param.dim() == 1)
+
+
+FROZEN = [freeze_some_vectors, freeze_matrices_of_mlps]
+RECOMPUTED = [recompute, recompute_reentrant]
+
+
+def both(*changes: Any) -> Any:
+    def change(model: nn.Module) -> None:
+        for each in changes:
+            each(model)
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+def test_recomputed_models_that_are_frozen_in_part_train_bitwise(tmp_path, name, frozen, recomputed):
+    factory, batch = models.build(name, seed=2)
+    rule, change = Rule(max_grad_norm=None), both(frozen, recomputed)
+    options = {"rule": rule, "change": change, "steps": 4, "dtype": "fp32"}
+    plain = reference(factory, batch, **options)
+    assert_bitwise(train(factory, batch, streaming(tmp_path), **options), plain)
+
+
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+def test_frozen_units_leave_when_backward_has_passed_them(tmp_path, recomputed):
+    factory, batch = models.build("llama", seed=2)
+    change = both(freeze_matrices_of_mlps, recomputed)
+    model: Any = build(factory, "fp32", streaming(tmp_path))
+    change(model)
+    optimizer = optimizer_for(model, Rule())
+    hooks = optimizer.runtime.connected()
+    frozen = {unit.index for unit in optimizer.runtime.units if not unit.trainable}
+    assert len(frozen) > 2
+    pinned: list[int] = []
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.register_hook(
+            lambda grad: pinned.append(len(frozen & hooks._backward_pins.keys()))
+        )
+    for step in range(3):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    optimizer.close()
+    assert pinned
+    assert max(pinned) < len(frozen)  # the blocks above have let theirs go
+    assert not any(hooks._reads.values())
