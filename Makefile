@@ -81,7 +81,7 @@ bench: $(VENV)/.dev  ## the full benchmarks, with figures in benchmarks/results/
 capacity: $(VENV)/.dev  ## models far larger than the memory allowed (long)
 	@mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/capacity.py --params 1.2B --rss 4GiB --json benchmarks/results/capacity_1.2B.json
-	$(BIN)/python benchmarks/capacity.py --params 4B --rss 15GiB --json benchmarks/results/capacity_4B.json
+	$(BIN)/python benchmarks/capacity.py --params 4B --rss 16GiB --json benchmarks/results/capacity_4B.json
 	$(BIN)/python benchmarks/checkpoint.py --params 1.2B --rss 4GiB --json benchmarks/results/checkpoint_1.2B.json
 
 clean:  ## remove caches, builds and runs; .venv stays
