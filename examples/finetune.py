@@ -55,8 +55,8 @@ class Scale:
     width: int = 256
     layers: int = 4
     heads: int = 4
-    base_steps: int = 320
-    tuning_steps: int = 160
+    base_steps: int = 280
+    tuning_steps: int = 80
 
 
 SMALL = Scale(
