@@ -202,10 +202,14 @@ def _parse_overrides(overrides: Sequence[str]) -> Any:
     for override in overrides:
         if "=" not in override or "." not in override.partition("=")[0]:
             raise RecipeError(f"{override!r} {COMMAND_LINE}: wanted section.key=value, as in train.steps=10")
-    try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise RecipeError(f"{' '.join(overrides)} {COMMAND_LINE}: {error}") from error
+        try:
+            OmegaConf.from_dotlist([override])
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            raise RecipeError(
+                f"{override!r} {COMMAND_LINE}: the value is no YAML; a text with brackets, stars or commas "
+                "needs quotes of its own, as in data.files='[\"a[0-9].txt\"]'"
+            ) from error
+    return OmegaConf.from_dotlist(list(overrides))
 
 
 def _build(merged: Mapping[str, Any], origin: _Origin) -> Recipe:

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.checkpoint.model import vocabulary_size
+from infinity.checkpoint.model import longest_sequence, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.data import Batch, Data, open_data
@@ -55,7 +55,7 @@ def train(recipe: Recipe) -> Summary | None:
         for display in views:
             if isinstance(display, ProgressDisplay):
                 optimizer.runtime.on_say = display.say
-                for note in data.notes:
+                for note in (*data.notes, *_length_notes(recipe)):
                     display.say(note)
         if _saves(recipe) and folder and recipe.lora.rank is None:
             check_room(model, folder)
@@ -348,13 +348,21 @@ def _save(recipe: Recipe, model: Any, folder: Path | None, views: Sequence[View]
         infinity.save_lora(model, out)
     for display in views:
         if isinstance(display, ProgressDisplay):
-            display.say(f"what was trained is in {out}")
+            display.say(f"what was trained is in {out}; publish it: infinity export {out.parent} DIR")
 
 
 def _vocabulary(recipe: Recipe) -> int:
     """Tokens that the model knows."""
     path = recipe.model.path
     return recipe.model.vocab_size if path is None else vocabulary_size(Path(path).expanduser())
+
+
+def _length_notes(recipe: Recipe) -> Iterator[str]:
+    """What a person should know who trains on longer sequences than the checkpoint was made for."""
+    if recipe.model.path is not None:
+        longest = longest_sequence(Path(recipe.model.path).expanduser())
+        if longest is not None and recipe.model.seq_len > longest:
+            yield f"model.seq_len={recipe.model.seq_len} is beyond the checkpoint's {longest} positions"
 
 
 def _shape(recipe: Recipe) -> Shape:

@@ -203,3 +203,18 @@ def test_an_override_below_a_key_is_on_the_command_line(tmp_path: Path) -> None:
     path = write(tmp_path, "memory: {host: 1GiB}")
     assert refused(path, "memory.device.x=3").startswith("memory.device on the command line: got {'x': 3}")
     assert refused(path, "optim.momentum.x=3").startswith("optim.momentum on the command line: unknown key")
+
+
+def test_a_value_that_is_no_yaml_names_its_override_and_how_to_quote_it() -> None:
+    with pytest.raises(
+        RecipeError, match=r"'data\.files=\[/x/\[ab\]\*\.py\]' on the command line.*quotes of its own"
+    ):
+        load_recipe(overrides=["train.steps=3", "data.files=[/x/[ab]*.py]"])
+    assert load_recipe(overrides=['data.files=["/x/[ab]*.py"]']).data.files == ("/x/[ab]*.py",)
+
+
+def test_a_recipe_that_fine_tunes_asks_for_the_checkpoint() -> None:
+    path = Path(__file__).parents[1] / "configs" / "finetune.yaml"
+    with pytest.raises(RecipeError, match=r"model\.path.*model\.path=DIR"):
+        load_recipe(path)
+    assert load_recipe(path, ["model.path=base"]).model.path == "base"

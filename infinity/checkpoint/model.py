@@ -25,9 +25,14 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
         raise CheckpointError(
             f"{path}: Hugging Face models need transformers: pip install 'infinity-offload[hf]'"
         ) from error
-    read_json_object(
-        path / "config.json"
-    )  # a plain file with an object in it, whatever transformers would open
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        base = read_json_object(path / "adapter_config.json").get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{path} holds adapters of {base}, not a model; give the base's directory, or one where peft "
+            "merged them into it (PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
+        )
+    # a plain file with an object in it, whatever transformers would open
+    read_json_object(path / "config.json")
     try:
         config, unknown = AutoConfig.from_pretrained(
             str(path),
@@ -59,6 +64,12 @@ def vocabulary_size(path: Path) -> int:
     if not isinstance(size, int):
         raise CheckpointError(f"{path / 'config.json'} names no vocab_size; wanted a model of text")
     return size
+
+
+def longest_sequence(path: Path) -> int | None:
+    """The positions that the model in ``path`` was made for; None where its config does not say."""
+    longest = getattr(read_config(path).get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
 
 
 def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:

@@ -414,3 +414,9 @@ def test_what_is_drawn_is_exact_beside_what_is_read(saved, tmp_path, stored):
     assert torch.equal(masters[id(model.lm_head.weight)], drawn.detach())
     assert torch.equal(masters[id(model.model.embed_tokens.weight)], expected.detach())
     optimizer.close()
+
+
+def test_adapters_in_place_of_a_model_name_their_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
+    with pytest.raises(CheckpointError, match=r"adapters of the/base, not a model"):
+        infinity.from_pretrained(tmp_path, recipe("bf16", []))
