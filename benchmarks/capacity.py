@@ -29,8 +29,8 @@ from worker import Job, Phase
 STATE_PER_PARAMETER = 12
 
 #: What torch, activations, logits and one unit's construction take besides the states' pools, for each
-#: element of the model's width (bytes): 2.75 GiB at 2,048, as measured with 2,048 tokens.
-PROCESS_NBYTES_PER_WIDTH = 1408 << 10
+#: element of the model's width (bytes): 3 GiB at 2,048 and 4.5 at 3,072, as measured with 2,048 tokens.
+PROCESS_NBYTES_PER_WIDTH = 1536 << 10
 
 
 class Capacity:
