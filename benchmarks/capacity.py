@@ -33,6 +33,11 @@ STATE_PER_PARAMETER = 12
 PROCESS_NBYTES_PER_WIDTH = 1536 << 10
 
 
+def process_nbytes(shape: llama.Shape) -> int:
+    """What a process takes besides its pools (bytes)."""
+    return PROCESS_NBYTES_PER_WIDTH * shape.hidden
+
+
 class Capacity:
     """One big shape and the small ones that bound it."""
 
@@ -106,11 +111,10 @@ class Capacity:
         return 2 if 2.1 * STATE_PER_PARAMETER * self.shape.numel < free else 1
 
     def overrides(self) -> list[str]:
-        process_nbytes = PROCESS_NBYTES_PER_WIDTH * self.shape.hidden
         return [
             "memory.resident=false",
             f"memory.host={self.options.host}",
-            f"memory.device={self.options.rss - process_nbytes - self.options.host}",
+            f"memory.device={self.options.rss - process_nbytes(self.shape) - self.options.host}",
             f"memory.nvme=[{self.folder}]",
             f"memory.versions={self.versions}",
             f"run.dir={self.folder / 'runs'}",

@@ -19,7 +19,7 @@ from typing import Any
 import fio
 import llama
 import processes
-from capacity import PROCESS_NBYTES, nbytes_of, number_of
+from capacity import nbytes_of, number_of, process_nbytes
 from checkpoint_worker import Job
 from report import Claim, print_table, write_json
 from train import SIZES, at_most, say
@@ -62,7 +62,7 @@ class Bench:
         """What keeps a rank within ``--rss``, where that is the question."""
         if not self.options.params:
             return []
-        return [f"memory.device={self.options.rss - PROCESS_NBYTES - self.options.host // world}"]
+        return [f"memory.device={self.options.rss - process_nbytes(self.shape) - self.options.host // world}"]
 
     def speed(self) -> None:
         """All ways in turns, and fio with the bytes that infinity moved."""
