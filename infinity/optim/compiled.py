@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 #: Elements per piece in eager mode: a piece and its temporaries stay in the cache, and torch hands it to
 #: one thread (it divides work of 2**15 elements and more), so the number of threads changes nothing.
@@ -121,7 +121,7 @@ def compile_once(
             own = types.FunctionType(function.__code__.replace(), function.__globals__)
             variant = torch.compile(own, dynamic=True, fullgraph=True, options=_options(threads))
             _compile(variant, examples)
-            _compiled[key] = functools.partial(_call, variant, examples)
+            _compiled[key] = functools.partial(_call, variant, own.__code__, examples)
         return _compiled[key]
 
 
@@ -132,17 +132,16 @@ def _compile(variant: Function, examples: list[Tensor]) -> None:
         variant(*examples)
 
 
-def _call(variant: Function, examples: list[Tensor], *tensors: Tensor) -> Any:
+def _call(variant: Function, code: types.CodeType, examples: list[Tensor], *tensors: Tensor) -> Any:
     """Run compiled code; when ``torch._dynamo.reset()`` has dropped it, compile it again first.
 
-    Without its code, the call would compile from ``tensors``, whose shared memory the compiler refuses.
+    Without its code, the call would compile from ``tensors``: their shared memory the compiler refuses, or
+    takes for a property of all that follow, which no guard would then contradict.
     """
-    try:
-        return variant(*tensors)
-    except TorchDynamoException:
+    if not _debug_get_cache_entry_list(code):
         with _compiling:
             _compile(variant, examples)
-        return variant(*tensors)
+    return variant(*tensors)
 
 
 def warn_eager(function: Function, error: Exception, *, stacklevel: int) -> None:

@@ -21,7 +21,7 @@ def test_a_checkpoint_comes_with_its_own_sizes(tmp_path):
             "model.n_layers on the command line: got 4; wanted nothing beside",
         ),
         (["model.path=DIR", "model.vocab_size=500"], "model.vocab_size on the command line: got 500"),
-        (["model.path=''"], "model.path on the command line: got ''; wanted a directory"),
+        (["model.path=''"], "model.path on the command line: got ''; wanted a checkpoint's directory"),
         (["model.new=[head.*]"], "model.path in the defaults: got None; wanted the checkpoint's directory"),
         (
             ["model.ignore=[head.*]"],

@@ -230,3 +230,18 @@ def test_a_reset_of_the_compiler_by_someone_else_changes_nothing() -> None:
         rule.update(weight, grad, state, weight, Hyper(lr=0.1).tensor())
         results.append(buffer)
     assert torch.equal(*results)
+
+
+def test_after_a_reset_an_update_in_place_is_no_rule_for_those_that_follow() -> None:
+    rule, eager = AdamWRule(torch.bfloat16), AdamWRule(torch.bfloat16, compiled=False)
+    first = Shard(torch.bfloat16, 4096)
+    first.update(rule, HYPER.tensor())
+    torch._dynamo.reset()
+    in_place = Shard(torch.bfloat16, 4096)
+    rule.update(in_place.weight, in_place.grad, in_place.state, in_place.weight, HYPER.tensor())
+    results = []
+    for each in (rule, eager):
+        apart, out = Shard(torch.bfloat16, 4096), torch.zeros(4096, dtype=torch.bfloat16)
+        each.update(apart.weight, apart.grad, apart.state, out, HYPER.tensor())
+        results.append(out)
+    assert torch.equal(*results)

@@ -267,10 +267,10 @@ def test_what_is_updated_where_it_is_stays_for_the_next_pass_as_far_as_memory_go
     assert not list(everything.fetched())
 
 
-def test_ten_thousand_events_take_less_than_a_second():
+def test_ten_thousand_events_are_planned_in_seconds():
     units = [*range(500), *reversed(range(500))] * 5
     nbytes = dict.fromkeys(range(500), 100)
     for capacity in (500, 5000, 25000, 45000, 60000):
         begin = time.process_time()
         make_plan(visits(units), nbytes, capacity)
-        assert time.process_time() - begin < 1.0
+        assert time.process_time() - begin < 10.0  # about one on a slow machine; a square law takes minutes
