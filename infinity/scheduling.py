@@ -1,13 +1,11 @@
 """``layer_schedule``: the layer schedule of a model that was built under ``Init``, and its room in memory."""
 
 from collections.abc import Mapping
-from functools import partial
 
 from torch import nn
 
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
-from infinity.hooks import Hooks
 from infinity.layers.schedule import Blocks, LayerSchedule, Loss
 from infinity.runtime import Runtime, runtime_of
 
@@ -35,27 +33,18 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
     schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)
     units = _units(runtime, schedule.blocks)
     _make_room(runtime, schedule.blocks, units)
-    schedule.on_left = partial(_let_go, runtime.connected(), units)
     return schedule
 
 
-#: Indices of the units of each block, and, under None, of those that no block has.
-Units = Mapping[nn.Module | None, set[int]]
+#: Indices of the units of each block.
+Units = Mapping[nn.Module, set[int]]
 
 
 def _units(runtime: Runtime, blocks: Blocks) -> Units:
     of = {id(segment.param): unit.index for unit in runtime.units for segment in unit.segments}
-    units: dict[nn.Module | None, set[int]] = {
+    return {
         block: {of[id(param)] for param in block.parameters() if id(param) in of} for block in blocks.modules
     }
-    units[None] = set(of.values()).difference(*units.values())
-    return units
-
-
-def _let_go(hooks: Hooks, units: Units, block: nn.Module | None) -> None:
-    """Backward reads no weight of ``block`` any more: frozen ones would stay until it ends."""
-    for index in units[block]:
-        hooks.unpin_after_gradients(index)
 
 
 def _make_room(runtime: Runtime, blocks: Blocks, units: Units) -> None:

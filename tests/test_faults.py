@@ -6,7 +6,6 @@ Faults that leave processes alive share one start of the ranks; those that end p
 import contextlib
 import errno
 import os
-import resource
 import signal
 import sys
 import time
@@ -26,6 +25,7 @@ from infinity.nvme.run_directory import find_leftovers
 from tests.helpers import models
 from tests.helpers.faulty import Fault, FaultyEngine
 from tests.helpers.launch import mark, run_ranks, start_ranks
+from tests.helpers.limits import file_limit
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -72,17 +72,6 @@ def loop(
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    """No file may be larger: the full disk that needs no root."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager

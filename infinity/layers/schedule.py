@@ -67,9 +67,6 @@ class LayerSchedule:
         loss: The loss of one slice, ``()``, given its part of the arguments; by default the ``loss`` of
             what the model returns. It runs again in backward.
 
-    Attributes:
-        on_left: Called in backward with each block whose slices are done; first with None, for the tails.
-
     Raises:
         StateError: The model has no ``nn.ModuleList`` with parameters.
         ValueError: ``micro_batches`` is not positive.
@@ -83,7 +80,6 @@ class LayerSchedule:
         self._model = model
         self._loss = loss or partial(_loss_of, model)
         calls = _calls(model, set(self.blocks.modules))
-        self.on_left: Callable[[nn.Module | None], None] = lambda block: None
         self._places = [Place(parent, name, StandIn(module, self)) for parent, name, module in calls]
         self.caller: Caller | None = None
 
@@ -281,7 +277,6 @@ class Whole:
         if "use_cache" in kwargs:
             kwargs = {**kwargs, "use_cache": False}
         self.cut.check((args, kwargs), block)
-        self._notify((args, kwargs), block)
         outputs = []
         for part in self.cut.apart((args, kwargs)):
             leaves, spec = tree_flatten(part)
@@ -297,21 +292,12 @@ class Whole:
         if skipped:
             raise StateError(f"{blocks}: the last one ran, and {skipped} before it did not")
         self.given[blocks.modules[-1]] = [outputs]
-        self._notify(outputs[0], None)  # autograd comes to the first slice last
         losses = []
         for index, batch in enumerate(self.cut.apart(self.batch)):
             tail = partial(self.schedule.tail, self.given, index, batch)
             losses.append(checkpoint(tail, *tree_leaves(outputs[index]), use_reentrant=False))
         self.losses = torch.stack(losses)
         raise Finished
-
-    def _notify(self, inputs: Any, block: nn.Module | None) -> None:
-        """Let :attr:`LayerSchedule.on_left` know when backward has reached ``inputs`` of ``block``."""
-        on_left = self.schedule.on_left
-        for leaf in tree_leaves(inputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(lambda grad: on_left(block))  # type: ignore[no-untyped-call]
-                return
 
 
 class Tail:

@@ -1,10 +1,8 @@
 """A directory appears whole or not at all: what is there already, full disks, kills, tokenizers."""
 
-import contextlib
 import errno
 import json
 import os
-import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from infinity.core.errors import CheckpointError, DiskError
 from infinity.saving import check_room, export_run
 from tests.helpers import models, training
 from tests.helpers.launch import mark, start_ranks
+from tests.helpers.limits import file_limit
 
 
 @pytest.fixture
@@ -93,17 +92,6 @@ def test_a_parent_that_cannot_be_written_is_a_disk_error(model: nn.Module, tmp_p
         infinity.export(model, tmp_path / "file/out")
     with pytest.raises(DiskError, match=r"making a directory beside /proc/out failed"):
         infinity.export(model, "/proc/out")
-
-
-@contextlib.contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    """No file may be larger: what a full disk does, from the first file on that does not fit."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_that_does_not_fit_is_a_disk_error_and_leaves_nothing(
