@@ -48,8 +48,14 @@ class Init:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside accumulate; the first one outside completes the gradients."""
-    backward = runtime_of(model).backward
+    """Backward passes inside accumulate; the first one outside completes the gradients.
+
+    Raises:
+        BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
+    """
+    runtime = runtime_of(model)
+    runtime.accumulate()
+    backward = runtime.backward
     before, backward.syncing = backward.syncing, False
     try:
         yield

@@ -38,16 +38,18 @@ class Backward:
         updates: Gets complete shards.
         collectives: None with one rank.
         reduce_dtype: Dtype in which shards are added over ranks.
+        prepare: Called before each forward.
         hold_weights: Keep a unit's weights for its update, in place of reading them again.
     """
 
     def __init__(
         self, units: list[Unit], pool: Pool, host: Pool | None, mover: UnitMover, updates: Updates,
-        collectives: Collectives | None, reduce_dtype: torch.dtype, *, hold_weights: bool,
+        collectives: Collectives | None, reduce_dtype: torch.dtype, prepare: Callable[[], None],
+        *, hold_weights: bool,
     ) -> None:  # fmt: skip
         self.units, self.pool, self.host, self.mover = units, pool, host, mover
         self.updates, self.collectives = updates, collectives
-        self.reduce_dtype, self.hold_weights = reduce_dtype, hold_weights
+        self.reduce_dtype, self.hold_weights, self._prepare = reduce_dtype, hold_weights, prepare
         self.hooks: Hooks  # set by the runtime: hooks and this know each other
         self.syncing = True  # False under no_sync
         self.synced = False  # a backward pass has completed the gradients of this step
@@ -61,6 +63,7 @@ class Backward:
 
     def begin_forward(self) -> None:
         """A forward pass that autograd records begins."""
+        self._prepare()
         self.updates.expect()
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:

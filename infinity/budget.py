@@ -1,8 +1,9 @@
 """From budgets and the model to every size: pure arithmetic, and the errors that show it.
 
 [Note: the device budget]
-Three things share it. *Held gradients* stay until ``step``: all of them when a global norm must be
-known first, otherwise those of units in host memory. *The backlog* is what waits for its update:
+Three things share it. *Held gradients* wait: until ``step`` all of them when a global norm must be
+known first, otherwise those of units in host memory; until the last micro-batch, under ``no_sync``,
+all of them. *The backlog* is what waits for its update:
 gradient and weights of units whose update has started. *The window* is what the prefetcher fills
 with the nearest future. The backlog lets updates lag into the next forward, so it gets what it can
 use; the window gets the rest, and at least two of the largest units.
@@ -31,6 +32,7 @@ class UnitSizes:
     streams: bool  # its full values come and go
     on_nvme: bool
     trainable: bool
+    waits: bool  # its gradient, for ``step`` or for the last micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def divide_device(
         BudgetError: Too small; says what is needed and why.
     """
     streaming = [u for u in units if u.streams]
-    waits = [u for u in units if u.trainable and not (early and u.on_nvme)]
+    waits = [u for u in units if u.waits]
     largest = max((rounded(u.full) for u in units), default=0)
     grad = rounded_sum(u.shard_grad for u in waits)
     # beside held gradients: a full gradient, the reduction's second buffer, one update's weights
@@ -103,7 +105,7 @@ def divide_device(
     )
     needed = grad + working + window_least
     backlog_all = rounded_sum(
-        u.shard_weight + (0 if u in waits else u.shard_grad) for u in streaming if u.on_nvme and u.trainable
+        u.shard_weight + (0 if u.waits else u.shard_grad) for u in streaming if u.on_nvme and u.trainable
     )
     window_all = rounded_sum(u.full for u in streaming)
     wish = needed + backlog_all + min(window_all, 4 * window_least)
@@ -112,10 +114,11 @@ def divide_device(
     if total < needed:
         raise BudgetError(
             f"memory.device is {format_nbytes(total)}, needed are {format_nbytes(needed)} ({needed} bytes): "
-            f"{format_nbytes(grad)} of gradients that wait for step(), {format_nbytes(working)} for the "
+            f"{format_nbytes(grad)} of gradients that wait for {_occasion(waits, early)}, "
+            f"{format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_largest(units)}), {format_nbytes(window_least)} "
             f"for {'units that are gathered as one' if leaf else 'two units in flight'}. Raise memory.device"
-            + ("" if early else ", or set optim.max_grad_norm=null so that gradients need not wait")
+            + _way_out(waits, early)
         )
     spare = total - needed
     hold = early or spare >= backlog_all
@@ -131,6 +134,24 @@ def rounded(nbytes: int) -> int:
 
 def rounded_sum(sizes: Iterable[int]) -> int:
     return sum(rounded(nbytes) for nbytes in sizes)
+
+
+def _occasion(waits: Sequence[UnitSizes], early: bool) -> str:
+    return "the last micro-batch (no_sync)" if _accumulate(waits, early) else "step()"
+
+
+def _way_out(waits: Sequence[UnitSizes], early: bool) -> str:
+    """What lets gradients wait less, beside a larger budget."""
+    if not early:
+        return ", or set optim.max_grad_norm=null so that gradients need not wait"
+    if _accumulate(waits, early):
+        return ", or take a step's micro-batches together: train.schedule=layer, infinity.layer_schedule"
+    return ""
+
+
+def _accumulate(waits: Sequence[UnitSizes], early: bool) -> bool:
+    """Gradients wait for the micro-batches that follow, and for nothing else."""
+    return early and any(u.on_nvme for u in waits)
 
 
 def _largest(units: Sequence[UnitSizes]) -> str:

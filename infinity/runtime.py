@@ -26,10 +26,11 @@ from infinity.backward import Backward
 from infinity.core.errors import PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
-from infinity.core.transfer import Pool, Transfer
+from infinity.core.transfer import Transfer
+from infinity.division import Division
 from infinity.hooks import Hooks, dress
 from infinity.machine import agree, free_host_nbytes, join_ranks
-from infinity.nvme.pool import DevicePool, HostPool
+from infinity.nvme.pool import BufferPool, DevicePool, HostPool
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.timed import TimedRule
 from infinity.observe.timeline import Timeline
@@ -75,6 +76,7 @@ class Runtime:
         self.prefetcher: Prefetcher
         self.updates: Updates
         self._parts: contextlib.ExitStack
+        self.on_division: list[Callable[[], None]] = []  # called when the device budget was divided anew
         self.on_demand = 0
         self.planned: tuple[int, int] | None = None  # bytes read and written by the last step's plan
         self._update_mark = (0, 0)
@@ -149,13 +151,9 @@ class Runtime:
         on_gpu = self.device.type != "cpu"
         early = not clips and self.recipe.memory.versions == 2
         staging = self.storage.host_pool if on_gpu else None
-        sizes = [self._sizes(unit) for unit in self.units]
-        self.division = budget.divide_device(
-            self.recipe.memory.device, self._least(self._device_ceiling(), "memory.device"), sizes,
-            early=early, world_size=self.world_size,
-            together=[[unit.index for unit in leaf] for leaf in self._leaves().values()],
-        )  # fmt: skip
-        self.device_pool: Pool
+        ceiling = self._least(self._device_ceiling(), "memory.device")
+        self._dividing = Division(self, ceiling, early=early)
+        self.device_pool: BufferPool
         if on_gpu:
             self.device_pool = DevicePool(self.division.total, self.device)
         else:
@@ -164,13 +162,13 @@ class Runtime:
         pool = CountingPool(self.device_pool, self.stalls)
         self.mover = UnitMover(self.units, self, pool, staging, self.collectives, self.stalls)
         self._parts.callback(self.mover.close)
-        streaming = {u.index: budget.rounded(u.nbytes) for u in self.units if self._streams(u)}
+        streaming = {u.index: budget.rounded(u.nbytes) for u in self.units if self.streams(u)}
         can_stay = {u.index for u in self.units if u.home is Tier.NVME}
         self.prefetcher = Prefetcher(self.mover, streaming, self.division.window, can_stay)
         self._make_updates(early)
         self.backward = Backward(
             self.units, pool, staging, self.mover, self.updates,
-            self.collectives, self._reduce_dtype, hold_weights=self.division.hold_weights,
+            self.collectives, self.reduce_dtype, self._divide_again, hold_weights=self.division.hold_weights,
         )  # fmt: skip
         self._hook_up()
 
@@ -179,9 +177,9 @@ class Runtime:
             self.hooks = Hooks(self.prefetcher, self.backward, self.mover.attached)
         hooks = self.backward.hooks = self.hooks
         hooks.prefetcher, hooks.sink, hooks.attached = self.prefetcher, self.backward, self.mover.attached
-        hooks.learn(self.units, self._leaves())
+        hooks.learn(self.units, self.leaves())
         for unit in self.units:
-            if not self._streams(unit):
+            if not self.streams(unit):
                 if not unit.gathered:
                     unit.lifecycle.move(UnitState.GATHERED)
                     unit.attach(self.tiers.residents[unit.index].weight)
@@ -211,23 +209,42 @@ class Runtime:
             commits=commits, on_failure=self.fail,
         )  # fmt: skip
 
-    def _sizes(self, unit: Unit) -> budget.UnitSizes:
-        grad = unit.nbytes if self.world_size == 1 else unit.shard_numel * self._reduce_dtype.itemsize
-        return budget.UnitSizes(
-            unit.name, unit.nbytes, grad, unit.shard_nbytes if self.world_size > 1 else unit.nbytes,
-            self._streams(unit), unit.home is Tier.NVME, bool(unit.trainable),
-        )  # fmt: skip
+    @property
+    def division(self) -> budget.DeviceBudget:
+        """How the device budget is divided now."""
+        return self._dividing.budget
 
-    def _leaves(self) -> Mapping[nn.Module, tuple[Unit, ...]]:
+    def accumulate(self) -> None:
+        """Gradients will wait for later micro-batches.
+
+        Raises:
+            BudgetError: ``memory.device`` cannot hold all of them; the message has the arithmetic.
+        """
+        self.connected()
+        self._divide_again(accumulates=True)
+
+    def _divide_again(self, *, accumulates: bool = False) -> None:
+        """Before a forward: make room for gradients that did not wait until now."""
+        if not self._dividing.again(accumulates=accumulates):
+            return
+        self.tiers.settle(self.units)  # what was thawed gets its moments
+        self.device_pool.capacity_nbytes = self.division.total
+        self.backward.hold_weights = self.division.hold_weights
+        self.prefetcher.resize(self.division.window)
+        for make_room in self.on_division:
+            make_room()
+
+    def leaves(self) -> Mapping[nn.Module, tuple[Unit, ...]]:
         """Modules whose units are gathered as one: one rank alone need not."""
         return self.construction.builder.leaves if self.world_size > 1 else {}
 
-    def _streams(self, unit: Unit) -> bool:
+    def streams(self, unit: Unit) -> bool:
         """With one rank and no accelerator, a unit in host memory is its own flat buffer."""
         return unit.home is Tier.NVME or self.world_size > 1 or self.device.type != "cpu"
 
     @property
-    def _reduce_dtype(self) -> torch.dtype:
+    def reduce_dtype(self) -> torch.dtype:
+        """In which gradients are added over ranks."""
         return torch.float32 if self.recipe.partition.reduce_dtype == "fp32" else self.dtype
 
     def _device_ceiling(self) -> int:

@@ -1,6 +1,7 @@
 """``layer_schedule``: the layer schedule of a model that was built under ``Init``, and its room in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -31,28 +32,27 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
         StateError: No blocks were found.
     """
     schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)
-    units = _units(runtime, schedule.blocks)
-    _make_room(runtime, schedule.blocks, units)
+    make_room = partial(_make_room, runtime, str(schedule.blocks), _units(runtime, schedule.blocks))
+    make_room()
+    runtime.on_division.append(make_room)  # a new division knows nothing of blocks
     return schedule
 
 
-#: Indices of the units of each block.
-Units = Mapping[nn.Module, set[int]]
+#: Indices of the units of each block. The blocks themselves would keep the model, and so its runtime, alive.
+Units = Sequence[set[int]]
 
 
 def _units(runtime: Runtime, blocks: Blocks) -> Units:
     of = {id(segment.param): unit.index for unit in runtime.units for segment in unit.segments}
-    return {
-        block: {of[id(param)] for param in block.parameters() if id(param) in of} for block in blocks.modules
-    }
+    return [{of[id(param)] for param in block.parameters() if id(param) in of} for block in blocks.modules]
 
 
-def _make_room(runtime: Runtime, blocks: Blocks, units: Units) -> None:
+def _make_room(runtime: Runtime, blocks: str, units: Units) -> None:
     """Let the window hold a block; early updates lag less where that takes it."""
     window, division = runtime.connected().prefetcher, runtime.division
     weights = largest = 0
-    for block in blocks.modules:
-        sizes = [window.nbytes.get(index, 0) for index in units[block]]
+    for block in units:
+        sizes = [window.nbytes.get(index, 0) for index in block]
         weights, largest = max(weights, sum(sizes)), max(largest, *sizes)
     # A block's gradients come together, after its last micro-batch. Of gradients that come one by one, or
     # wait as shards only, the budget has room for one unit's.

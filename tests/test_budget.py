@@ -13,6 +13,9 @@ from infinity.core.errors import BudgetError
 
 MIB = 2**20
 QUANTUM = 2048
+LAYER = UnitSizes(
+    "layers.0", 4 * MIB, 4 * MIB, 4 * MIB, streams=True, on_nvme=True, trainable=True, waits=True
+)
 
 
 @st.composite
@@ -21,7 +24,8 @@ def unit_sizes(draw, index: int = 0) -> UnitSizes:
     streams = draw(st.booleans())
     return UnitSizes(
         name=f"layers.{index}", full=full, shard_grad=full, shard_weight=full, streams=streams,
-        on_nvme=streams and draw(st.booleans()), trainable=draw(st.booleans()),
+        on_nvme=streams and draw(st.booleans()), trainable=(trainable := draw(st.booleans())),
+        waits=trainable and draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -62,7 +66,7 @@ def test_the_window_holds_two_of_the_largest_and_leaves_what_gradients_need(unit
     needed = least(units, early, world_size)
     division = divide_device(needed + more, 0, units, early=early, world_size=world_size)
     largest = max((rounded(u.full) for u in units if u.streams), default=0)
-    held = sum(rounded(u.shard_grad) for u in units if u.trainable and not (early and u.on_nvme))
+    held = sum(rounded(u.shard_grad) for u in units if u.waits)
     working = max(rounded(u.full) for u in units)
     assert division.window >= 2 * largest
     assert division.total - division.window >= held + 2 * working
@@ -78,11 +82,12 @@ def test_a_derived_budget_is_enough_and_stays_under_the_ceiling_where_it_can(
 
 
 def test_the_device_budget_in_numbers():
-    unit = UnitSizes("layers.0", 4 * MIB, 4 * MIB, 4 * MIB, streams=True, on_nvme=True, trainable=True)
-    units = [unit, replace(unit, name="layers.1"), replace(unit, name="layers.2", full=8 * MIB)]
+    units = [LAYER, replace(LAYER, name="layers.1"), replace(LAYER, name="layers.2", full=8 * MIB)]
+    at_once = [replace(unit, waits=False) for unit in units]
     gradients, working, window = 12 * MIB, 2 * 8 * MIB, 2 * 8 * MIB
     assert least(units, early=False, world_size=1) == gradients + working + window
-    assert least(units, early=True, world_size=1) == working + window  # no gradient waits
+    assert least(at_once, early=True, world_size=1) == working + window  # no gradient waits
+    assert least(units, early=True, world_size=1) == gradients + working + window  # micro-batches
     assert least(units, early=False, world_size=2) == gradients + 4 * 8 * MIB + window
     # clipping: weights are held for the update only if all of them fit beside the rest
     tight = divide_device(44 * MIB + 11 * MIB, 0, units, early=False, world_size=1)
@@ -92,19 +97,24 @@ def test_the_device_budget_in_numbers():
 
 
 def test_the_error_names_every_part_and_what_to_turn():
-    unit = UnitSizes("layers.7", 4 * MIB, 4 * MIB, 4 * MIB, streams=True, on_nvme=True, trainable=True)
+    unit = replace(LAYER, name="layers.7")
     with pytest.raises(BudgetError) as raised:
         divide_device(1 * MIB, 0, [unit] * 3, early=False, world_size=1)
     text = str(raised.value)
     parts = (
-        "is 1 MiB", "needed are 28 MiB", "12 MiB of gradients", "8 MiB for the gradient and update",
+        "is 1 MiB", "needed are 28 MiB", "12 MiB of gradients that wait for step()",
+        "8 MiB for the gradient and update",
         "layers.7, 4 MiB", "8 MiB for two units", "Raise memory.device", "max_grad_norm=null",
     )  # fmt: skip
     for part in parts:
         assert part in text
     with pytest.raises(BudgetError) as raised:
         divide_device(1 * MIB, 0, [unit], early=True, world_size=1)
-    assert "max_grad_norm" not in str(raised.value)
+    assert "4 MiB of gradients that wait for the last micro-batch" in str(raised.value)
+    assert "train.schedule=layer" in str(raised.value)
+    with pytest.raises(BudgetError) as raised:
+        divide_device(1 * MIB, 0, [replace(unit, waits=False)], early=True, world_size=1)
+    assert str(raised.value).endswith("Raise memory.device")
 
 
 def test_a_model_without_parameters_needs_nothing():

@@ -72,7 +72,7 @@ class Pass:
         """Whether ``event`` is the plan's next one."""
         return self.plan is not None and self.plan.events[self.cursor : self.cursor + 1] == (event,)
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: Plan | None) -> None:
         self.plan, self._places = plan, None
 
     def restart(self) -> None:
@@ -211,6 +211,13 @@ class Prefetcher:
         """Release ``units`` (None: everything) that are present: their copies are stale."""
         stale = set(self.present if units is None else units)
         self._release_all([unit for unit in self.present if unit in stale])
+
+    def resize(self, capacity_nbytes: int) -> None:
+        """Keep within another capacity; plans for the old one are forgotten."""
+        self.forget()
+        self.capacity_nbytes = capacity_nbytes
+        self.training.follow(None)
+        self.inference.follow(None)
 
     def holds(self, units: Iterable[int]) -> bool:
         """Whether all of ``units`` fit into memory together."""

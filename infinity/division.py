@@ -1,0 +1,81 @@
+"""How one model's device budget is divided now, and when it has to be divided again.
+
+[Note: more gradients than before]
+A step is foreseen as: one backward, in which what was trainable when the optimizer was made gets a
+gradient. Under ``no_sync`` the gradients of all units wait for the last micro-batch, and a unit that is
+thawed has a gradient that nobody counted. Both are known before the forward: the first ``no_sync``, and
+the first forward with thawed weights, divide the budget anew, or say there what is needed.
+"""
+
+from typing import TYPE_CHECKING
+
+from infinity import budget
+from infinity.core.tier import Tier
+from infinity.partition.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.runtime import Runtime
+
+
+class Division:
+    """Divides ``memory.device`` for the units of one runtime.
+
+    Args:
+        runtime: Has the units.
+        ceiling: What a derived budget may be at most (bytes).
+        early: Whether updates start inside backward.
+
+    Attributes:
+        budget: How it is divided now.
+
+    Raises:
+        BudgetError: ``memory.device`` is too small; the message has the arithmetic.
+    """
+
+    def __init__(self, runtime: "Runtime", ceiling: int, *, early: bool) -> None:
+        self._runtime, self._ceiling, self._early = runtime, ceiling, early
+        self._trained, self._accumulates = self._trained_now(), False
+        self.budget = self._divide(self._trained, self._accumulates)
+
+    def again(self, *, accumulates: bool) -> bool:
+        """Divide anew where more gradients wait than were counted: see [Note: more gradients than before].
+
+        Returns:
+            Whether ``budget`` is another now.
+
+        Raises:
+            BudgetError: ``memory.device`` is too small for it; the old division stays.
+        """
+        trained, accumulates = self._trained | self._trained_now(), self._accumulates or accumulates
+        if (trained, accumulates) == (self._trained, self._accumulates):
+            return False
+        self.budget = self._divide(trained, accumulates)
+        self._trained, self._accumulates = trained, accumulates
+        return True
+
+    def _trained_now(self) -> frozenset[int]:
+        """Indices of units with a trainable parameter."""
+        units = self._runtime.units
+        return frozenset(u.index for u in units if any(s.param.requires_grad for s in u.segments))
+
+    def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
+        runtime = self._runtime
+        return budget.divide_device(
+            runtime.recipe.memory.device, self._ceiling,
+            [self._sizes(unit, unit.index in trained, accumulates) for unit in runtime.units],
+            early=self._early, world_size=runtime.world_size,
+            together=[[unit.index for unit in leaf] for leaf in runtime.leaves().values()],
+        )  # fmt: skip
+
+    def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
+        runtime, alone, on_nvme = self._runtime, self._runtime.world_size == 1, unit.home is Tier.NVME
+        return budget.UnitSizes(
+            name=unit.name,
+            full=unit.nbytes,
+            shard_grad=unit.nbytes if alone else unit.shard_numel * runtime.reduce_dtype.itemsize,
+            shard_weight=unit.nbytes if alone else unit.shard_nbytes,
+            streams=runtime.streams(unit),
+            on_nvme=on_nvme,
+            trainable=trainable,
+            waits=trainable and (accumulates or not (self._early and on_nvme)),
+        )
