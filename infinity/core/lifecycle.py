@@ -1,10 +1,12 @@
-"""Where a unit is, and where it may go next.
+"""Where a unit or a slot is, and where it may go next.
 
-One enum, one table, one :meth:`Lifecycle.move`. A state is described by the memory it costs;
-nothing else remembers where a unit's bytes are.
+One enum and one table for each, one :meth:`Lifecycle.move`. A state is described by the memory it costs;
+nothing else remembers where the bytes are.
 """
 
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any, Generic, TypeVar
 
 from infinity.core.errors import StateError
 
@@ -37,20 +39,43 @@ ALLOWED: dict[UnitState, frozenset[UnitState]] = {
 }
 
 
-class Lifecycle:
-    """The state of one unit."""
+class SlotState(Enum):
+    """What memory a saved activation costs on this rank."""
 
-    def __init__(self, name: str, state: UnitState) -> None:
+    RESIDENT = "its storage"
+    STORING = "its storage + what it is copied to"
+    STORED = "an extent, or host memory"
+    LOADING = "the same + a storage being filled"
+
+
+#: A store that fails, or is not worth it any more, falls back to RESIDENT; a load that fails to STORED.
+#: What was loaded is RESIDENT, and STORED again when its readers are done. A storage that somebody else
+#: kept alive is RESIDENT without a load.
+SLOT_ALLOWED: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.RESIDENT: frozenset({SlotState.STORING, SlotState.STORED}),
+    SlotState.STORING: frozenset({SlotState.STORED, SlotState.RESIDENT}),
+    SlotState.STORED: frozenset({SlotState.LOADING, SlotState.RESIDENT}),
+    SlotState.LOADING: frozenset({SlotState.RESIDENT, SlotState.STORED}),
+}
+
+TABLES: Mapping[type, Mapping[Any, frozenset[Any]]] = {UnitState: ALLOWED, SlotState: SLOT_ALLOWED}
+State = TypeVar("State", UnitState, SlotState)
+
+
+class Lifecycle(Generic[State]):
+    """The state of one unit or slot."""
+
+    def __init__(self, name: str, state: State) -> None:
         self.name = name
-        self.state = state
+        self.state: State = state
 
-    def move(self, state: UnitState) -> None:
+    def move(self, state: State) -> None:
         """Go to ``state``.
 
         Raises:
-            StateError: There is no such edge; names the unit, the states and what was allowed.
+            StateError: There is no such edge; names what moves, the states and what was allowed.
         """
-        allowed = ALLOWED[self.state]
+        allowed = TABLES[type(state)][self.state]
         if state not in allowed:
             names = ", ".join(sorted(s.name for s in allowed))
             raise StateError(f"{self.name}: {self.state.name} -> {state.name}; allowed: {names}")

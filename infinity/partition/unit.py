@@ -73,7 +73,7 @@ class Unit:
         quantum = SHARD_QUANTUM * world_size
         self.numel = max(1, math.ceil(used / quantum)) * quantum
         self.home = Tier.NVME
-        self.lifecycle = Lifecycle(f"unit {index}", UnitState.ON_NVME)
+        self.lifecycle: Lifecycle[UnitState] = Lifecycle(f"unit {index}", UnitState.ON_NVME)
         self.version = 0
         self.updates = 0
         self.flat: Tensor | None = None

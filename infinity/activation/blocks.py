@@ -1,0 +1,94 @@
+"""The blocks of a model: they cut a forward pass into regions, and are what is recomputed.
+
+[Note: forwards for a while]
+Only while a forward pass runs, ``forward`` of each block is one that tells where the pass is, and puts the
+block under ``torch.utils.checkpoint`` where it is to be recomputed. A recomputation runs the block's own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from infinity.activation.cache import TensorCache
+from infinity.activation.identity import tensors_of
+
+
+class NamedBlock(NamedTuple):
+    """A module that a model runs as a whole, and its name."""
+
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module) -> list[NamedBlock]:
+    """Members with parameters of every ``nn.ModuleList`` that is not inside another block, in order."""
+    found: list[NamedBlock] = []
+    _find(model, "", False, found)
+    return found
+
+
+def _find(module: nn.Module, name: str, listed: bool, found: list[NamedBlock]) -> None:
+    is_list = isinstance(module, nn.ModuleList)
+    if listed and not is_list and next(module.parameters(), None) is not None:
+        found.append(NamedBlock(name, module))
+        return
+    for child_name, child in module.named_children():
+        _find(child, f"{name}.{child_name}" if name else child_name, is_list, found)
+
+
+@contextmanager
+def watched(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
+    """Inside this context the blocks tell ``cache`` where a pass is; see [Note: forwards for a while]."""
+    changed: list[tuple[nn.Module, Any]] = []
+    try:
+        for name, module in blocks:
+            own = module.forward
+            changed.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = partial(_forward, name, own, cache)
+        yield
+    finally:
+        for module, before in changed:
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
+
+
+def _forward(name: str, own: Callable[..., Any], cache: TensorCache, *args: Any, **kwargs: Any) -> Any:
+    record = cache.record
+    in_backward = torch._C._current_graph_task_id() != -1
+    if record is None or in_backward or not torch.is_grad_enabled():
+        return own(*args, **kwargs)
+    region, observer = record.enter_block(), cache.observer
+    inputs = tensors_of((args, kwargs))
+    if observer is not None:
+        observer.enter_region(region, name)
+    try:
+        if cache.script.recomputes(region):
+            return _recomputed(own, args, kwargs)
+        return own(*args, **kwargs)
+    finally:
+        record.leave_block()
+        if observer is not None:
+            observer.leave_region(region, inputs)
+
+
+def _recomputed(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "use_cache" in kwargs:
+        kwargs = {**kwargs, "use_cache": False}
+    leaves, spec = tree_flatten((args, kwargs))
+    # Twice through a cache of keys and values would put them there twice.
+    leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in leaves]
+    # Positional, because checkpoint saves what it finds there, and our hooks see it.
+    return checkpoint(partial(_call, own, spec), *leaves, use_reentrant=False)
+
+
+def _call(own: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:
+    args, kwargs = tree_unflatten(leaves, spec)
+    return own(*args, **kwargs)
