@@ -61,6 +61,7 @@ class ActivationPlan:
         recomputed: Regions of blocks that run their forward again in backward.
         capacity_nbytes: The budget that it keeps: of all that the step makes in device memory, units,
             gradients and states of the optimizer left out. None: no budget.
+        backlog_nbytes: What may wait in memory to be stored; packing waits for stores beyond it. None: all.
     """
 
     policy: str
@@ -68,6 +69,7 @@ class ActivationPlan:
     loads: tuple[Load, ...] = ()
     recomputed: frozenset[int] = frozenset()
     capacity_nbytes: int | None = None
+    backlog_nbytes: int | None = None
 
     def place(self, key: SlotKey) -> Place:
         return self.places.get(key, Place.KEEP)
@@ -93,6 +95,7 @@ class ActivationPlan:
             ),
             frozenset(given["recomputed"]),
             given["capacity_nbytes"],
+            given["backlog_nbytes"],
         )
 
 
