@@ -41,6 +41,8 @@ class Profiler(TorchDispatchMode):
         device: Whose operators are timed.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         weights: Iterable[Tensor] = (),
@@ -177,9 +179,10 @@ class Profiler(TorchDispatchMode):
                 self._storages.lives[index].kind = Kind.GRADIENT
 
     def _learn(self, func: Any) -> _Signature:
+        schema = getattr(func, "_schema", None)  # operators of higher order, as flex_attention, have none
         written = [
             (position, argument)
-            for position, argument in enumerate(func._schema.arguments)
+            for position, argument in enumerate(schema.arguments if schema else ())
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         signature = _Signature(
