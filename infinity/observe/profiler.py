@@ -80,6 +80,8 @@ class Profiler(TorchDispatchMode):
         if self._pauses:
             return func(*args, **kwargs)
         came_s = time.perf_counter()
+        if self._marks.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1:
+            self.backward_begins()
         signature = self._signatures.get(func) or self._learn(func)
         read, written = self._arguments(signature, args, kwargs)
         begin = self._tick()
@@ -130,10 +132,13 @@ class Profiler(TorchDispatchMode):
             self._storages.stand_in(tensor, self._marks.saved[key].storage)
 
     def backward_begins(self) -> None:
+        """The backward pass begins; the first operator of one tells it too."""
+        if self._marks.phase is Phase.FORWARD:
+            self._marks.forward_end_node = _nodes_made()
         self._marks.phase = Phase.BACKWARD
-        self._marks.forward_end_node = _nodes_made()
 
     def update_begins(self) -> None:
+        """The backward pass has ended."""
         self._end_backward()
         self._marks.phase = Phase.UPDATE
 
@@ -158,7 +163,8 @@ class Profiler(TorchDispatchMode):
                 operators took longer than ``step_s``, the recording slowed them: their times shrink
                 in proportion.
         """
-        self._end_backward()
+        if self._marks.backward_end is None:
+            self._end_backward()
         return Finished(self._calls, self._storages.lives, self._marks).profile(
             self._seconds(), max(0.0, self._wall_s - self._own_s), step_s
         )
@@ -166,10 +172,9 @@ class Profiler(TorchDispatchMode):
     # --- recording ---------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
-        if self._marks.backward_end is None:
-            self._marks.backward_end = len(self._calls)
-            lives = self._storages.lives
-            self._marks.alive_after = frozenset(i for i, life in enumerate(lives) if life.died is None)
+        lives = self._storages.lives
+        self._marks.backward_end = len(self._calls)
+        self._marks.alive_after = frozenset(i for i, life in enumerate(lives) if life.died is None)
         self._find_gradients()
 
     def _find_gradients(self) -> None:
