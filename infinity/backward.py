@@ -214,7 +214,14 @@ class Backward:
         full = lease.tensor.view(unit.dtype)
         if unit.world_size == 1 and self.host is None:
             return Weights(full, lease)
-        kept = (self.host or self.pool).lease(unit.shard_nbytes, who=f"weights of {unit.name}")
+        who = f"weights of {unit.name}"
+        if self.host is None:
+            kept: Lease | None = self.pool.lease(unit.shard_nbytes, who=who)
+        else:
+            kept = self.host.try_lease(unit.shard_nbytes, who=who)
+        if kept is None:  # the update reads them
+            lease.release()
+            return Weights()
         weight = kept.tensor.view(unit.dtype).copy_(unit.shard_of(full))
         lease.release()
         return Weights(weight, kept)

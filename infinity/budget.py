@@ -17,6 +17,8 @@ from infinity.core.nbytes import format_nbytes
 
 #: Chunks of the update that are staged at one time: being read, updated and written.
 STAGED_CHUNKS = 4
+#: Pieces of shards that are on their way to an accelerator at one time.
+STAGED_PIECES = 4
 _GRAIN = 2 * 2**20  # what pools round large buffers up to (bytes)
 _BLOCK = 4096
 
@@ -33,6 +35,8 @@ class UnitSizes:
     on_nvme: bool
     trainable: bool
     waits: bool  # its gradient, for ``step`` or for the last micro-batch
+    parameter: str = ""  # the largest
+    parameter_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,40 @@ def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
     return min(n, most)
 
 
+def piece_nbytes(staging_nbytes: int) -> int:
+    """What one of :data:`STAGED_PIECES` buffers may take through which shards go to an accelerator (bytes).
+
+    Args:
+        staging_nbytes: What shards in host memory leave of the host budget.
+    """
+    return max(_BLOCK, staging_nbytes // STAGED_PIECES // _BLOCK * _BLOCK)
+
+
+def check_gradients_fit_host(staging_nbytes: int, chunk_nbytes: int, units: Sequence[UnitSizes]) -> None:
+    """On an accelerator a gradient goes to its update as a whole, through host memory.
+
+    Args:
+        staging_nbytes: What shards in host memory leave of the host budget.
+        chunk_nbytes: What a chunk of an update takes beside the gradient.
+        units: All units.
+
+    Raises:
+        BudgetError: The largest does not fit; names it and what to turn.
+    """
+    largest = max((u for u in units if u.trainable), key=lambda u: u.shard_grad, default=None)
+    if largest is None:
+        return
+    missing = rounded(largest.shard_grad) + rounded(chunk_nbytes) - staging_nbytes
+    if missing > 0:
+        raise BudgetError(
+            f"memory.host leaves {format_nbytes(staging_nbytes)} for what goes to and from the accelerator; "
+            f"the update of {_described(largest)} needs {format_nbytes(largest.shard_grad)} for its gradient "
+            f"and {format_nbytes(chunk_nbytes)} for a chunk of its state. Raise memory.host by "
+            f"{format_nbytes(missing)} ({missing} bytes), or share the model over more ranks"
+            + _indivisible(largest)
+        )
+
+
 def divide_device(
     total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
     together: Sequence[Sequence[int]] = (),
@@ -112,13 +150,15 @@ def divide_device(
     if total is None:
         total = max(needed, min(wish, ceiling))
     if total < needed:
+        biggest = max(units, key=lambda u: u.full)
         raise BudgetError(
             f"memory.device is {format_nbytes(total)}, needed are {format_nbytes(needed)} ({needed} bytes): "
             f"{format_nbytes(grad)} of gradients that wait for {_occasion(waits, early)}, "
             f"{format_nbytes(working)} for the "
-            f"gradient and update of the largest unit ({_largest(units)}), {format_nbytes(window_least)} "
+            f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
             f"for {'units that are gathered as one' if leaf else 'two units in flight'}. Raise memory.device"
             + _way_out(waits, early)
+            + _indivisible(biggest)
         )
     spare = total - needed
     hold = early or spare >= backlog_all
@@ -154,6 +194,15 @@ def _accumulate(waits: Sequence[UnitSizes], early: bool) -> bool:
     return early and any(u.on_nvme for u in waits)
 
 
-def _largest(units: Sequence[UnitSizes]) -> str:
-    largest = max(units, key=lambda u: u.full)
-    return f"{largest.name}, {format_nbytes(largest.full)}"
+def _described(unit: UnitSizes) -> str:
+    return f"{unit.name}, {format_nbytes(unit.full)}"
+
+
+def _indivisible(unit: UnitSizes) -> str:
+    """Why a unit is as large as it is, where one parameter makes it so."""
+    if unit.parameter_nbytes <= unit.full / 2:
+        return ""
+    return (
+        f". {unit.parameter} alone takes {format_nbytes(unit.parameter_nbytes)}: one operator reads it "
+        "whole, so it is gathered whole; only its reads and updates go in pieces"
+    )

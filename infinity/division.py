@@ -60,15 +60,22 @@ class Division:
 
     def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
         runtime = self._runtime
+        sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in runtime.units]
+        if runtime.device.type != "cpu":
+            storage = runtime.storage
+            itemsize = storage.layout.weight_nbytes(1) + storage.layout.state_nbytes(1)
+            chunk_nbytes = storage.chunk_numel * itemsize if storage.volume else 0
+            staging_nbytes = storage.host_nbytes - storage.resident_nbytes
+            budget.check_gradients_fit_host(staging_nbytes, chunk_nbytes, sizes)
         return budget.divide_device(
-            runtime.recipe.memory.device, self._ceiling,
-            [self._sizes(unit, unit.index in trained, accumulates) for unit in runtime.units],
+            runtime.recipe.memory.device, self._ceiling, sizes,
             early=self._early, world_size=runtime.world_size,
             together=[[unit.index for unit in leaf] for leaf in runtime.leaves().values()],
         )  # fmt: skip
 
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
         runtime, alone, on_nvme = self._runtime, self._runtime.world_size == 1, unit.home is Tier.NVME
+        largest = max(unit.segments, key=lambda s: s.numel)
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
@@ -78,4 +85,6 @@ class Division:
             on_nvme=on_nvme,
             trainable=trainable,
             waits=trainable and (accumulates or not (self._early and on_nvme)),
+            parameter=largest.name,
+            parameter_nbytes=largest.numel * unit.dtype.itemsize,
         )

@@ -42,6 +42,7 @@ from infinity.partition.collectives import Collectives
 from infinity.partition.init_context import Construction
 from infinity.partition.mover import UnitMover
 from infinity.partition.parameters import serve
+from infinity.partition.staging import Staging
 from infinity.partition.unit import Unit
 from infinity.prefetch.prefetcher import Prefetcher
 from infinity.recipe import Recipe
@@ -150,7 +151,8 @@ class Runtime:
         self._parts = self.stack.enter_context(contextlib.ExitStack())
         on_gpu = self.device.type != "cpu"
         early = not clips and self.recipe.memory.versions == 2
-        staging = self.storage.host_pool if on_gpu else None
+        host = self.storage.host_pool if on_gpu else None
+        staging = None if host is None else Staging(host, self._piece_nbytes)
         ceiling = self._least(self._device_ceiling(), "memory.device")
         self._dividing = Division(self, ceiling, early=early)
         self.device_pool: BufferPool
@@ -163,11 +165,11 @@ class Runtime:
         self.mover = UnitMover(self.units, self, pool, staging, self.collectives, self.stalls)
         self._parts.callback(self.mover.close)
         streaming = {u.index: budget.rounded(u.nbytes) for u in self.units if self.streams(u)}
-        can_stay = {u.index for u in self.units if u.home is Tier.NVME}
+        can_stay = {u.index for u in self.units if u.home is Tier.NVME and self._fits_staging(u)}
         self.prefetcher = Prefetcher(self.mover, streaming, self.division.window, can_stay)
         self._make_updates(early)
         self.backward = Backward(
-            self.units, pool, staging, self.mover, self.updates,
+            self.units, pool, host, self.mover, self.updates,
             self.collectives, self.reduce_dtype, self._divide_again, hold_weights=self.division.hold_weights,
         )  # fmt: skip
         self._hook_up()
@@ -242,6 +244,15 @@ class Runtime:
         """With one rank and no accelerator, a unit in host memory is its own flat buffer."""
         return unit.home is Tier.NVME or self.world_size > 1 or self.device.type != "cpu"
 
+    def _fits_staging(self, unit: Unit) -> bool:
+        """On an accelerator, a unit that stays has a copy of its shard in pinned host memory."""
+        return self.device.type == "cpu" or unit.shard_nbytes <= self._piece_nbytes
+
+    @property
+    def _piece_nbytes(self) -> int:
+        """What one buffer takes through which shards go to an accelerator."""
+        return budget.piece_nbytes(self.storage.host_nbytes - self.storage.resident_nbytes)
+
     @property
     def reduce_dtype(self) -> torch.dtype:
         """In which gradients are added over ranks."""
@@ -281,8 +292,8 @@ class Runtime:
 
     # --- what the mover asks -----------------------------------------------------------------
 
-    def fetch(self, unit: Unit, memory: memoryview) -> Transfer:
-        return self.updates.fetch(unit, memory)
+    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
+        return self.updates.fetch(unit, memory, start)
 
     def resident(self, unit: Unit) -> Tensor | None:
         resident = self.tiers.residents.get(unit.index)

@@ -322,9 +322,10 @@ class Tiers:
         self._store.train(unit.index)
         return self._store.version(unit.index, unit.version + ahead)
 
-    def read_weight(self, unit: Unit, memory: memoryview) -> Transfer:
-        """Start fetching this shard's committed weights."""
-        return self._engine.read(self._committed(unit).weight, memory, urgent=True)
+    def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
+        """Start fetching this shard's committed weights from byte ``start`` on."""
+        part = self._committed(unit).weight.part(start, memory.nbytes)
+        return self._engine.read(part, memory, urgent=True)
 
     def _committed(self, unit: Unit) -> Version:
         return self._store.version(unit.index, unit.version)

@@ -185,14 +185,14 @@ class Updates:
         self._close_step()
         return forgotten
 
-    def fetch(self, unit: Unit, memory: memoryview) -> Transfer:
-        """Start reading a shard's committed weights, after the update that writes them."""
+    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
+        """Start reading a shard's committed weights from byte ``start`` on, after the update of them."""
         ticket = self._tickets.get(unit.index)
         if ticket is None or ticket.done() or self._is_next(unit):
             if ticket is not None and ticket.done() and not self._is_next(unit):
                 ticket.wait()  # raises if that update failed: its weights are not there
-            return self.tiers.read_weight(unit, memory)
-        return After(ticket, lambda: self.tiers.read_weight(unit, memory))
+            return self.tiers.read_weight(unit, memory, start)
+        return After(ticket, lambda: self.tiers.read_weight(unit, memory, start))
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
         """What waits for the new weights of a unit that stayed; without an update they are the old ones."""

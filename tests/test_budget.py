@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity import budget
-from infinity.budget import UnitSizes, chunk_numel, divide_device, rounded
+from infinity.budget import UnitSizes, check_gradients_fit_host, chunk_numel, divide_device, rounded
 from infinity.core.errors import BudgetError
 
 MIB = 2**20
@@ -115,6 +115,36 @@ def test_the_error_names_every_part_and_what_to_turn():
     with pytest.raises(BudgetError) as raised:
         divide_device(1 * MIB, 0, [replace(unit, waits=False)], early=True, world_size=1)
     assert str(raised.value).endswith("Raise memory.device")
+
+
+def test_a_unit_that_one_parameter_fills_is_explained_by_its_name_and_size():
+    unit = replace(LAYER, parameter="layers.0.experts.down_proj", parameter_nbytes=3 * MIB)
+    with pytest.raises(BudgetError) as raised:
+        divide_device(1 * MIB, 0, [unit], early=True, world_size=1)
+    assert "layers.0.experts.down_proj alone takes 3 MiB: one operator reads it whole" in str(raised.value)
+    with pytest.raises(BudgetError) as raised:
+        divide_device(1 * MIB, 0, [replace(unit, parameter_nbytes=MIB)], early=True, world_size=1)
+    assert "alone" not in str(raised.value)
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.integers(0, 200))
+def test_a_gradient_goes_to_an_accelerators_update_through_host_memory(grad, chunk, staging):
+    small = replace(LAYER, shard_grad=4096)
+    units = [small, replace(LAYER, name="layers.9", shard_grad=grad * 4096), replace(small, trainable=False)]
+    if (grad + chunk) <= staging:
+        check_gradients_fit_host(staging * 4096, chunk * 4096, units)
+        return
+    with pytest.raises(BudgetError, match=r"layers\.\d.*Raise memory\.host by") as raised:
+        check_gradients_fit_host(staging * 4096, chunk * 4096, units)
+    missing = int(re.search(r"\((\d+) bytes\)", str(raised.value))[1])
+    check_gradients_fit_host(staging * 4096 + missing, chunk * 4096, units)
+
+
+@given(st.integers(0, 2**36))
+def test_pieces_for_an_accelerator_are_blocks_that_fit_together(staging):
+    nbytes = budget.piece_nbytes(staging)
+    assert nbytes % 4096 == 0
+    assert nbytes == 4096 or budget.STAGED_PIECES * nbytes <= staging
 
 
 def test_a_model_without_parameters_needs_nothing():

@@ -39,12 +39,17 @@ class Extent:
 
     def head(self, nbytes: int) -> "Extent":
         """The first ``nbytes`` of the range."""
+        return self.part(0, nbytes)
+
+    def part(self, start: int, nbytes: int) -> "Extent":
+        """``nbytes`` of the range from its byte ``start`` on."""
         pieces: list[Piece] = []
         for piece in self.pieces:
-            take = min(piece.nbytes, nbytes)
+            skip = min(piece.nbytes, start)
+            take = min(piece.nbytes - skip, nbytes)
             if take:
-                pieces.append(Piece(piece.file, piece.offset, take))
-            nbytes -= take
+                pieces.append(Piece(piece.file, piece.offset + skip, take))
+            start, nbytes = start - skip, nbytes - take
         return Extent(tuple(pieces))
 
 

@@ -4,9 +4,9 @@
 The full buffer is leased first, and this rank's shard is read straight into its own slice of it.
 With one rank and no accelerator that is all: the staging buffer is the flat buffer. With several
 ranks an in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned
-host memory and uploaded into the slice by the collectives' thread (with one rank, by a thread of its
-own), on that thread's own stream, so that fetch, upload and gather of different units overlap each
-other and compute.
+host memory, piece by piece where it is large, and uploaded into the slice by the collectives'
+thread (with one rank, by a thread of its own), on that thread's own stream, so that fetch, upload
+and gather of different units overlap each other and compute.
 
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
@@ -32,6 +32,7 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.partition.collectives import Collectives
+from infinity.partition.staging import Staging
 from infinity.partition.unit import Unit
 
 S = UnitState
@@ -42,8 +43,12 @@ R = TypeVar("R")
 class Shards(Protocol):
     """Where shards come from."""
 
-    def fetch(self, unit: Unit, memory: memoryview) -> Transfer:
-        """Start reading the shard's newest committed weights; waits for its own update first."""
+    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
+        """Start reading the shard's newest committed weights; waits for its own update first.
+
+        Args:
+            start: The first byte of the shard that is read; whole blocks.
+        """
         ...
 
     def resident(self, unit: Unit) -> Tensor | None:
@@ -104,13 +109,13 @@ class UnitMover:
         units: All of the model's.
         shards: Where shards come from.
         pool: Where full buffers are leased (the device tier).
-        staging: Pinned host memory, only with an accelerator.
+        staging: Through pinned host memory, only with an accelerator.
         collectives: None with one rank.
         waits: Counts stalls.
     """
 
     def __init__(
-        self, units: list[Unit], shards: Shards, pool: Pool, staging: Pool | None,
+        self, units: list[Unit], shards: Shards, pool: Pool, staging: Staging | None,
         collectives: Collectives | None, waits: Waits,
     ) -> None:  # fmt: skip
         self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
@@ -165,19 +170,15 @@ class UnitMover:
         return _once(ready)
 
     def _stage(self, unit: Unit, own: Tensor) -> Callable[[], object]:
-        """Through pinned memory: leased now if there is room, else when it is this unit's turn."""
+        """Through pinned memory: read now if there is room, else when it is this unit's turn."""
         assert self.staging is not None
-        staging = self.staging
-        lease = staging.try_lease(unit.shard_nbytes, who=unit.name)
-        fetch = self.shards.fetch(unit, lease.memory) if lease else None
+        nbytes = own.view(torch.uint8)
 
-        def ready() -> None:
-            held = lease or staging.lease(unit.shard_nbytes, who=unit.name)
-            with held:
-                (fetch or self.shards.fetch(unit, held.memory)).wait()
-                self._upload(held.tensor.view(unit.dtype), own)
+        def upload(piece: Tensor, start: int) -> None:
+            self._upload(piece, nbytes.narrow(0, start, len(piece)))
 
-        return _once(ready)
+        fetch = functools.partial(self.shards.fetch, unit)
+        return _once(self.staging.bring(unit.shard_nbytes, unit.name, fetch, upload))
 
     def _upload(self, shard: Tensor, own: Tensor) -> None:
         if own.device.type == "cpu":
@@ -192,7 +193,8 @@ class UnitMover:
 
     def _on_own_stream(self) -> None:
         """This thread's uploads run beside compute."""
-        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        if torch.cuda.is_available():
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     @_never_inference
     def finish(self, index: int) -> None:
@@ -228,7 +230,7 @@ class UnitMover:
         assert lease is not None, "who stays is present"
         weight, leases = unit.shard_of(lease.tensor.view(unit.dtype)), [lease]
         if self.staging is not None:
-            leases.append(self.staging.lease(unit.shard_nbytes, who=f"weights of {unit.name}"))
+            leases.append(self.staging.pool.lease(unit.shard_nbytes, who=f"weights of {unit.name}"))
             weight = leases[1].tensor.view(unit.dtype).copy_(weight)
         self._staying[index] = Staying(weight, tuple(leases))
         return weight

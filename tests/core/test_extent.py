@@ -26,6 +26,12 @@ def test_a_head_is_the_first_bytes(extent, nbytes):
     assert all(piece.nbytes > 0 for piece in extent.head(nbytes).pieces)
 
 
+@given(extents, st.integers(0, 60), st.integers(0, 60))
+def test_a_part_is_the_bytes_from_its_start_on(extent, start, nbytes):
+    assert content(extent.part(start, nbytes)) == content(extent)[start : start + nbytes]
+    assert all(piece.nbytes > 0 for piece in extent.part(start, nbytes).pieces)
+
+
 def test_pieces_that_touch_become_one():
     whole = Extent((Piece(0, 0, 4),)) + Extent((Piece(0, 4, 4),))
     assert whole == Extent((Piece(0, 0, 8),))

@@ -8,9 +8,10 @@ from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
 from infinity.partition.mover import UnitMover
+from infinity.partition.staging import Staging
 from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
 from infinity.updates import Ticket
-from tests.helpers.fakes import FakePool
+from tests.helpers.fakes import FakeEngine, FakePool
 
 
 class FakeShards:
@@ -20,7 +21,7 @@ class FakeShards:
         self.fetches: list[tuple[int, memoryview, Ticket]] = []
         self.residents: dict[int, torch.Tensor] = {}
 
-    def fetch(self, unit, memory):
+    def fetch(self, unit, memory, start=0):
         self.fetches.append((unit.index, memory, Ticket()))
         return self.fetches[-1][2]
 
@@ -150,3 +151,35 @@ def test_a_unit_is_not_started_twice(parts):
     with pytest.raises(StateError, match="FETCHING -> FETCHING"):
         mover.start(0)
     assert units[1].state is UnitState.ON_NVME
+
+
+class ShardsOnDisk(FakeShards):
+    """A shard whose pieces are read when they are asked for."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.engine, self.content = FakeEngine(), content
+
+    def fetch(self, unit, memory, start=0):
+        extent = self.engine.extent(memory.nbytes)
+        self.engine.put(extent, self.content[start : start + memory.nbytes])
+        return self.engine.read(extent, memory)
+
+
+def test_a_shard_larger_than_host_memory_reaches_an_accelerator_in_pieces():
+    weight = nn.Parameter(torch.empty(100, 1024))
+    unit = Unit(0, layout([("experts", weight)], 2), torch.bfloat16, 0, 1)
+    weight.data = placeholder(weight.shape, unit.dtype, weight.device)
+    values = torch.randn(unit.numel).bfloat16()
+    shards = ShardsOnDisk(bytes(values.view(torch.uint8).numpy()))
+    device, host = FakePool(unit.nbytes), FakePool(unit.nbytes // 8)
+    mover = UnitMover([unit], shards, device, Staging(host, 8192), None, lambda cause, wait: wait())
+    mover.start(0)
+    mover.finish(0)
+    assert torch.equal(weight.data.flatten(), values[: weight.numel()])
+    assert host.peak_nbytes == 2 * 8192
+    assert host.leased_nbytes == 0
+    assert shards.engine.nbytes_read == unit.shard_nbytes
+    mover.release(0)
+    mover.close()
+    shards.engine.close()
