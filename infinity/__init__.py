@@ -22,6 +22,7 @@ from infinity.core.errors import (
     StateError,
 )
 from infinity.lora import add_lora, save_lora
+from infinity.offloading import offload_activations
 from infinity.optimizer import AdamW
 from infinity.pretrained import from_pretrained
 from infinity.recipe import Recipe, load_recipe
@@ -48,6 +49,7 @@ __all__ = [
     "layer_schedule",
     "load_recipe",
     "no_sync",
+    "offload_activations",
     "save_lora",
     "state_dict",
 ]

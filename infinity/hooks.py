@@ -20,6 +20,9 @@ of anything else closes it: autograd goes through operators from the latest to t
 left the leaf. Then all its gradients are complete, those of experts that nobody used as zeros. When a
 leaf ran several times before one backward, its gradients come at the end, and so does their completion.
 
+[Note: everything else that autograd saves]
+goes to the tensor cache, which keeps it, stores it, or lets blocks be recomputed.
+
 [Note: who is outermost]
 People call submodules, and run forward twice before one backward. Whichever module is outermost in
 a call opens the saved-tensor hooks and closes them.
@@ -28,6 +31,7 @@ a call opens the saved-tensor hooks and closes them.
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from infinity.activation.cache import Kept, Saved
+from infinity.activations import Activations
 from infinity.core.errors import StateError
 from infinity.partition.gradients import ReleasedGradient
 from infinity.partition.unit import Segment, Unit, placeholder
@@ -59,7 +65,7 @@ class Frame:
 
     module: nn.Module
     pinned: list[int]
-    opened: Any = None  # the saved-tensor context, when this call is outermost
+    opened: ExitStack | None = None  # the saved-tensor context, when this call is outermost
     inference: bool = False
     leaf: bool = False
 
@@ -81,10 +87,14 @@ class Hooks:
         prefetcher: Serves uses.
         sink: Takes gradients.
         attached: Units whose flat buffers exist now, by the address of their storage.
+        activations: Takes what autograd saves and no unit has.
     """
 
-    def __init__(self, prefetcher: Prefetcher, sink: GradientSink, attached: dict[int, Unit]) -> None:
+    def __init__(
+        self, prefetcher: Prefetcher, sink: GradientSink, attached: dict[int, Unit], activations: Activations
+    ) -> None:
         self.prefetcher, self.sink, self.attached = prefetcher, sink, attached
+        self.activations = activations
         self.places: dict[int, tuple[Unit, Segment]] = {}
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
@@ -219,8 +229,8 @@ class Hooks:
             return
         self._hook_parameters()
         self.sink.begin_forward()
-        frame.opened = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        frame.opened.__enter__()
+        frame.opened = self.activations.open(frame.module)
+        frame.opened.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
         for index in frame.pinned:
@@ -228,24 +238,24 @@ class Hooks:
         if frame.inference:
             self.prefetcher.end_inference()
         if frame.opened is not None:
-            frame.opened.__exit__(None, None, None)
+            frame.opened.close()
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
 
     # --- saved tensors -----------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> Tensor | Handle:
+    def pack(self, tensor: Tensor) -> Handle | Kept | Saved:
         unit = self.attached.get(tensor.untyped_storage().data_ptr())
         if unit is None:
-            return tensor
+            return self.activations.cache.pack(tensor)
         return Handle(
             unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )
 
-    def unpack(self, packed: Tensor | Handle) -> Tensor:
+    def unpack(self, packed: Handle | Kept | Saved) -> Tensor:
         if not isinstance(packed, Handle):
-            return packed
+            return self.activations.cache.unpack(packed)
         unit = packed.unit
         if unit.updates != packed.updates:
             raise StateError(

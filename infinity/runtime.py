@@ -22,7 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from infinity import budget
+from infinity.activation.cache import TensorCache
+from infinity.activations import Activations, Machine
 from infinity.backward import Backward
+from infinity.channels import measure_hardware, open_shelves
+from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
@@ -114,6 +118,31 @@ class Runtime:
         self.stack.callback(self.storage.close)
         self.storage.open_files(self.run_id, self.rank, self.timeline)
         self.tiers = Tiers(self.storage, self.gather_exact)
+        self.activations = self._make_activations()
+        self.stack.callback(self.activations.close)
+
+    def _make_activations(self) -> Activations:
+        memory, storage = self.recipe.memory, self.storage
+        shelves = open_shelves(
+            self.device, storage.host_pool, self._piece_nbytes, storage.volume, storage.engine
+        )
+        if memory.activations == "offload" and not shelves:
+            wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
+            raise SettingError("memory.activations", "offload", wanted)
+        cache = TensorCache(self.device, shelves, lambda wait: self.stalls("activation", wait))
+        return Activations(
+            cache,
+            memory.activations,
+            self._machine_for_activations,
+            lambda text: agree(text, self.world_size),
+        )
+
+    def _machine_for_activations(self) -> Machine:
+        """What a plan for activations is made for: of the device budget, what units leave."""
+        memory = self.recipe.memory
+        room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes
+        hardware = measure_hardware(self.device, memory.nvme, room)
+        return Machine(hardware, None if memory.device is None else memory.device - self.division.total)
 
     def _serve(self, module: nn.Module) -> None:
         _runtimes[module] = self
@@ -176,7 +205,7 @@ class Runtime:
 
     def _hook_up(self) -> None:
         if self.hooks is None:
-            self.hooks = Hooks(self.prefetcher, self.backward, self.mover.attached)
+            self.hooks = Hooks(self.prefetcher, self.backward, self.mover.attached, self.activations)
         hooks = self.backward.hooks = self.hooks
         hooks.prefetcher, hooks.sink, hooks.attached = self.prefetcher, self.backward, self.mover.attached
         hooks.learn(self.units, self.leaves())
@@ -350,6 +379,7 @@ class Runtime:
 
     def _conclude_pass(self) -> None:
         """Keep the figures of the pass that ended; begin the next."""
+        self.activations.end_step()
         read, written = self.updates.planned_read, self.updates.planned_written
         fetched = self.prefetcher.planned
         self.on_demand = self.prefetcher.on_demand
@@ -471,6 +501,11 @@ getattr(threading, "_register_atexit", atexit.register)(_close_all)
 def runtimes() -> "set[Runtime]":
     """Those that serve a module that still exists."""
     return set(_runtimes.values())
+
+
+def is_served(model: nn.Module) -> bool:
+    """Whether ``model``, or a model that it wraps, was built under ``infinity.Init``."""
+    return any(module in _runtimes for module in model.modules())
 
 
 def runtime_of(model: nn.Module) -> Runtime:

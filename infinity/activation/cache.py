@@ -43,6 +43,8 @@ class Observer(Protocol):
     def packed(self, key: SlotKey, tensor: Tensor) -> None: ...
     def unpacked(self, key: SlotKey) -> None: ...
     def loaded(self, key: SlotKey, tensor: Tensor) -> None: ...
+    def backward_begins(self) -> None: ...
+    def update_begins(self) -> None: ...
     def paused(self) -> AbstractContextManager[None]: ...
 
 
@@ -144,6 +146,7 @@ class TensorCache:
         self.exempt: Container[int] = ()
         self.observer: Observer | None = None
         self.record: Record | None = None
+        self._noted = -1  # the backward pass that the observer knows of
         self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
     # --- forward -----------------------------------------------------------------------------
@@ -194,6 +197,7 @@ class TensorCache:
             DiskError: Its bytes could not be read back.
             RuntimeError: It was written in place since.
         """
+        self._note_backward()
         if isinstance(packed, Kept):
             return packed.tensor()
         packed.watch.check()
@@ -205,6 +209,14 @@ class TensorCache:
             if loaded:
                 self.observer.loaded(packed.slot.key, tensor)
         return tensor
+
+    def _note_backward(self) -> None:
+        backward = torch._C._current_graph_task_id()
+        if self.observer is not None and self._noted != backward:
+            self._noted = backward
+            self.observer.backward_begins()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.observer.update_begins)
 
     def _read(self, packed: Saved) -> tuple[Tensor, bool]:
         slot = packed.slot

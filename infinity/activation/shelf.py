@@ -7,9 +7,10 @@ and after the last whole block stay in memory, and the rest moves as it is. It c
 that begins at the same place of a block, so that alignment, which some kernels look at, stays what it was.
 
 [Note: staging]
-Other ways go through host memory, pinned beside an accelerator. One thread stores and another one loads, each
-in the order in which it was asked, and each on a stream of its own: copies out overlap with copies in, and
-both with compute. A thread waits for its copies, so who waits for a transfer need not wait for streams.
+Other ways go through host memory, pinned beside an accelerator, or with GPUDirect Storage past it. One thread
+stores and another one loads, each in the order in which it was asked, and each on a stream of its own:
+copies out overlap with copies in, and both with compute. A thread waits for its copies, so who waits for
+a transfer need not wait for streams.
 """
 
 import ctypes
@@ -25,6 +26,9 @@ from torch import Tensor
 
 from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+
+#: A copy of this size runs at full speed, and its write begins soon (bytes).
+_PIECE_NBYTES = 16 * 2**20
 
 Storage = torch.UntypedStorage
 
@@ -204,6 +208,11 @@ class Lane:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return Job(self._thread.submit(move, self))
 
+    def catch_up(self) -> None:
+        """Return when what was given to streams before this move was asked for has been computed."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Return when ``target`` has the bytes of ``source``; on the lane's thread."""
         if self._stream is None:
@@ -242,19 +251,22 @@ class StagedShelf:
         pool: Host memory; pinned beside an accelerator.
         space: Where extents come from; None: what is stored stays in ``pool``.
         engine: Reaches them.
-        piece_nbytes: Bytes that are staged at one time.
+        piece_nbytes: Bytes that one buffer may take; larger ones than 16 MiB gain nothing.
     """
 
     def __init__(
         self, device: torch.device, pool: Pool, space: Space | None = None,
-        engine: TransferEngine | None = None, *, piece_nbytes: int = 16 * 2**20,
+        engine: TransferEngine | None = None, *, piece_nbytes: int = _PIECE_NBYTES,
     ) -> None:  # fmt: skip
-        self.pool, self.space, self.engine, self.piece_nbytes = pool, space, engine, aligned(piece_nbytes)
+        self.pool, self.space, self.engine = pool, space, engine
+        self.piece_nbytes = aligned(min(piece_nbytes, _PIECE_NBYTES))
         self.storing, self.loading = Lane("store", device), Lane("load", device)
 
     def take(self, storage: Storage, who: str) -> Stored:
         if self.space is None or self.engine is None:
             return _InHost(self, storage, self.pool.lease(storage.nbytes(), who=who))
+        if self.engine.name == "gds":
+            return _Straight(self, storage, self.space.allocate(aligned(storage.nbytes()), what=who))
         return _OnDisk(self, storage, self._extents(self.space, storage.nbytes(), who), who)
 
     def close(self) -> None:
@@ -369,3 +381,25 @@ class _OnDisk(_Staged):
         transfer = self.shelf.engine.read(extent, lease.memory)
         held.callback(transfer.wait)
         return lease, transfer
+
+
+class _Straight(_Staged):
+    """In an extent, to and from device memory."""
+
+    def __init__(self, shelf: StagedShelf, storage: Storage, extent: Extent) -> None:
+        super().__init__(shelf, storage, self._give_back)
+        self._extent = extent
+
+    def _give_back(self) -> None:
+        assert self.shelf.space is not None
+        self.shelf.space.free(self._extent)
+
+    def put(self, lane: Lane, source: Tensor) -> None:
+        lane.catch_up()
+        engine: Any = self.shelf.engine  # which takes tensors
+        engine.write(self._extent.head(len(source)), source).wait()
+
+    def get(self, lane: Lane, target: Tensor) -> None:
+        lane.catch_up()
+        engine: Any = self.shelf.engine
+        engine.read(self._extent.head(len(target)), target).wait()

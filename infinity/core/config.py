@@ -119,6 +119,11 @@ class MemoryConfig:
         "how bytes reach the disk; auto picks the fastest that works here",
         valid=Valid(choices=("auto", "libaio", "threads", "gds")),
     )
+    activations: Literal["keep", "offload", "recompute", "plan"] = setting(
+        "keep",
+        "what waits for backward: in memory, stored, computed again, or by a plan that keeps memory.device",
+        valid=Valid(choices=("keep", "offload", "recompute", "plan")),
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -20,10 +20,11 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one drive moves."""
+    """What one drive moves, and what that costs of a core."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
+    processor_s_per_byte: float = 0.0
 
     @property
     def mixed_bytes_per_s(self) -> float:
@@ -48,17 +49,19 @@ def measure(directory: Path, nbytes: int = 64 * 2**20) -> Speed:
             buffer.tensor.fill_(1)  # memory that nobody touched is one page of zeros, which is no test
             memory = buffer.memory[:nbytes]
             engine.write(extent, memory).wait()  # finds the blocks their place: not timed
+            processor_s = -time.process_time()
             began = time.perf_counter()
             engine.write(extent, memory).wait()
             written = time.perf_counter()
             engine.read(extent, memory).wait()
             ended = time.perf_counter()
+            processor_s += time.process_time()
         finally:
             engine.close()
     finally:
         volume.close()
         path.unlink(missing_ok=True)
-    return Speed(nbytes / (ended - written), nbytes / (written - began))
+    return Speed(nbytes / (ended - written), nbytes / (written - began), processor_s / (2 * nbytes))
 
 
 def stripe_weights(directories: Sequence[Path]) -> list[float]:

@@ -1,0 +1,50 @@
+"""Promise 1 for activations: wherever they wait, and whether they are computed again, the same bits."""
+
+import pytest
+
+from infinity.activation import cache
+from tests.helpers import models, zoo
+from tests.helpers.reference import Rule
+from tests.helpers.training import assert_bitwise, reference, streaming, train
+
+STEPS = 5
+POLICIES = ("offload", "recompute", "plan")
+
+
+@pytest.fixture(autouse=True)
+def _small_slots(monkeypatch):
+    """Tiny models have tiny activations."""
+    monkeypatch.setattr(cache, "LEAST_NBYTES", 512)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [*zoo.NAMES, "gpt"])
+def test_activations_that_leave_memory_come_back_to_the_bit(tmp_path, name, policy):
+    factory, batch = zoo.build(name, seed=1)
+    dtype = "fp32" if name == "whisper" else "bf16"
+    plain = reference(factory, batch, dtype=dtype, steps=STEPS)
+    ours = train(
+        factory, batch, streaming(tmp_path, f"memory.activations={policy}"), dtype=dtype, steps=STEPS
+    )
+    assert_bitwise(ours, plain)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_dtypes(tmp_path, policy, dtype):
+    factory, batch = models.build("llama", seed=2)
+    plain = reference(factory, batch, dtype=dtype, steps=STEPS)
+    ours = train(
+        factory, batch, streaming(tmp_path, f"memory.activations={policy}"), dtype=dtype, steps=STEPS
+    )
+    assert_bitwise(ours, plain)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("engine", ["threads", "libaio"])
+def test_dropout_and_micro_batches(tmp_path, policy, engine):
+    factory, batch = models.build("gpt2", seed=3, dropout=0.1)
+    rule = Rule(max_grad_norm=None)
+    plain = reference(factory, batch, accumulate=3, steps=STEPS, rule=rule)
+    overrides = streaming(tmp_path, f"memory.activations={policy}", f"memory.engine={engine}")
+    assert_bitwise(train(factory, batch, overrides, accumulate=3, steps=STEPS, rule=rule), plain)
