@@ -17,14 +17,15 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.checkpoint.model import longest_sequence, vocabulary_size
+from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.data import Batch, Data, open_data
+from infinity.data.config import DataConfig
 from infinity.data.loader import HeldOut, Shape
 from infinity.data.sequences import join
 from infinity.layers.schedule import LayerSchedule
-from infinity.models.causal import CausalLoss
+from infinity.models.causal import CausalLoss, require_causal
 from infinity.models.gpt import GPT
 from infinity.observe.metrics import MetricsFile, TensorBoard, View
 from infinity.observe.progress import ProgressDisplay
@@ -44,8 +45,9 @@ def train(recipe: Recipe) -> Summary | None:
         InfinityError: The recipe, the data, a budget, a disk or another rank is at fault.
     """
     set_threads(recipe.train)
+    _check_checkpoint(recipe)
     data = open_data(
-        recipe.data, _shape(recipe), vocab_size=_vocabulary(recipe), model_path=recipe.model.path
+        _data_config(recipe), _shape(recipe), vocab_size=_vocabulary(recipe), model_path=recipe.model.path
     )
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
@@ -329,7 +331,9 @@ def _loaded_model(recipe: Recipe, views: Sequence[View]) -> Any:
         ignore=config.ignore,
         on_progress=None if display is None else display.loading,
     )
-    if recipe.train.recompute:
+    if isinstance(model, GPT):
+        model.recompute = recipe.train.recompute
+    elif recipe.train.recompute:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
@@ -349,6 +353,35 @@ def _save(recipe: Recipe, model: Any, folder: Path | None, views: Sequence[View]
     for display in views:
         if isinstance(display, ProgressDisplay):
             display.say(f"what was trained is in {out}; publish it: infinity export {out.parent} DIR")
+
+
+def _check_checkpoint(recipe: Recipe) -> None:
+    """The model in ``model.path`` is one that this loop can train: known before any weight is read.
+
+    Raises:
+        CheckpointError: The directory is none of a model.
+        RecipeError: It does not predict next tokens, or not of such long sequences.
+    """
+    if recipe.model.path is None:
+        return
+    path = Path(recipe.model.path).expanduser()
+    config, longest = read_config(path), longest_sequence(path)
+    if not is_ours(path):
+        require_causal(model_class(config), config)
+    elif longest is not None and recipe.model.seq_len > longest:
+        raise RecipeError(
+            f"model.seq_len={recipe.model.seq_len}: the model in {path} was built for {longest} tokens in a "
+            f"sequence; set model.seq_len={longest}"
+        )
+
+
+def _data_config(recipe: Recipe) -> DataConfig:
+    """Bytes are the tokens of a model of ours that was exported without a tokenizer."""
+    if recipe.data.tokenizer is None and recipe.model.path is not None:
+        path = Path(recipe.model.path).expanduser()
+        if is_ours(path) and not tokenizer_files(path):
+            return replace(recipe.data, tokenizer="bytes")
+    return recipe.data
 
 
 def _vocabulary(recipe: Recipe) -> int:

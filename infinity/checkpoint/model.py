@@ -1,4 +1,4 @@
-"""A transformers model of a directory's ``config.json``, built without values."""
+"""The model of a directory's ``config.json``, of transformers or of ours, built without values."""
 
 import contextlib
 import inspect
@@ -9,16 +9,25 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.tensor_file import read_json_object
+from infinity.core.architectures import ARCHITECTURES, Architecture
 from infinity.core.errors import CheckpointError, InfinityError
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     """The ``config.json`` in ``path`` as transformers' config, with ``overrides``; runs no code of others.
 
+    Where it names a model of ours, as :func:`infinity.export` writes it, that model's own config.
+
     Raises:
         CheckpointError: There is none, no class of transformers can read it, an override is unknown, or
             the weights are quantized.
     """
+    ours = _architecture(path)
+    if ours is not None:
+        try:
+            return ours.read(read_json_object(path / "config.json"), overrides or {})
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{path / 'config.json'}: {error}") from error
     try:
         from transformers import AutoConfig
     except ImportError as error:
@@ -60,7 +69,7 @@ def vocabulary_size(path: Path) -> int:
     Raises:
         CheckpointError: As :func:`read_config`, or it is no model of text.
     """
-    size = getattr(read_config(path).get_text_config(), "vocab_size", None)
+    size = getattr(_text_config(path), "vocab_size", None)
     if not isinstance(size, int):
         raise CheckpointError(f"{path / 'config.json'} names no vocab_size; wanted a model of text")
     return size
@@ -68,8 +77,38 @@ def vocabulary_size(path: Path) -> int:
 
 def longest_sequence(path: Path) -> int | None:
     """The positions that the model in ``path`` was made for; None where its config does not say."""
-    longest = getattr(read_config(path).get_text_config(), "max_position_embeddings", None)
+    ours = _architecture(path)
+    name = "max_position_embeddings" if ours is None else ours.longest
+    longest = getattr(_text_config(path), name, None)
     return longest if isinstance(longest, int) else None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether ``path`` holds a model of this package."""
+    return _architecture(path) is not None
+
+
+def _architecture(path: Path) -> Architecture | None:
+    """The model of ours that the ``config.json`` in ``path`` names."""
+    file = path / "config.json"
+    named = read_json_object(file).get("architectures") if file.is_file() else None
+    return ARCHITECTURES.get(str(named[0])) if isinstance(named, list) and named else None
+
+
+def _text_config(path: Path) -> Any:
+    config = read_config(path)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that :func:`build_model` makes by itself; None where there is none."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None)
+        if inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
@@ -84,6 +123,9 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     Raises:
         CheckpointError: The class and the config do not go together.
     """
+    for ours in ARCHITECTURES.values():
+        if isinstance(config, ours.config):
+            return _build_ours(ours, config, auto_class)
     from transformers import initialization
 
     _note_dtype(config, dtype)
@@ -100,15 +142,24 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+def _build_ours(ours: Architecture, config: Any, auto_class: Any) -> Any:
+    if auto_class not in (None, ours.model):
+        raise CheckpointError(
+            f"{getattr(auto_class, '__name__', auto_class)} cannot build a {type(config).__name__}; leave "
+            "auto_class out"
+        )
+    with torch.random.fork_rng(devices=[]), _fp32():
+        return ours.model(config)
+
+
 def _make(config: Any, auto_class: Any) -> Any:
     """The model, of the class that was chosen."""
     import transformers
 
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    for cls in named if auto_class is None else (auto_class,):
-        if inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel):
-            make: Any = cls
-            return make(config)
+    cls = auto_class or model_class(config)
+    if inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel):
+        make: Any = cls
+        return make(config)
     auto = auto_class or transformers.AutoModelForCausalLM
     return auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.checkpoint.directory import Checkpoint, Stored
+from infinity.checkpoint.saved_keys import is_transformers
 from infinity.checkpoint.traced import Traced
 from infinity.core.errors import CheckpointError
 
@@ -68,7 +69,7 @@ def plan_loading(model: Any, checkpoint: Checkpoint, choice: Choice) -> LoadPlan
     """The plan for one model, built but without values.
 
     Args:
-        model: A transformers model; afterwards it knows the conversions that were used, as
+        model: Of transformers, or of ours; afterwards it knows the conversions that were used, as
             ``save_pretrained`` needs to undo them.
         checkpoint: Its tensors.
         choice: What need not fit.
@@ -85,7 +86,8 @@ def plan_loading(model: Any, checkpoint: Checkpoint, choice: Choice) -> LoadPlan
     have = {id(targets[name]) for name in read}
     lacking = {name for name, tensor in targets.items() if id(tensor) not in have and name not in found.wrong}
     missing, unexpected = _serious(model, lacking, found.unexpected)
-    missing = {name for name in missing if not _any(name, choice.new)}
+    if is_transformers(model):  # others draw their weights where they are built
+        missing = {name for name in missing if not _any(name, choice.new)}
     unexpected = {key for key in unexpected if not _any(key, choice.ignore)}
     if missing or unexpected or found.wrong:
         raise CheckpointError(_complaint(model, checkpoint, missing, unexpected, found.wrong))
@@ -118,7 +120,12 @@ class _Group:
 
 
 def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> _Found:
-    """What transformers would make of every key."""
+    """What transformers would make of every key; the keys of a model of ours are its own names."""
+    if not is_transformers(model):
+        known: dict[str, Values] = {
+            key: Traced.whole(stored) for key, stored in checkpoint.items() if key in targets
+        }
+        return _Found(known, set(checkpoint) - set(known))
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key
 
@@ -262,6 +269,8 @@ def _split_tied(
 
 def _serious(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
     """Without those that the model's own rules say to ignore."""
+    if not is_transformers(model):
+        return missing, unexpected
     from transformers.utils.loading_report import LoadStateDictInfo
 
     info = LoadStateDictInfo(

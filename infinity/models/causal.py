@@ -37,7 +37,7 @@ class CausalLoss:
         self._ours = isinstance(base, GPT)
         self._accepted = _arguments(base)
         if not self._ours:
-            _require_causal(base)
+            require_causal(type(base), getattr(base, "config", None))
             if packed:
                 _require_separation(base, self._accepted)
         self._aux_share = float(getattr(getattr(base, "config", None), "router_aux_loss_coef", 0.0) or 0.0)
@@ -74,15 +74,20 @@ def _arguments(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def _require_causal(model: Any) -> None:
-    config, can_generate = getattr(model, "config", None), getattr(model, "can_generate", None)
+def require_causal(cls: Any, config: Any) -> None:
+    """A model of class ``cls`` (None: there is none for it) and ``config`` predicts next tokens.
+
+    Raises:
+        RecipeError: It does not; names it.
+    """
+    can_generate = getattr(cls, "can_generate", None)
     causal = config is not None and can_generate is not None and can_generate()
     if causal and not getattr(config, "is_encoder_decoder", False) and not _is_encoder(config):
         return
     raise RecipeError(
-        f"model.path: {type(model).__name__} does not predict the next token of a text, which is all that "
-        "infinity train can teach; write a loop of your own around it, with infinity.from_pretrained and "
-        "infinity.AdamW"
+        f"model.path: {(cls or type(config)).__name__} does not predict the next token of a text, which is "
+        "all that infinity train can teach; write a loop of your own around it, with "
+        "infinity.from_pretrained and infinity.AdamW"
     )
 
 

@@ -5,8 +5,8 @@ soon as they exist. Shapes: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` widt
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.core.architectures import ARCHITECTURES, Architecture
 from infinity.core.config import SettingError, Valid, check, setting
 
 INIT_STD = 0.02
@@ -39,6 +40,10 @@ class GPTConfig:
         if self.d_model % (2 * self.n_heads):
             wanted = f"a number that makes heads of equal, even width from d_model={self.d_model}"
             raise SettingError("n_heads", self.n_heads, wanted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field."""
+        return asdict(self)
 
     @property
     def ff_width(self) -> int:
@@ -173,6 +178,9 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.d_model)
         self.head = None if config.tied else Linear(config.d_model, config.vocab_size)
 
+    def initialize_weights(self) -> None:
+        """Nothing: every module has drawn its weights, or a checkpoint has all of them."""
+
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
     ) -> Output:
@@ -204,6 +212,9 @@ class GPT(nn.Module):
             return Output(logits, None)
         loss = F.cross_entropy(rearrange(logits.float(), "b s v -> (b s) v"), targets.flatten())
         return Output(logits, loss)
+
+
+ARCHITECTURES["GPT"] = Architecture(GPTConfig, GPT, longest="seq_len")
 
 
 def _document_mask(positions: Tensor) -> Tensor | None:
