@@ -1,16 +1,21 @@
 """``from_pretrained``: a Hugging Face checkpoint directory as a model under ``Init``, streamed."""
 
 import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from infinity.api import Init
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import Loading, OnProgress
+from infinity.checkpoint.load import Loading, OnProgress, stamp_files
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.plan import Choice
 from infinity.recipe import Recipe
+from infinity.runtime import Runtime
+from infinity.shared_base import SharedBase
 
 
 def from_pretrained(
@@ -20,6 +25,7 @@ def from_pretrained(
     auto_class: Any = None,
     new: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    frozen: bool = False,
     on_progress: OnProgress | None = None,
     **config_overrides: Any,
 ) -> Any:
@@ -30,6 +36,11 @@ def from_pretrained(
     become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files. Parameters that
     the model freezes when it is built stay frozen. No code of the directory's runs.
 
+    With ``frozen``, what the checkpoint gives is not trained: the base for adapters (``add_lora``). What of
+    it lies on NVMe is kept once for all runs of the checkpoint that have this dtype and as many ranks: the
+    first writes it, the others read it and compare it with its hashes. It stays when they end; a line says
+    where.
+
     Args:
         path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
         recipe: Budgets, dtype and directories, as for :class:`infinity.Init`.
@@ -38,6 +49,7 @@ def from_pretrained(
         new: Patterns (``classifier.*``) of parameters that the model initialises itself where the
             checkpoint lacks them or has them in another shape.
         ignore: Patterns of keys of the checkpoint that the model does not have.
+        frozen: Freeze the parameters that the checkpoint has, and share their bytes on NVMe.
         on_progress: Called with the bytes that this rank has read, and all that it will.
         config_overrides: Replace values of ``config.json``: ``attn_implementation="eager"``.
 
@@ -50,17 +62,35 @@ def from_pretrained(
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
     """
+    path = Path(path)
     with contextlib.ExitStack() as files:
         with Init(recipe) as init:
             runtime = init.runtime
-            config = read_config(Path(path), config_overrides)
-            checkpoint = files.enter_context(Checkpoint(Path(path)))
+            config = read_config(path, config_overrides)
+            base = _shared_base(runtime, path, config) if frozen else None  # looks at files not yet open
+            checkpoint = files.enter_context(Checkpoint(path))
             loading = Loading(checkpoint, Choice(new, ignore), on_progress)
             runtime.construction.late = loading
+            if base is not None:
+                loading.lending = base.lending
             model = build_model(config, auto_class, runtime.dtype)
             loading.prepare(model)
         runtime.construction.late = None  # the plan and its files are not needed any more
-        if runtime.rank == 0:
-            for line in loading.notes():
-                runtime._say(line)
+        notes = loading.notes()
+        if base is not None:
+            loading.freeze(runtime.units)
+            notes += base.notes()
+        for line in notes if runtime.rank == 0 else ():
+            runtime._say(line)
     return model.eval()
+
+
+def _shared_base(runtime: Runtime, path: Path, config: Any) -> SharedBase:
+    """The place of the frozen base of the checkpoint in ``path``, which is not read yet."""
+    import transformers
+
+    settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    made_by = json.dumps([transformers.__version__, torch.__version__, settings], sort_keys=True, default=str)
+    return SharedBase(
+        runtime.storage, runtime.tiers, lambda: stamp_files(path) + made_by, runtime.rank, runtime.world_size
+    )

@@ -46,6 +46,7 @@ class Storage:
         self.store: ShardStore | None = None
         self.chunk_numel = CHUNK_NUMEL
         self._record: Path | None = None  # of the commit
+        self._drafts: list[Path] = []
         staging = 0
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
@@ -66,6 +67,7 @@ class Storage:
             directories.append(RunDirectory.create(Path(root), run_id, rank))
             self._stack.callback(directories[-1].remove)
         paths = [directory.file(f"rank{rank}.bin") for directory in directories]
+        self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]
         self._record = directories[0].file(f"rank{rank}.commit")
         self.volume = Volume(paths, stripe_weights([path.parent for path in paths]))
         self._stack.callback(self.volume.close)
@@ -78,6 +80,10 @@ class Storage:
             state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,
             chunk_numel=self.chunk_numel,
         )  # fmt: skip
+
+    def draft_paths(self) -> list[Path]:
+        """A file of the run's own in each directory: what becomes a shared base when it is whole."""
+        return self._drafts
 
     def open_commits(self) -> Commits | None:
         """The writer of commit records, where a unit has two versions on disk."""

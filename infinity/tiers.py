@@ -10,9 +10,10 @@ them exact, and in the host budget the room for its moments is only set aside. W
 would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,12 +47,27 @@ class Resident:
     leases: tuple[Lease, ...]
 
 
+class Lender(Protocol):
+    """Has places on NVMe that other runs share, for units that are never written."""
+
+    def place(self, unit: Unit) -> bool:
+        """Whether a new unit now has its place; if the store calls it lent, its values, too."""
+        ...
+
+    def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None:
+        """The next chunk of ``unit`` is ``memory``, and is on its way to the disk."""
+        ...
+
+
 class Tiers:
     """The homes of all units of this rank.
 
     Args:
         storage: Host memory for residents and staging, and files for the others.
         gather: Makes a full tensor, ``(numel,)``, of this rank's slice; every rank must call.
+
+    Attributes:
+        lender: Asked first for places on NVMe, while a frozen base is loaded.
     """
 
     def __init__(self, storage: Storage, gather: Callable[[Unit, Tensor], Tensor]) -> None:
@@ -63,6 +79,7 @@ class Tiers:
         self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
+        self.lender: Lender | None = None
         self._set_aside: set[int] = set()  # residents whose moments have room in the host budget
 
     # --- homes -------------------------------------------------------------------------------
@@ -80,7 +97,8 @@ class Tiers:
             self._set_aside.add(unit.index)
             self._make_resident(unit)
         elif self.store is not None:
-            self.store.allocate(unit.index, unit.shard_numel, unit.name)
+            if self.lender is None or not self.lender.place(unit):
+                self.store.allocate(unit.index, unit.shard_numel, unit.name)
         else:
             raise BudgetError(
                 f"{unit.name} needs {format_nbytes(nbytes)} of host memory for its weights and optimizer "
@@ -155,7 +173,7 @@ class Tiers:
         resident = self.residents.get(unit.index)
         if resident is None:
             if self.store is not None:
-                self.store.train(unit.index)
+                self._train(unit)
             return
         if len(resident.state) == len(self.layout.fields):
             return
@@ -189,6 +207,8 @@ class Tiers:
         """
         if unit.index not in self.residents and not self._stored(unit):
             self.place(unit)
+            if self._lent(unit):
+                return  # with its values
         first, trains = unit.shard_start, self._trains(unit)
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
             values = master(first + start, first + start + len(weight))
@@ -257,8 +277,11 @@ class Tiers:
         self, unit: Unit, *, read: bool = True, write: bool = False
     ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
         """The same of a unit on NVMe; where memory allows, a chunk lands while the next one is made."""
+        stored = self._committed(unit).chunks
+        if write and self._lent(unit):
+            self._store.own(unit.index)  # what is lent stays as it is
         with ExitStack() as landing:
-            for number, chunk in enumerate(self._committed(unit).chunks):
+            for number, (chunk, target) in enumerate(zip(stored, self._committed(unit).chunks, strict=True)):
                 weight_nbytes = self.layout.weight_nbytes(chunk.numel)
                 with ExitStack() as held:
                     lease = self._room(weight_nbytes + self.layout.state_nbytes(chunk.numel), landing)
@@ -269,10 +292,12 @@ class Tiers:
                         self._fetch(chunk, lease, weight, state)
                     yield chunk.start, weight, state
                     if write:
-                        if not chunk.exact.pieces and self._says_more(weight, state):
-                            chunk = self._store.add_exact(unit.index, number)
-                        for transfer in self._start(self._engine.write, chunk, lease.memory):
+                        if not target.exact.pieces and self._says_more(weight, state):
+                            target = self._store.add_exact(unit.index, number)
+                        for transfer in self._start(self._engine.write, target, lease.memory):
                             held.callback(transfer.wait)
+                        if self.lender is not None:
+                            self.lender.wrote(unit, [part for _, part in self._parts(target, lease.memory)])
                         landing.close()
                         landing.enter_context(held.pop_all())
 
@@ -304,28 +329,38 @@ class Tiers:
         self, move: Callable[[Extent, memoryview], Transfer], chunk: ChunkExtents, memory: memoryview
     ) -> list[Transfer]:
         """Read or write what a chunk has on NVMe; ``memory`` has room for all that it could have."""
-        begin, transfers = 0, []
+        return [move(extent, part) for extent, part in self._parts(chunk, memory)]
+
+    def _parts(self, chunk: ChunkExtents, memory: memoryview) -> Iterator[tuple[Extent, memoryview]]:
+        """What a chunk has on NVMe, and where it is in memory."""
+        begin = 0
         for extent, nbytes in (
             (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
             (chunk.exact, self._exact.state_nbytes(chunk.numel)),
             (chunk.moments, self._moments.state_nbytes(chunk.numel)),
         ):
             if extent.pieces:
-                transfers.append(move(extent, memory[begin : begin + nbytes]))
+                yield extent, memory[begin : begin + nbytes]
             begin += nbytes
-        return transfers
 
     # --- what training moves -----------------------------------------------------------------
 
     def version(self, unit: Unit, ahead: int = 0) -> Version:
         """Where an update reads, or with ``ahead=1`` writes; a unit that was frozen gets room first."""
-        self._store.train(unit.index)
+        self._train(unit)
         return self._store.version(unit.index, unit.version + ahead)
 
     def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start fetching this shard's committed weights from byte ``start`` on."""
         part = self._committed(unit).weight.part(start, memory.nbytes)
         return self._engine.read(part, memory, urgent=True)
+
+    def _train(self, unit: Unit) -> None:
+        """Give a unit on NVMe room for all that training needs, in files of this run."""
+        if self._lent(unit):
+            for _ in self._each_stored_chunk(unit, write=True):
+                pass
+        self._store.train(unit.index)
 
     def _committed(self, unit: Unit) -> Version:
         return self._store.version(unit.index, unit.version)
@@ -339,6 +374,9 @@ class Tiers:
 
     def _stored(self, unit: Unit) -> bool:
         return self.store is not None and self.store.has(unit.index)
+
+    def _lent(self, unit: Unit) -> bool:
+        return self.store is not None and self.store.lent(unit.index)
 
     @property
     def _store(self) -> ShardStore:

@@ -329,6 +329,7 @@ def _loaded_model(recipe: Recipe, views: Sequence[View]) -> Any:
         recipe,
         new=config.new,
         ignore=config.ignore,
+        frozen=recipe.lora.rank is not None,
         on_progress=None if display is None else display.loading,
     )
     if isinstance(model, GPT):

@@ -11,20 +11,45 @@ units is scratch memory.
 """
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.directory import INDEX, Checkpoint
 from infinity.checkpoint.plan import Choice, LoadPlan, Values, named_targets, plan_loading
 from infinity.core.errors import CheckpointError
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit
 
+#: How files of weights and their indexes end.
+_OF_WEIGHTS = (".safetensors", ".bin", INDEX)
 #: Called with the bytes of this rank that are done, and all of them.
 OnProgress = Callable[[int, int], object]
+
+
+def _nothing_lent(units: Sequence[Unit]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def stamp_files(directory: Path) -> str:
+    """What the file system says of every file of weights: as long as it does, they hold the same bytes.
+
+    Inode, size, and the times of the last change, which are set anew whenever somebody writes or replaces
+    a file; symbolic links are followed.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+    """
+    try:
+        stats = [(path.name, path.stat()) for path in directory.iterdir() if path.name.endswith(_OF_WEIGHTS)]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory}: {error.strerror}") from error
+    return json.dumps(sorted([n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats))
 
 
 class Loading:
@@ -34,10 +59,15 @@ class Loading:
         checkpoint: Stays open until :meth:`fill` returns.
         choice: What need not fit.
         on_progress: Called after each range that was read.
+
+    Attributes:
+        lending: A context for the units that have all their values from the checkpoint, in which all
+            are stored: some may be lent a place that has their values already.
     """
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, on_progress: OnProgress | None = None) -> None:
         self._checkpoint, self._choice, self._on_progress = checkpoint, choice, on_progress
+        self.lending: Callable[[Sequence[Unit]], AbstractContextManager[None]] = _nothing_lent
         self.plan = LoadPlan({}, {}, ())
         self._model: Any = None
         self._values: dict[int, Values] = {}  # by id of the tensor
@@ -80,8 +110,13 @@ class Loading:
             CheckpointError: A file cannot be read, or tied weights differ.
         """
         self._total_nbytes = sum(self._nbytes(unit) for unit in units)
-        for unit in units:
-            masters.put(unit, functools.partial(self._range, unit))
+        with self.lending([unit for unit in units if self.gives(unit)]):
+            done_nbytes = 0
+            for unit in units:
+                masters.put(unit, functools.partial(self._range, unit))
+                done_nbytes += self._nbytes(unit)
+                if self._done_nbytes < done_nbytes:  # its values were there
+                    self._show_progress(done_nbytes)
         in_units = {id(s.param) for unit in units for s in unit.segments}
         with torch.no_grad():
             for _, tensor in named_targets(self._model):
@@ -90,6 +125,15 @@ class Loading:
                     self._values[id(tensor)].fill(0, flat)
                     tensor.copy_(flat.view(tensor.shape))
         self._initialise()
+
+    def gives(self, unit: Unit) -> bool:
+        """Whether the checkpoint has all values of ``unit``."""
+        return all(id(s.param) in self._values for s in unit.segments)
+
+    def freeze(self, units: Sequence[Unit]) -> None:
+        """Let nobody train what the checkpoint gives."""
+        for segment in (s for unit in units for s in unit.segments if id(s.param) in self._values):
+            segment.param.requires_grad_(False)
 
     def _range(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the unit's full flat buffer, gaps as zeros.
@@ -107,9 +151,13 @@ class Loading:
                 values.fill(low - s.offset, part)
                 self._compare_twins(s, low - s.offset, part)
                 self._done_nbytes += len(part) * self._itemsize(s)
-        if self._on_progress is not None:
-            self._on_progress(self._done_nbytes, self._total_nbytes)
+        self._show_progress(self._done_nbytes)
         return out
+
+    def _show_progress(self, done_nbytes: int) -> None:
+        self._done_nbytes = done_nbytes
+        if self._on_progress is not None:
+            self._on_progress(done_nbytes, self._total_nbytes)
 
     def _compare_twins(self, segment: Segment, start: int, part: Tensor) -> None:
         """A tied weight that the checkpoint has twice must be twice the same."""

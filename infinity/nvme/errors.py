@@ -28,5 +28,17 @@ class DirectoryError(DiskError):
         OSError.__init__(self, errno, text, self.path)
 
 
+class BaseWarning(UserWarning):
+    """A frozen base that runs share was damaged; the line says what was done about it."""
+
+
+class DamagedBaseError(InfinityError, OSError):
+    """The file of a frozen base is not what was sealed."""
+
+    def __init__(self, path: Path | str, what: str) -> None:
+        self.path, self.what = str(path), what
+        super().__init__(errno_names.EIO, f"the frozen base is damaged: {what}", self.path)
+
+
 class CorruptRecordError(InfinityError, OSError):
     """A commit record is there, but is not what was written."""

@@ -21,6 +21,8 @@ from infinity.core.errors import LockedError
 from infinity.core.nbytes import format_nbytes
 from infinity.nvme.errors import DirectoryError
 
+#: Directories of frozen bases that runs share; see :mod:`infinity.nvme.base`.
+_BASES = "base-" + 32 * "[0-9a-f]"
 _LOCKS = "rank*.lock"
 #: A lock may be probed by :func:`find_leftovers` for a moment; tries, and seconds between them.
 _TRIES, _PAUSE_S = 20, 0.02
@@ -55,7 +57,7 @@ class RunDirectory:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
-            lock = _lock(path / f"rank{rank}.lock")
+            lock = lock_file(path / f"rank{rank}.lock")
         except LockedError:
             raise
         except OSError as error:
@@ -92,28 +94,50 @@ def find_leftovers(root: Path) -> list[Path]:
     """Directories below ``root`` of runs that ended without removing them; nothing is changed."""
     found = []
     for path in sorted(Path(root).glob("*/")):
-        locks = list(path.glob(_LOCKS))
+        locks = [] if path.match(_BASES) else list(path.glob(_LOCKS))
         if locks and not any(_is_held(lock) for lock in locks):
             found.append(path)
     return found
 
 
+def find_unused_bases(root: Path) -> list[Path]:
+    """Directories below ``root`` of frozen bases that no run reads or writes; nothing is changed."""
+    found = []
+    for path in sorted(Path(root).glob(f"{_BASES}/")):
+        files = [*path.glob("*.base"), *path.glob(_LOCKS)]
+        if files and not any(_is_held(file, fcntl.LOCK_EX) for file in files):
+            found.append(path)
+    return found
+
+
 def leftovers_line(roots: Iterable[Path | str]) -> str:
-    """What to tell people about dead runs' files, and how to remove them; empty when there are none."""
-    found = [path for root in roots for path in find_leftovers(Path(root).resolve())]
-    if not found:
-        return ""
-    nbytes = sum(file.stat().st_blocks * 512 for path in found for file in path.glob("*"))
-    paths = " ".join(shlex.quote(str(path)) for path in found)
-    runs = "a run" if len(found) == 1 else f"{len(found)} runs"
-    return (
-        f"{runs} ended without removing {format_nbytes(nbytes)} of files, which nobody uses; "
-        f"to remove them: rm -r {paths}"
-    )
+    """What to tell people about files that nobody uses, and how to remove them; empty when there are none."""
+    places = [Path(root).resolve() for root in roots]
+    lines = []
+    if found := [path for root in places for path in find_leftovers(root)]:
+        runs = "a run" if len(found) == 1 else f"{len(found)} runs"
+        lines.append(
+            f"{runs} ended without removing {_size_of(found)} of files, which nobody uses; "
+            f"to remove them: {_removal_of(found)}"
+        )
+    if found := [path for root in places for path in find_unused_bases(root)]:
+        lines.append(
+            f"{_size_of(found)} of frozen bases are there that no run uses now; a run of the same checkpoint "
+            f"starts from them; to remove them: {_removal_of(found)}"
+        )
+    return "\n".join(lines)
 
 
-def _lock(path: Path) -> int:
-    """Descriptor of the lock file, locked.
+def _size_of(folders: Iterable[Path]) -> str:
+    return format_nbytes(sum(file.stat().st_blocks * 512 for path in folders for file in path.glob("*")))
+
+
+def _removal_of(folders: Iterable[Path]) -> str:
+    return "rm -r " + " ".join(shlex.quote(str(path)) for path in folders)
+
+
+def lock_file(path: Path) -> int:
+    """Descriptor of the lock file at ``path``, locked and signed.
 
     Raises:
         LockedError: Another process holds it.
@@ -121,7 +145,7 @@ def _lock(path: Path) -> int:
     for _ in range(_TRIES):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if _try_lock(lock, fcntl.LOCK_EX) and _is_named(lock, path):
+            if try_lock(lock, fcntl.LOCK_EX) and is_named(lock, path):
                 _sign(lock)
                 lock, locked = -1, lock
                 return locked
@@ -132,7 +156,8 @@ def _lock(path: Path) -> int:
     raise LockedError(errno.EWOULDBLOCK, _who(path), str(path))
 
 
-def _try_lock(lock: int, kind: int) -> bool:
+def try_lock(lock: int, kind: int) -> bool:
+    """Lock an open file, ``LOCK_SH`` or ``LOCK_EX``; returns whether nobody stands against it."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -140,8 +165,8 @@ def _try_lock(lock: int, kind: int) -> bool:
     return True
 
 
-def _is_named(lock: int, path: Path) -> bool:
-    """Whether the locked file still is the one at ``path``: its owner may have removed it."""
+def is_named(lock: int, path: Path) -> bool:
+    """Whether an open file still is the one at ``path``: its owner may have removed it."""
     try:
         return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:
@@ -166,12 +191,13 @@ def _who(path: Path) -> str:
     )
 
 
-def _is_held(path: Path) -> bool:
+def _is_held(path: Path, kind: int = fcntl.LOCK_SH) -> bool:
+    """Whether somebody stands against a lock of this kind."""
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
         return True  # its run is removing it, or it is another user's: nothing to offer
     try:
-        return not _try_lock(lock, fcntl.LOCK_SH)
+        return not try_lock(lock, kind)
     finally:
         os.close(lock)

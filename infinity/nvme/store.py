@@ -78,17 +78,51 @@ class ShardStore:
         self._exact_itemsize = state_itemsize - moments_itemsize
         self._units: dict[int, list[Version]] = {}
         self._names: dict[int, str] = {}
+        self._first: dict[int, int] = {}  # where a unit is not in the volume's own files: see allocate
+        self._lent: set[int] = set()
 
-    def allocate(self, unit: int, shard_numel: int, name: str) -> None:
-        """Make room for one version of a unit's weights.
+    def allocate(self, unit: int, shard_numel: int, name: str, first: int = 0) -> None:
+        """Make room for one version of a unit's weights, in the files from number ``first`` on.
 
         Raises:
             DiskError: The file system is full.
         """
-        self._names[unit] = name
+        self._names[unit], self._first[unit] = name, first
+        self._units[unit] = [Version(self._weights(self.places(shard_numel), name, first))]
+
+    def fits(self, version: Version) -> bool:
+        """Whether every extent of ``version`` has the size of what it holds; exact values may lack."""
+        return all(
+            chunk.weight.nbytes == chunk.numel * self._weight_itemsize
+            and chunk.exact.nbytes in (0, chunk.numel * self._exact_itemsize)
+            for chunk in version.chunks
+        )
+
+    def lend(self, unit: int, name: str, version: Version) -> None:
+        """Let a unit have its only version in sealed files, which others read, too."""
+        self._names[unit], self._units[unit] = name, [version]
+        self._lent.add(unit)
+
+    def lent(self, unit: int) -> bool:
+        """Whether the unit's only version is not this run's alone, and never written again."""
+        return unit in self._lent
+
+    def own(self, unit: int) -> None:
+        """Make room for weights of a unit's own; what it was lent stays where it is.
+
+        Raises:
+            DiskError: The file system is full; nothing changed.
+        """
+        [lent] = self._units[unit]
+        places = [(chunk.start, chunk.numel) for chunk in lent.chunks]
+        self._units[unit] = [Version(self._weights(places, self._names[unit]))]
+        self._first[unit] = 0
+        self._lent.remove(unit)
+
+    def places(self, shard_numel: int) -> list[tuple[int, int]]:
+        """Start and elements of every chunk of a shard."""
         starts = range(0, shard_numel, self.chunk_numel)
-        sizes = [min(self.chunk_numel, shard_numel - start) for start in starts]
-        self._units[unit] = [Version(self._weights(zip(starts, sizes, strict=True), name))]
+        return [(start, min(self.chunk_numel, shard_numel - start)) for start in starts]
 
     def has(self, unit: int) -> bool:
         return unit in self._units
@@ -109,7 +143,7 @@ class ShardStore:
             DiskError: The file system is full.
         """
         [version] = self._units[unit]
-        chunk = self._with_exact(version.chunks[number], self._names[unit])
+        chunk = self._with_exact(version.chunks[number], self._names[unit], self._first[unit])
         chunks = (*version.chunks[:number], chunk, *version.chunks[number + 1 :])
         self._units[unit] = [Version(chunks)]
         return chunk
@@ -131,26 +165,32 @@ class ShardStore:
         ]
 
     def free(self, unit: int) -> None:
-        """Give back what a unit holds."""
-        for version in self._units.pop(unit, []):
+        """Give back what a unit holds; what it was lent stays where it is."""
+        versions = self._units.pop(unit, [])
+        if unit in self._lent:
+            self._lent.remove(unit)
+            return
+        for version in versions:
             for chunk in version.chunks:
                 self.volume.free(chunk.weight)
                 self.volume.free(chunk.state)
 
-    def _weights(self, places: Iterable[tuple[int, int]], name: str) -> tuple[ChunkExtents, ...]:
+    def _weights(
+        self, places: Iterable[tuple[int, int]], name: str, first: int = 0
+    ) -> tuple[ChunkExtents, ...]:
         itemsize = self._weight_itemsize
         return tuple(
-            ChunkExtents(start, numel, self.volume.allocate(numel * itemsize, what=name))
+            ChunkExtents(start, numel, self.volume.allocate(numel * itemsize, what=name, first=first))
             for start, numel in places
         )
 
-    def _with_exact(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
+    def _with_exact(self, chunk: ChunkExtents, name: str, first: int = 0) -> ChunkExtents:
         if chunk.exact.pieces or not self._exact_itemsize:
             return chunk
-        return replace(chunk, exact=self._zeros(chunk.numel * self._exact_itemsize, name))
+        return replace(chunk, exact=self._zeros(chunk.numel * self._exact_itemsize, name, first))
 
     def _with_moments(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
         return replace(chunk, moments=self._zeros(chunk.numel * self._moments_itemsize, name))
 
-    def _zeros(self, nbytes: int, name: str) -> Extent:
-        return self.volume.allocate(nbytes, what=name, zeroed=True)
+    def _zeros(self, nbytes: int, name: str, first: int = 0) -> Extent:
+        return self.volume.allocate(nbytes, what=name, zeroed=True, first=first)

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.core.errors import DiskError
@@ -13,11 +14,27 @@ from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
 from infinity.nvme.errors import BufferedIOWarning, DirectoryError
 from infinity.nvme.space import Range, Space
 
-__all__ = ["BufferedIOWarning", "Volume"]
+__all__ = ["BufferedIOWarning", "SealedFile", "Volume"]
 
 _MIB = 2**20
 #: Files grow in steps of this, so that small extents do not cost a system call each (bytes).
 _GROWTH_NBYTES = 64 * _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """A file that nobody writes any more.
+
+    Attributes:
+        fd: Open for reading only; whoever takes the file in closes it.
+        direct: It bypasses the page cache.
+        nbytes: Of its extents, which lie at its beginning.
+    """
+
+    path: Path
+    fd: int
+    direct: bool
+    nbytes: int
 
 
 class Volume:
@@ -46,8 +63,7 @@ class Volume:
         self._peak_nbytes = 0
         self._files: list[_File] = []
         try:
-            for path in paths:
-                self._files.append(_File(Path(path)))
+            self.add(paths)
         except BaseException:
             self.close()
             raise
@@ -55,6 +71,36 @@ class Volume:
     def __len__(self) -> int:
         """Number of files."""
         return len(self._files)
+
+    def add(self, paths: Sequence[Path]) -> int:
+        """Make another file beside each of the first; :meth:`allocate` takes the number that this returns.
+
+        Raises:
+            DirectoryError: A file cannot be made.
+        """
+        first = len(self._files)
+        for path in paths:
+            self._files.append(_File(path, *_create(path)))
+        return first
+
+    def add_sealed(self, files: Sequence[SealedFile]) -> int:
+        """Take in files that are only read; returns the number of the first."""
+        first = len(self._files)
+        self._files += [_sealed(file) for file in files]
+        self._peak_nbytes = max(self._peak_nbytes, self.allocated_nbytes)
+        return first
+
+    def cut(self, first: int) -> list[tuple[Path, int]]:
+        """Path and bytes of every file from number ``first`` on, cut off where their last extent ends."""
+        for file in self._files[first:]:
+            os.ftruncate(file.fd, file.space.end)
+        return [(file.path, file.space.end) for file in self._files[first:]]
+
+    def seal(self, first: int, files: Sequence[SealedFile]) -> None:
+        """From now on the files from number ``first`` on are ``files``, which hold the same extents."""
+        for number, file in enumerate(files, first):
+            self._files[number].close()
+            self._files[number] = _sealed(file)
 
     def fd(self, file: int) -> int:
         return self._files[file].fd
@@ -77,7 +123,7 @@ class Volume:
         """The most that was allocated at one time (bytes)."""
         return self._peak_nbytes
 
-    def allocate(self, nbytes: int, *, what: str, zeroed: bool = False) -> Extent:
+    def allocate(self, nbytes: int, *, what: str, zeroed: bool = False, first: int = 0) -> Extent:
         """Take ``nbytes`` that no other extent has; the file system has reserved them.
 
         From 2 MiB per file on, an extent lies on every file, in proportion to the weights and in steps
@@ -87,6 +133,7 @@ class Volume:
             nbytes: A positive multiple of ``BLOCK_NBYTES``.
             what: Whose bytes, for messages.
             zeroed: Write zeros where the range held something before.
+            first: Number of the first of the files that it lies on: 0, or what :meth:`add` returned.
 
         Raises:
             DiskError: The file system is full, or the process may not write that large a file.
@@ -97,7 +144,7 @@ class Volume:
                 f"{what}: an extent has a positive multiple of {BLOCK_NBYTES} bytes; got {nbytes}"
             )
         with self._lock:
-            taken = self._take(nbytes, what)
+            taken = self._take(nbytes, what, first)
             self._peak_nbytes = max(self._peak_nbytes, self.allocated_nbytes)
         if zeroed:
             for file, piece in taken:
@@ -132,10 +179,10 @@ class Volume:
         for file in self._files:
             file.close()
 
-    def _take(self, nbytes: int, what: str) -> list[tuple[int, Range]]:
+    def _take(self, nbytes: int, what: str, first: int) -> list[tuple[int, Range]]:
         taken: list[tuple[int, Range]] = []
         try:
-            for file, part in self._parts(nbytes):
+            for file, part in self._parts(nbytes, first):
                 taken.append((file, self._files[file].take(part, what)))
         except BaseException:
             for file, piece in taken:
@@ -143,14 +190,15 @@ class Volume:
             raise
         return taken
 
-    def _parts(self, nbytes: int) -> list[tuple[int, int]]:
+    def _parts(self, nbytes: int, first: int) -> list[tuple[int, int]]:
         """``(file, nbytes)`` of each part of an extent, in order."""
-        if len(self._files) > 1 and nbytes < 2 * _MIB * len(self._files):
-            return [(min(range(len(self._files)), key=self._load), nbytes)]
+        count = len(self._weights)
+        if count > 1 and nbytes < 2 * _MIB * count:
+            return [(min(range(first, first + count), key=self._load), nbytes)]
         parts, start, share = [], 0, 0.0
-        for file, weight in enumerate(self._weights):
+        for file, weight in enumerate(self._weights, first):
             share += weight
-            last = file == len(self._weights) - 1
+            last = file == first + count - 1
             stop = nbytes if last else int(share * nbytes / _MIB) * _MIB
             if stop > start:
                 parts.append((file, stop - start))
@@ -158,15 +206,15 @@ class Volume:
         return parts
 
     def _load(self, file: int) -> float:
-        return self._files[file].space.taken_nbytes / self._weights[file]
+        return self._files[file].space.taken_nbytes / self._weights[file % len(self._weights)]
 
 
 class _File:
     """One file of a volume and the space in it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.space, self._reserved = path, Space(), 0
-        self.fd, self.direct = _open(path)
+    def __init__(self, path: Path, fd: int, direct: bool) -> None:
+        self.path, self.fd, self.direct = path, fd, direct
+        self.space, self._reserved = Space(), 0
 
     def take(self, nbytes: int, what: str) -> Range:
         taken = self.space.take(nbytes)
@@ -225,8 +273,14 @@ class _File:
             self.fd = -1
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    """Descriptor, and whether it bypasses the page cache."""
+def _sealed(file: SealedFile) -> _File:
+    taken = _File(file.path, file.fd, file.direct)
+    taken.space = Space(file.nbytes, file.nbytes)
+    return taken
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    """Descriptor of a new file, and whether it bypasses the page cache."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
         try:
@@ -241,6 +295,6 @@ def _open(path: Path) -> tuple[int, bool]:
         f"{path.parent}: this file system refuses O_DIRECT, so bytes go through the page cache: slower, and "
         "memory beyond the budget; give memory.nvme a directory on a local ext4 or xfs drive",
         BufferedIOWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return fd, False
