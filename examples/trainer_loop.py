@@ -1,7 +1,7 @@
 """The three changed lines inside the Hugging Face Trainer.
 
     python examples/trainer_loop.py
-    torchrun --nproc-per-node 2 examples/trainer_loop.py --nvme /mnt/nvme0 --out trained
+    torchrun --nproc-per-node 2 examples/trainer_loop.py --nvme /mnt/nvme0 --out trained --save-every 10
 
 It learns the sources of Python's own standard library, byte by byte.
 """
@@ -55,6 +55,15 @@ class StreamingArguments(TrainingArguments):
 
     place_model_on_device = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save_strategy != "no" and not self.save_only_model:
+            raise ValueError(
+                f"save_strategy={self.save_strategy.value!r} would have one rank alone gather all optimizer "
+                "state, and hold it in memory. Say save_only_model=True, which writes the model as it "
+                'trains, or save_strategy="no"'
+            )
+
 
 class StreamingTrainer(Trainer):
     """A Trainer of a model that infinity holds."""
@@ -67,10 +76,11 @@ class StreamingTrainer(Trainer):
         infinity.export(self.model, output_dir or self.args.output_dir)  # on every rank, unit by unit
 
 
-def main(steps: int, nvme: str, out: str) -> None:
+def main(steps: int, nvme: str, out: str, save_every: int | None) -> None:
     settings = StreamingArguments(
         out, max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        save_strategy="no", logging_steps=1, disable_tqdm=True, report_to="none",
+        save_strategy="steps" if save_every else "no", save_steps=save_every or 0, save_only_model=True,
+        logging_steps=1, disable_tqdm=True, report_to="none",
         train_sampling_strategy="sequential", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     torch.manual_seed(0)
@@ -85,7 +95,7 @@ def main(steps: int, nvme: str, out: str) -> None:
     for entry in trainer.state.log_history if trainer.is_world_process_zero() else ():
         if "loss" in entry:
             print(f"step {entry['step']:3}  loss {float(entry['loss']):.6f}")
-    trainer.save_model()
+    trainer.save_model(f"{out}/model")  # a directory of its own
     optimizer.close()
 
 
@@ -93,7 +103,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--nvme", help="a directory on a fast drive; default: a temporary one")
-    parser.add_argument("--out", help="where the trained model goes; default: nowhere that stays")
+    parser.add_argument("--out", help="where the trained model goes, as model/; default: nowhere that stays")
+    parser.add_argument("--save-every", type=int, metavar="N", help="keep the model of every N-th step, too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        main(options.steps, options.nvme or scratch, options.out or f"{scratch}/trained")
+        main(options.steps, options.nvme or scratch, options.out or f"{scratch}/trained", options.save_every)

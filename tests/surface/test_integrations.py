@@ -118,11 +118,20 @@ def test_accelerate_gives_the_losses_of_the_plain_loop():
 
 
 def test_the_trainer_gives_the_losses_of_the_plain_loop_and_saves_the_model(tmp_path: Path):
-    ours = run("trainer_loop.py", "--out", str(tmp_path / "trained"))
+    ours = run("trainer_loop.py", "--out", str(tmp_path / "trained"), "--save-every", "2")
     assert ours == printed(pairs(plain("trainer_loop.py", share_of_the_step)))
     assert len(ours) == STEPS
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "trained")
-    assert loaded.num_parameters() > 700_000
+    last, earlier = (
+        LlamaForCausalLM.from_pretrained(tmp_path / "trained" / name) for name in ("model", "checkpoint-2")
+    )
+    assert last.num_parameters() > 700_000
+    assert not torch.equal(last.lm_head.weight, earlier.lm_head.weight)
+
+
+def test_a_trainer_that_would_gather_the_optimizers_state_is_refused_before_it_trains(tmp_path: Path):
+    settings = runpy.run_path(str(ROOT / "examples/trainer_loop.py"))["StreamingArguments"]
+    with pytest.raises(ValueError, match=r"'steps' would have one rank alone.*save_strategy=\"no\""):
+        settings(str(tmp_path), use_cpu=True)  # the Trainer's own defaults
 
 
 def test_lightning_gives_the_losses_of_the_plain_loop():
@@ -134,7 +143,7 @@ def test_lightning_gives_the_losses_of_the_plain_loop():
 def on_a_rank(folder: str) -> dict[str, Any]:
     return {
         "accelerate": run("accelerate_loop.py"),
-        "trainer": run("trainer_loop.py", "--out", f"{folder}/trained"),
+        "trainer": run("trainer_loop.py", "--out", f"{folder}/trained", "--save-every", "2"),
         "mean": plain("accelerate_loop.py", mean_loss),
         "share": plain("trainer_loop.py", share_of_the_step),
         "interleaved": plain("lightning_loop.py", mean_loss, interleaved=True),
@@ -153,4 +162,5 @@ def test_two_ranks_of_each_give_the_losses_of_the_plain_loop(tmp_path: Path):
     assert [len(first[each]) for each in ("accelerate", "trainer", "lightning")] == [
         2 * STEPS, STEPS, 2 * STEPS,
     ]  # fmt: skip
-    assert LlamaForCausalLM.from_pretrained(tmp_path / "trained").num_parameters() > 700_000
+    for each in ("trained/model", "trained/checkpoint-2"):
+        assert LlamaForCausalLM.from_pretrained(tmp_path / each).num_parameters() > 700_000
