@@ -269,6 +269,63 @@ def test_the_input_of_a_recomputed_block_is_its_slot() -> None:
     assert outcome.step_s == 6.0 + 2 + 2  # both blocks again, and the read at the second one's beginning
 
 
+def test_memory_goes_when_it_is_stored_and_forward_is_done_with_it() -> None:
+    reads_both = replace(chain().operators[2], inputs=(0, 1))
+    late = replace(chain(), operators=(*chain().operators[:2], reads_both, *chain().operators[3:]))
+    plan = send(SlotKey(3, 0))
+    assert play(chain(), plan, SLOW).peak_nbytes == 200
+    assert play(late, plan, SLOW).peak_nbytes == 300
+    assert play(chain(), plan, replace(SLOW, write_bytes_per_s=50.0)).peak_nbytes == 300
+
+
+def test_the_inputs_of_a_recomputed_block_are_there_when_it_runs_again() -> None:
+    plan = ActivationPlan("hand", {FIRST: Place.NVME}, recomputed=frozenset({3}))
+    (slot,) = [slot for slot in saved_under(chain(), plan).slots if slot.key == FIRST]
+    assert slot.unpacked_at == 4  # block 3 reads it, an operator before its own backward
+    outcome, timeline = play_in_detail(chain(), plan, SLOW)
+    assert times(timeline, "NVMe read") == [(4.0, 6.0)]
+    assert timeline.recomputed[0].begin_s == 6.0
+    assert outcome.step_s == 6.0 + 2 + 1
+
+
+def test_what_another_block_needs_or_other_code_holds_stays_when_a_block_is_recomputed() -> None:
+    def peak(profile: Profile) -> int:
+        return play(profile, ActivationPlan("hand", recomputed=frozenset({1})), SLOW).peak_nbytes
+
+    early = replace(chain().slots[0], unpacked_at=4)  # block 3 saved it, too
+    assert peak(chain()) == 200
+    assert peak(replace(chain(), slots=(early, *chain().slots[1:]))) == 300
+    assert peak(replace(chain(), slots=(replace(early, unpacked_at=5, held=True), *chain().slots[1:]))) == 300
+
+
+def test_an_input_that_nobody_saved_stays_for_the_block_that_is_recomputed() -> None:
+    working = replace(chain().storages[0], kind=Kind.WORKING, dies=1)
+    profile = replace(chain(), storages=(working, *chain().storages[1:]), slots=chain().slots[1:])
+    assert play(profile, KEEP, SLOW).peak_nbytes == 200
+    assert play(profile, ActivationPlan("hand", recomputed=frozenset({3})), SLOW).peak_nbytes == 300
+
+
+def test_a_recomputed_forward_needs_its_working_memory_again() -> None:
+    storages = (
+        StorageUse("w", 100, Kind.WORKING, 0, 1),
+        StorageUse("v", 40, Kind.WORKING, 1, 2),
+        StorageUse("x", 100, Kind.ACTIVATION, 2, 4),
+    )
+    operators = (
+        Operator("w", 1.0, (), (0,), Phase.FORWARD, 1),
+        Operator("v", 1.0, (0,), (1,), Phase.FORWARD, 1),
+        Operator("x", 1.0, (1,), (2,), Phase.FORWARD, 1),
+        Operator("head_backward", 1.0, (), (), Phase.BACKWARD, -1),
+        Operator("x_backward", 1.0, (2,), (), Phase.BACKWARD, -1),
+    )
+    slots = (Slot(FIRST, 2, 100, 2, 4, 4, False),)
+    profile = Profile(5.0, operators, storages, slots, (Block("block", 1, (0, 3), (4, 5), ()),))
+    outcome, timeline = play_in_detail(profile, ActivationPlan("hand", recomputed=frozenset({1})), SLOW)
+    assert play(profile, KEEP, SLOW).peak_nbytes == 140
+    assert outcome.peak_nbytes == 240  # x comes back at once, then w and v
+    assert [sample.nbytes for sample in timeline.memory if sample.at_s >= 4.0] == [100, 200, 240, 140, 100, 0]
+
+
 def test_storing_what_other_code_holds_frees_nothing_and_loads_nothing() -> None:
     outcome = play(chain(held=True), send(None), SLOW)
     assert (outcome.peak_nbytes, outcome.nbytes_stored, outcome.nbytes_loaded) == (300, 100, 0)
