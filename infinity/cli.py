@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"infinity: {_rank()}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:
-        print(f"infinity: {_rank()}interrupted; the run's files are closed", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        more = f"; {interrupt}" if str(interrupt) else ""
+        text = f"infinity: {_rank()}interrupted; the run's files are closed{more}"
+        print(text, file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
 

@@ -133,8 +133,9 @@ def _block_of(name: str) -> str:
 def save_lora(model: Any, directory: str | Path) -> None:
     """Save the adapters alone as ``peft.PeftModel.from_pretrained`` loads them; every rank must call.
 
-    ``adapter_config.json`` names the base. Where that is a directory, ``README.md`` keeps the SHA-256 of each
-    of its weight files, as ``sha256sum`` prints them. One unit of adapters is gathered at a time.
+    ``adapter_config.json`` names the base. ``README.md`` says how to load both; where the base is a
+    directory, it keeps the SHA-256 of each of its weight files, as ``sha256sum`` prints them. One unit of
+    adapters is gathered at a time.
 
     Args:
         model: What :func:`add_lora` returned.
@@ -151,8 +152,7 @@ def save_lora(model: Any, directory: str | Path) -> None:
     with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
         base = model.peft_config["default"].base_model_name_or_path
-        if base and Path(base).is_dir():
-            _keep_digests(publication.path / "README.md", Path(base))
+        _write_card(publication.path / "README.md", base or "the model that they were trained on")
         publication.publish()
 
 
@@ -170,14 +170,27 @@ def _adapters(model: Any, runtime: Runtime) -> dict[str, torch.Tensor]:
     return values
 
 
-def _keep_digests(card_path: Path, base: Path) -> None:
-    """Write the digests of the base's weight files into the adapters' model card."""
+def _write_card(card_path: Path, base: str) -> None:
+    """In place of peft's form with blanks: what the adapters belong to, and how to load them."""
     from huggingface_hub import ModelCard
 
-    files = sorted(path for path in base.iterdir() if path.suffix in (".safetensors", ".bin"))
     card = ModelCard.load(card_path)
-    card.data["base_model_sha256"] = {path.name: _sha256(path) for path in files}
+    if Path(base).is_dir():
+        files = sorted(path for path in Path(base).iterdir() if path.suffix in (".safetensors", ".bin"))
+        card.data["base_model_sha256"] = {path.name: _sha256(path) for path in files}
+    card.text = _CARD.format(base=base)
     card.save(card_path)
+
+
+_CARD = """
+# Adapters of {base}
+
+They change that model, whose weight files are named with their SHA-256 above where it was a directory, and no
+other. With transformers and peft:
+
+    base = AutoModelForCausalLM.from_pretrained("{base}", dtype=torch.bfloat16)
+    model = PeftModel.from_pretrained(base, "the directory of this file")
+"""
 
 
 def _sha256(path: Path) -> str:

@@ -82,11 +82,19 @@ def export_run(run: str | Path, out: str | Path) -> None:
         source = run / ADAPTERS_FOLDER
     if not source.is_dir():
         what = f"no folder {MODEL_FOLDER}" if run.is_dir() else "no such folder"
+        newest = _newest_run(run)
         raise CheckpointError(
             f"{run}: {what}; wanted the folder of a run that came to its last step with run.save: true, "
             f"with its trained model in {MODEL_FOLDER}/"
+            + ("" if newest is None else f". It is a folder of runs; the newest with a model is {newest}")
         )
     publish_directory(source, out.absolute(), secrets.token_hex(4))
+
+
+def _newest_run(folder: Path) -> Path | None:
+    """Of the runs in ``folder``, the one that kept its model last."""
+    kept = [path for name in (MODEL_FOLDER, ADAPTERS_FOLDER) for path in folder.glob(f"*/{name}")]
+    return max(kept, key=lambda path: path.stat().st_mtime).parent if kept else None
 
 
 class RuntimeWeights:

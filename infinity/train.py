@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -17,15 +17,14 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import InfinityError, RecipeError
-from infinity.data import Batch, Data, open_data
-from infinity.data.config import DataConfig
+from infinity.data import Batch, Data
 from infinity.data.loader import HeldOut, Shape
 from infinity.data.sequences import join
+from infinity.inputs import notes_on, open_inputs
 from infinity.layers.schedule import LayerSchedule
-from infinity.models.causal import CausalLoss, require_causal
+from infinity.models.causal import CausalLoss
 from infinity.models.gpt import GPT
 from infinity.observe.metrics import MetricsFile, TensorBoard, View
 from infinity.observe.progress import ProgressDisplay
@@ -45,10 +44,7 @@ def train(recipe: Recipe) -> Summary | None:
         InfinityError: The recipe, the data, a budget, a disk or another rank is at fault.
     """
     set_threads(recipe.train)
-    _check_checkpoint(recipe)
-    data = open_data(
-        _data_config(recipe), _shape(recipe), vocab_size=_vocabulary(recipe), model_path=recipe.model.path
-    )
+    data = open_inputs(recipe, _shape(recipe), _say_lines(recipe))
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
         totals = SummaryBuilder()
@@ -57,11 +53,12 @@ def train(recipe: Recipe) -> Summary | None:
         for display in views:
             if isinstance(display, ProgressDisplay):
                 optimizer.runtime.on_say = display.say
-                for note in (*data.notes, *_length_notes(recipe)):
+                for note in notes_on(recipe, data):
                     display.say(note)
         if _saves(recipe) and folder and recipe.lora.rank is None:
             check_room(model, folder)
-        Loop(recipe, model, optimizer, data, views).run()
+        with _interruptible(recipe):
+            Loop(recipe, model, optimizer, data, views).run()
         if _saves(recipe):
             _save(recipe, model, folder, views)
         if folder is None:
@@ -356,47 +353,22 @@ def _save(recipe: Recipe, model: Any, folder: Path | None, views: Sequence[View]
             display.say(f"what was trained is in {out}; publish it: infinity export {out.parent} DIR")
 
 
-def _check_checkpoint(recipe: Recipe) -> None:
-    """The model in ``model.path`` is one that this loop can train: known before any weight is read.
-
-    Raises:
-        CheckpointError: The directory is none of a model.
-        RecipeError: It does not predict next tokens, or not of such long sequences.
-    """
-    if recipe.model.path is None:
-        return
-    path = Path(recipe.model.path).expanduser()
-    config, longest = read_config(path), longest_sequence(path)
-    if not is_ours(path):
-        require_causal(model_class(config), config)
-    elif longest is not None and recipe.model.seq_len > longest:
-        raise RecipeError(
-            f"model.seq_len={recipe.model.seq_len}: the model in {path} was built for {longest} tokens in a "
-            f"sequence; set model.seq_len={longest}"
-        )
+def _say_lines(recipe: Recipe) -> Callable[[str], object]:
+    """Lines for people before there is a display; from any rank, as one of them does what all wait for."""
+    if not recipe.observe.progress:
+        return lambda line: None
+    return lambda line: Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _data_config(recipe: Recipe) -> DataConfig:
-    """Bytes are the tokens of a model of ours that was exported without a tokenizer."""
-    if recipe.data.tokenizer is None and recipe.model.path is not None:
-        path = Path(recipe.model.path).expanduser()
-        if is_ours(path) and not tokenizer_files(path):
-            return replace(recipe.data, tokenizer="bytes")
-    return recipe.data
-
-
-def _vocabulary(recipe: Recipe) -> int:
-    """Tokens that the model knows."""
-    path = recipe.model.path
-    return recipe.model.vocab_size if path is None else vocabulary_size(Path(path).expanduser())
-
-
-def _length_notes(recipe: Recipe) -> Iterator[str]:
-    """What a person should know who trains on longer sequences than the checkpoint was made for."""
-    if recipe.model.path is not None:
-        longest = longest_sequence(Path(recipe.model.path).expanduser())
-        if longest is not None and recipe.model.seq_len > longest:
-            yield f"model.seq_len={recipe.model.seq_len} is beyond the checkpoint's {longest} positions"
+@contextmanager
+def _interruptible(recipe: Recipe) -> Iterator[None]:
+    """Whoever interrupts a run that was to keep its model learns that it has not."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if not _saves(recipe):
+            raise
+        raise KeyboardInterrupt("no model was kept, as the last step was not reached") from interrupt
 
 
 def _shape(recipe: Recipe) -> Shape:

@@ -67,6 +67,20 @@ def test_an_error_is_one_message_with_the_rank_and_no_traceback(
         main(["train", write(tmp_path)])
 
 
+def test_an_interrupted_run_says_what_became_of_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for text, more in (("", ""), ("no model was kept", "; no model was kept")):
+
+        def stop(recipe: Recipe, text: str = text) -> None:
+            raise KeyboardInterrupt(text) if text else KeyboardInterrupt
+
+        monkeypatch.setattr(train_module, "train", stop)
+        assert main(["train", write(tmp_path)]) == 130
+        assert capsys.readouterr().err == f"infinity: interrupted; the run's files are closed{more}\n"
+
+
 def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "train: {stepz: 3}")
     assert main(["train", path]) == 1

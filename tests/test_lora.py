@@ -339,6 +339,9 @@ def test_saved_adapters_are_loaded_by_peft_and_name_and_hash_their_base(tmp_path
     digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     card = ModelCard.load(tmp_path / "adapters" / "README.md")
     assert card.data["base_model_sha256"] == {"model.safetensors": digest}
+    assert card.text.strip().startswith(f"# Adapters of {base}\n")
+    assert f'from_pretrained("{base}"' in card.text
+    assert "More Information Needed" not in card.content
 
 
 def test_a_recipe_trains_adapters_of_a_checkpoint_and_keeps_them_alone(tmp_path):

@@ -292,5 +292,30 @@ def test_two_ranks_show_the_mean_of_their_losses_and_only_rank_0_writes(tmp_path
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+def test_before_the_first_step_people_are_told_what_an_epoch_is(
+    plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe(tmp_path, "observe.progress=true", "train.accumulate=2"))
+    said = capsys.readouterr().err
+    sequences = (44 * 60 + 1) * 8 // 10 // 16
+    wanted = f"one epoch is {sequences // 4 / 2:.4g} steps; train.steps=5 are "
+    assert wanted in said
+    assert "held out: the last 528 of 2,641 tokens (data.eval_fraction=0.2)" in said
+    assert said.index(wanted) < said.index("step 1/5")
+
+
+@pytest.mark.parametrize(("save", "kept"), [("true", "^no model was kept"), ("false", "^$")])
+def test_who_interrupts_a_run_learns_that_no_model_was_kept(
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, kept: str
+) -> None:
+    def interrupt(self: Loop) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Loop, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt, match=kept):
+        train(recipe(tmp_path, f"run.save={save}"))
+    assert not (tmp_path / "runs/one/model").exists()
+
+
 def test_without_a_launcher_there_is_one_rank() -> None:
     assert world_size() == 1

@@ -68,6 +68,10 @@ class TokenLoader:
         self._seek(0, 0)
 
     @property
+    def micro_batches_per_epoch(self) -> int:
+        return self._count // self._shape.taken
+
+    @property
     def epoch(self) -> int:
         return self._epoch
 

@@ -11,7 +11,7 @@ from infinity.data.files import DataError, find_files
 from infinity.data.loader import HeldOut, Shape, TokenLoader
 from infinity.data.sequences import Rows, Sequences, Stream
 from infinity.data.tokenizer import Tokenizer, open_tokenizer
-from infinity.data.tokens import Tokens, open_tokens
+from infinity.data.tokens import Say, Tokens, open_tokens, silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,15 @@ class Data:
     notes: tuple[str, ...] = ()
 
 
-def open_data(config: DataConfig, shape: Shape, *, vocab_size: int, model_path: str | None = None) -> Data:
+def open_data(
+    config: DataConfig, shape: Shape, *, vocab_size: int, model_path: str | None = None, say: Say = silent
+) -> Data:
     """The batches of a run, from its files. Every rank may call at the same time.
 
     Args:
         vocab_size: Tokens that the model knows; the data may have no other.
         model_path: The model's directory, whose tokenizer is used where the recipe names none.
+        say: Gets a line for people now and then, while this process writes tokens for long.
 
     Raises:
         DataError: No files, malformed files, too few tokens, or too many kinds of them.
@@ -48,8 +51,8 @@ def open_data(config: DataConfig, shape: Shape, *, vocab_size: int, model_path: 
         )
     apart = find_files(config.eval_files, key="data.eval_files") if config.eval_files else ()
     files = tuple(path for path in find_files(config.files) if path not in apart)
-    tokens = _open(files, tokenizer, config)
-    held_out = _open(apart, tokenizer, config) if apart else None
+    tokens = _open(files, tokenizer, config, say)
+    held_out = _open(apart, tokenizer, config, say) if apart else None
     largest = max(tokens.largest, -1 if held_out is None else held_out.largest)
     if largest >= vocab_size:
         raise DataError(
@@ -65,9 +68,9 @@ def open_data(config: DataConfig, shape: Shape, *, vocab_size: int, model_path: 
     return Data(loader, held, packed=layout.packing is True, notes=notes)
 
 
-def _open(files: tuple[Path, ...], tokenizer: Tokenizer, config: DataConfig) -> Tokens:
+def _open(files: tuple[Path, ...], tokenizer: Tokenizer, config: DataConfig, say: Say) -> Tokens:
     cache = Path(config.cache).expanduser()
-    return open_tokens(files, tokenizer, cache, skip_malformed=config.skip_malformed)
+    return open_tokens(files, tokenizer, cache, skip_malformed=config.skip_malformed, say=say)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,22 @@ class _Layout:
         parts = (self.tokens, self.held_out)
         return True if any(part is not None and part.counts is not None for part in parts) else None
 
+    @property
+    def _shares(self) -> bool:
+        """Whether what is held out is a part of the training files."""
+        return self.held_out is None and bool(self.config.eval_fraction)
+
+    @property
+    def _count(self) -> int:
+        """Tokens of the stream, or documents."""
+        return len(self.tokens.values if self.packing is None else self.tokens.documents)
+
+    @property
+    def _apart(self) -> int:
+        """How many of them are held out."""
+        least = self.seq_len + 1 if self.packing is None else 1
+        return max(round(self._count * self.config.eval_fraction), least)
+
     def sequences(self) -> tuple[Sequences, Sequences | None]:
         """Training and held-out sequences, without a common token."""
         return self._streams() if self.packing is None else self._rows(packing=self.packing)
@@ -97,6 +116,12 @@ class _Layout:
             if tokens is not None and tokens.malformed[0]:
                 number, first = tokens.malformed
                 notes.append(f"{key}: {number} lines left out as malformed; the first: {first}")
+        if self._shares:
+            kind = "tokens" if self.packing is None else "documents"
+            notes.append(
+                f"held out: the last {self._apart:,} of {self._count:,} {kind} "
+                f"(data.eval_fraction={self.config.eval_fraction:g})"
+            )
         for name, sequences in zip(("training", "held-out"), all_sequences):
             if isinstance(sequences, Rows):
                 notes.append(f"{name} data: {_describe(sequences)}")
@@ -108,9 +133,9 @@ class _Layout:
         if self.held_out is not None:
             self._require(self.held_out.values, self.config.eval_files, "data.eval_files")
             return Stream(values, self.seq_len), Stream(self.held_out.values, self.seq_len)
-        if not self.config.eval_fraction:
+        if not self._shares:
             return Stream(values, self.seq_len), None
-        apart = max(round(len(values) * self.config.eval_fraction), wanted)
+        apart = self._apart
         if len(values) - apart < wanted:
             raise DataError(
                 f"{len(values)} tokens are too few to hold {apart} out and train on a sequence of "
@@ -128,9 +153,8 @@ class _Layout:
 
     def _rows(self, *, packing: bool) -> tuple[Sequences, Sequences | None]:
         tokens, held_out = self.tokens, self.held_out
-        if held_out is None and self.config.eval_fraction:
-            count = len(tokens.documents)
-            apart = max(round(count * self.config.eval_fraction), 1)
+        if self._shares:
+            count, apart = self._count, self._apart
             if count <= apart:
                 raise DataError(
                     f"data.files ({', '.join(self.config.files)}): {count} documents are too few to hold "

@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from infinity.data.files import DataError
 from infinity.data.tokenizer import Tokenizer
 
 _FORMAT = 2
+#: Between two lines while tokens are written (s).
+LINES_EVERY_S = 10.0
 
 _TOKENS, _COUNTS, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "about.json"
 
@@ -53,15 +56,25 @@ class Tokens:
         return replace(self, documents=self.documents[first:stop])
 
 
+#: Gets lines for people.
+Say = Callable[[str], object]
+
+
+def silent(line: str) -> None:
+    """Nobody listens."""
+
+
 def open_tokens(
-    files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, skip_malformed: bool = False
-) -> Tokens:
+    files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, skip_malformed: bool = False,
+    say: Say = silent,
+) -> Tokens:  # fmt: skip
     """The tokens of ``files`` in order, mapped from ``cache``.
 
     Memory does not grow with the files.
 
     Args:
         skip_malformed: Count lines of JSONL that cannot be used, instead of raising.
+        say: Gets a line now and then, while this process writes for long.
 
     Raises:
         DataError: A file is missing or malformed, or the cache cannot be written.
@@ -70,7 +83,7 @@ def open_tokens(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            _write_once(files, tokenizer, path, skip_malformed)
+            _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, say))
         about = json.loads((path / _ABOUT).read_text())
         return Tokens(
             values=_map(path / _TOKENS, tokenizer.encode("").dtype),
@@ -101,7 +114,7 @@ def _key(files: Sequence[Path], tokenizer: Tokenizer, skip_malformed: bool) -> s
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
 
 
-def _write_once(files: Sequence[Path], tokenizer: Tokenizer, path: Path, skip_malformed: bool) -> None:
+def _write_once(path: Path, write: Callable[[Path], None]) -> None:
     """Write ``path`` unless another process does first; it appears whole or not at all."""
     with closing(os.fdopen(os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o644))) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -111,18 +124,21 @@ def _write_once(files: Sequence[Path], tokenizer: Tokenizer, path: Path, skip_ma
         shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed: it holds no lock
         try:
             partial.mkdir()
-            _write(files, tokenizer, partial, skip_malformed)
+            write(partial)
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malformed: bool) -> None:
-    errors = _Malformed(skip_malformed)
+def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malformed: bool, say: Say) -> None:
+    errors, said_s = _Malformed(skip_malformed), time.monotonic()
     with _Writer(folder) as writer:
-        for file in files:
+        for number, file in enumerate(files, start=1):
             for chunk in read_documents(file, tokenizer, errors):
                 writer.add(chunk)
+                if time.monotonic() - said_s >= LINES_EVERY_S:
+                    said_s = time.monotonic()
+                    say(f"tokenising {file}, {number} of {len(files)}: {writer.count:,} tokens so far")
     if not writer.counted:
         (folder / _COUNTS).unlink()  # ones only
     about = {
@@ -162,7 +178,7 @@ class _Writer:
     _tokens: Any = None
     _counts: Any = None
     _documents: Any = None
-    _at: int = 0  # tokens so far
+    count: int = 0  # tokens so far
     _began: int = 0  # where the open document begins
     _learned: int = 0  # tokens of it
 
@@ -183,10 +199,10 @@ class _Writer:
         self.counted |= not counts.all()
         self.largest = max(self.largest, int(chunk.tokens.max(initial=0)))
         self._learned += int(counts.sum())
-        self._at += len(counts)
+        self.count += len(counts)
         if chunk.last:
-            self._append(self._documents, np.array([self._began, self._at, self._learned], np.int64))
-            self._began, self._learned = self._at, 0
+            self._append(self._documents, np.array([self._began, self.count, self._learned], np.int64))
+            self._began, self._learned = self.count, 0
 
     def _append(self, file: Any, values: NDArray[Any]) -> None:
         content = values.tobytes()

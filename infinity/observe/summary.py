@@ -184,5 +184,6 @@ def _first_last(first: float | None, last: float | None, *, digits: int = 4) -> 
 
 
 def _beside_plan(nbytes: int, planned: int | None) -> str:
-    beside = "not planned" if planned is None else f"planned {planned:,}"
-    return f"{nbytes:,} bytes per rank ({beside})"
+    if planned is None:  # everything stayed in memory, or the run ended before there was a plan
+        return f"{nbytes:,} bytes per rank" + (", recorded: the plan begins after it" if nbytes else "")
+    return f"{nbytes:,} bytes per rank (planned {planned:,})"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -365,6 +366,13 @@ def test_a_run_without_a_whole_model_is_an_error_that_says_what_is_missing(
         CheckpointError, match=r"run: no folder model; wanted .*last step with run.save: true"
     ):
         export_run(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "runs/b").mkdir(parents=True)
+    for number, name in enumerate(["b/adapters", "c/model", "a/model"]):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        os.utime(tmp_path / "runs" / name, (number, number))
+    with pytest.raises(CheckpointError, match=r"a folder of runs; the newest with a model is \S+/runs/a$"):
+        export_run(tmp_path / "runs", tmp_path / "out")
+    shutil.rmtree(tmp_path / "runs")
     infinity.export(model, tmp_path / "run/model", max_shard_nbytes=30_000)
     [lost, *_] = sorted((tmp_path / "run/model").glob("*.safetensors"))
     lost.unlink()

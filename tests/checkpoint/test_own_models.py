@@ -9,12 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import infinity
-from infinity import CheckpointError, RecipeError
-from infinity import train as training_loop
+from infinity import CheckpointError, RecipeError, inputs
 from infinity.models.gpt import GPT
+from infinity.train import train
 from tests.helpers import models, training, zoo
-
-train = training_loop.train
 
 
 @pytest.fixture
@@ -110,7 +108,7 @@ def test_a_model_of_another_kind_is_refused_from_its_config_alone(name, tmp_path
     def never(*args: Any, **kwargs: Any) -> None:
         pytest.fail("a weight or the data was read")
 
-    monkeypatch.setattr(training_loop, "open_data", never)
+    monkeypatch.setattr(inputs, "open_data", never)
     monkeypatch.setattr(infinity, "from_pretrained", never)
     model: Any = zoo.build(name, seed=0)[0]()
     model.config.architectures = [type(model).__name__]

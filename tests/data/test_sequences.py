@@ -174,3 +174,19 @@ def test_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"prompt": "", "completion": "yes"}\n')
     with pytest.raises(DataError, match=r"c\.jsonl\): 1 documents are too few to hold 1 out"):
         open_lines(tmp_path, files=(str(tmp_path / "c.jsonl"),), eval_fraction=0.5, packing=True)
+
+
+def test_people_are_told_what_is_held_out(tmp_path: Path) -> None:
+    assert "held out: the last 10 of 40 documents (data.eval_fraction=0.25)" in (
+        open_lines(tmp_path, eval_fraction=0.25).notes
+    )
+    text = {"files": (str(tmp_path / "b.txt"),), "eval_fraction": 0.1}
+    (tmp_path / "b.txt").write_text("text " * 200)
+    data = open_lines(tmp_path, **text)
+    assert data.notes == ("held out: the last 100 of 1,001 tokens (data.eval_fraction=0.1)",)
+    assert not any("held out" in note for note in open_lines(tmp_path).notes)
+
+
+def test_an_epoch_is_as_many_micro_batches_as_are_told(tmp_path: Path) -> None:
+    loader = open_lines(tmp_path, packing=False).train
+    assert len(epoch(loader)) == loader.micro_batches_per_epoch == 20

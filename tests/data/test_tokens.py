@@ -115,3 +115,21 @@ def test_a_cache_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file is in the way")
     with pytest.raises(DataError, match=r"data\.cache: .*cache"):
         open_tokens([tmp_path / "a.txt"], BytesTokenizer(), tmp_path / "cache")
+
+
+def test_people_are_told_how_far_a_long_tokenisation_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text("word " * 10)
+    said: list[str] = []
+    open_tokens(files, BytesTokenizer(), tmp_path / "quick", say=said.append)
+    assert said == []
+    monkeypatch.setattr(tokens_module, "LINES_EVERY_S", 0.0)
+    open_tokens(files, BytesTokenizer(), tmp_path / "slow", say=said.append)
+    assert said[0].startswith(f"tokenising {files[0]}, 1 of 2: ")
+    assert said[-1] == f"tokenising {files[1]}, 2 of 2: 102 tokens so far"
+    said.clear()
+    open_tokens(files, BytesTokenizer(), tmp_path / "slow", say=said.append)  # they are there
+    assert said == []

@@ -163,6 +163,13 @@ def test_the_summary_shows_bytes_beside_the_plan_and_peaks_beside_budgets() -> N
     assert rows["files"] == "runs/[a]"
 
 
+def test_the_summary_of_a_run_that_had_no_plan_yet_says_so() -> None:
+    rows = dict(summary_rows(summarize([RECORDED])))
+    assert rows["read per step"].endswith("bytes per rank, recorded: the plan begins after it")
+    resident = replace(RECORDED, nbytes_read=0, nbytes_written=0)
+    assert dict(summary_rows(summarize([resident] * 9)))["read per step"] == "0 bytes per rank"
+
+
 def test_the_summary_is_printed_as_it_is_and_written_as_json(tmp_path: Path) -> None:
     summary = summarize([REPORT])
     console = Console(file=io.StringIO(), width=120)
