@@ -1,0 +1,1 @@
+"""Pure decisions about activations: what is kept, stored or computed again. No torch."""

@@ -1,0 +1,56 @@
+"""The linear program: below every plan, and close to ours where it matters."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity.core.errors import BudgetError
+from infinity.core.plan import Hardware
+from infinity.core.profile import Profile
+from infinity.planner.bound import bound
+from infinity.planner.clock import predict
+from infinity.planner.policies import keep_all, plan, smallest_budget
+from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
+
+
+def budget(profile: Profile, channels: Hardware, share: float) -> int:
+    least = smallest_budget(profile, channels)
+    most = predict(profile, keep_all(profile, channels), channels).peak_nbytes
+    return least + int(share * (most - least))
+
+
+@given(random_profiles(), random_hardware(), st.floats(0, 1))
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: float) -> None:
+    capacity = budget(profile, channels, share)
+    outcome = predict(profile, plan(profile, channels, capacity), channels)
+    assert outcome.step_s >= bound(profile, channels, capacity) * (1 - 1e-6) - 1e-9
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("gib_per_s", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("layers", [13, pytest.param(24, marks=pytest.mark.slow)])
+def test_plans_for_transformers_are_within_a_twentieth_of_the_bound(
+    layers: int, gib_per_s: float, share: float
+) -> None:
+    profile, channels = transformer(layers), hardware(gib_per_s)
+    capacity = budget(profile, channels, share)
+    planned = predict(profile, plan(profile, channels, capacity), channels)
+    least_s = bound(profile, channels, capacity)
+    print(f"{planned.step_s / least_s - 1:.1%} above the bound")
+    assert least_s * (1 - 1e-6) <= planned.step_s <= 1.05 * least_s
+
+
+def test_the_bound_grows_where_a_drive_slows_down_and_a_budget_shrinks() -> None:
+    profile = transformer(8)
+    capacity = budget(profile, hardware(), 0.2)
+    seconds = [bound(profile, hardware(rate), capacity) for rate in (8.0, 1.0, 0.5, 0.1)]
+    assert seconds[0] == pytest.approx(profile.step_s)
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 1.05 * seconds[0]
+    assert bound(profile, hardware(0.5), capacity - 8 * MIB) >= seconds[2]
+
+
+def test_a_budget_below_what_must_be_there_is_an_error() -> None:
+    with pytest.raises(BudgetError, match="no plan keeps 1 MiB"):
+        bound(transformer(4), hardware(), MIB)

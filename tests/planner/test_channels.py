@@ -1,0 +1,88 @@
+"""Channels against a list of free bytes that is searched from end to end."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.core.plan import Hardware
+from infinity.core.profile import Traffic
+from infinity.planner.channels import Channel, Channels, mixed_rates
+from infinity.planner.sums import Sums
+
+fast = settings(deadline=None, max_examples=100)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
+@fast
+def test_sums_are_those_of_the_numbers_after_any_changes(numbers: list[int], data: st.DataObject) -> None:
+    sums = Sums(numbers)
+    for at in data.draw(st.lists(st.integers(0, len(numbers) - 1), max_size=5)):
+        sums.add(at, -numbers[at])
+        numbers[at] = 0
+    below = [sum(numbers[:end]) for end in range(len(numbers) + 1)]
+    assert [sums.below(end) for end in range(len(numbers) + 1)] == below
+    amount = data.draw(st.integers(0, max(below[-1], 0)))
+    assert sums.first_end(amount) == next(end for end, total in enumerate(below) if total >= amount)
+    assert sums.last_end(amount) == max(end for end, total in enumerate(below) if total <= amount)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
+@fast
+def test_transfers_end_as_early_and_start_as_late_as_free_bytes_allow(
+    free: list[int], data: st.DataObject
+) -> None:
+    channel = Channel(np.array(free, dtype=float), 1.0)
+    length = len(free)
+    twice = free * 2
+    for _ in range(3):
+        at, nbytes = data.draw(st.integers(0, length - 1)), data.draw(st.integers(1, 30))
+        room = [end for end in range(at, at + length + 1) if sum(twice[at:end]) >= nbytes]
+        assert channel.earliest_end(at, nbytes) == (room[0] if room else None)
+        room = [begin for begin in range(at + 1) if sum(free[begin:at]) >= nbytes]
+        assert channel.latest_start(at, nbytes) == (room[-1] if room else None)
+        channel.take_from(at, nbytes)
+        left = nbytes
+        for position in [*range(at, length), *range(at)]:
+            taken = min(left, free[position])
+            free[position] -= taken
+            left -= taken
+        twice = free * 2
+        assert [channel.free_nbytes(i, i + 1) for i in range(length)] == free
+
+
+def test_a_transfer_that_must_end_by_an_operator_takes_the_last_free_bytes_before_it() -> None:
+    channel = Channel(np.ones(5), 10.0)
+    channel.take_until(3, 15)
+    assert [channel.free_nbytes(i, i + 1) for i in range(5)] == [10, 5, 0, 10, 10]
+    assert channel.latest_start(4, 12) == 1
+    assert channel.earliest_end(1, 12) == 4
+
+
+def test_a_prefetch_for_the_next_steps_beginning_starts_in_this_one() -> None:
+    channel = Channel(np.ones(4), 10.0)
+    assert channel.latest_start(4 + 1, 25) == 2
+    channel.take_until(4 + 1, 25)
+    assert [channel.free_nbytes(i, i + 1) for i in range(4)] == [0, 10, 5, 0]
+
+
+def test_latency_delays_every_transfer() -> None:
+    assert Channel(np.ones(4), 10.0, latency_s=1.0).earliest_end(0, 10) == 2
+    assert Channel(np.ones(4), 10.0).earliest_end(0, 10) == 1
+
+
+def test_units_come_first_and_reads_slow_writes_down() -> None:
+    hardware = Hardware(2.0, 4.0, 2.0, 1.0)
+    channels = Channels.of(np.full(3, 100.0), hardware, [Traffic(1, 100, 0)])
+    assert [channels.nvme_read.free_nbytes(i, i + 1) for i in range(3)] == [200, 100, 200]
+    # Mixed, each way moves 1 B/s; in the 100 s that 100 bytes take, writes lose 3 B/s.
+    assert mixed_rates(hardware) == (1.0, 1.0)
+    assert [channels.nvme_write.free_nbytes(i, i + 1) for i in range(3)] == [400, 100, 400]
+
+
+@pytest.mark.parametrize("mixed", [12.0, 10.0, 6.0, 1.0])
+def test_mixed_rates_share_what_the_drive_moves_in_all(mixed: float) -> None:
+    read, write = mixed_rates(Hardware(4.0, 6.0, mixed, 1.0))
+    assert read + write == pytest.approx(min(mixed, 10.0))
+    assert 0 < read <= 4
+    assert 0 < write <= 6

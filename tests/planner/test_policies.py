@@ -1,0 +1,195 @@
+"""Plans, by property: budgets hold, loads come in time, more memory is never slower."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity.core.errors import BudgetError
+from infinity.core.plan import ActivationPlan, Hardware, Place
+from infinity.core.profile import Profile
+from infinity.planner.clock import moves_of, predict, trace_of
+from infinity.planner.policies import (
+    POLICIES,
+    adaptive,
+    keep_all,
+    offload_all,
+    plan,
+    recompute_all,
+    smallest_budget,
+)
+from infinity.planner.script import script_of
+from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
+
+fast = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+
+
+def budget(profile: Profile, channels: Hardware, share: float) -> int:
+    """Between the smallest budget (0) and what keeping everything takes (1)."""
+    least = smallest_budget(profile, channels)
+    most = predict(profile, keep_all(profile, channels), channels).peak_nbytes
+    return least + int(share * (most - least))
+
+
+def well_formed(profile: Profile, made: ActivationPlan) -> None:
+    """Every stored storage is loaded once, in order of need, from a point that backward reaches before."""
+    script = script_of(profile, made.recomputed)
+    saved = {s.key: s for s in script.saved if s.is_named}
+    assert all(saved[key].can_leave for key in made.places)
+    assert sorted(load.slot for load in made.loads) == sorted(made.places)
+    needs = [saved[load.slot].needed_at for load in made.loads]
+    assert needs == sorted(needs)
+    starts = [script.backward if load.after is None else saved[load.after].needed_at for load in made.loads]
+    assert all(start <= need for start, need in zip(starts, needs))
+    assert starts == sorted(starts)
+    assert made.recomputed <= {block.region for block in profile.blocks}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(profile=random_profiles(), channels=random_hardware())
+@fast
+def test_every_policys_plan_is_well_formed_and_survives_json(
+    policy: str, profile: Profile, channels: Hardware
+) -> None:
+    made = POLICIES[policy](profile, channels, None)
+    well_formed(profile, made)
+    assert ActivationPlan.from_json(made.to_json()) == made
+    assert POLICIES[policy](profile, channels, None).to_json() == made.to_json()
+
+
+@given(random_profiles(), random_hardware(), st.floats(0, 1))
+@fast
+def test_memory_is_never_above_the_budget(profile: Profile, channels: Hardware, share: float) -> None:
+    capacity = budget(profile, channels, share)
+    made = plan(profile, channels, capacity)
+    well_formed(profile, made)
+    outcome, memory = trace_of(profile, made, channels)
+    assert made.capacity_nbytes is not None
+    assert made.capacity_nbytes <= capacity
+    assert outcome.peak_nbytes == memory.max() <= made.capacity_nbytes
+    assert outcome.host_peak_nbytes <= channels.host_nbytes
+    assert outcome.step_s >= predict(profile, keep_all(profile, channels), channels).step_s - 1e-9
+
+
+@given(random_profiles(), random_hardware(), st.floats(0, 1), st.floats(0, 1))
+@fast
+def test_a_larger_budget_is_never_slower(
+    profile: Profile, channels: Hardware, first: float, second: float
+) -> None:
+    less, more = sorted(budget(profile, channels, share) for share in (first, second))
+    slow, quick = (predict(profile, plan(profile, channels, size), channels).step_s for size in (less, more))
+    assert quick <= slow * (1 + 2e-6)
+
+
+@given(random_profiles(), random_hardware())
+@fast
+def test_the_smallest_budget_is_the_smallest(profile: Profile, channels: Hardware) -> None:
+    least = smallest_budget(profile, channels)
+    plan(profile, channels, least)
+    if least:
+        with pytest.raises(BudgetError, match=f"{least} bytes"):
+            plan(profile, channels, least - 1)
+
+
+def test_a_budget_that_no_plan_keeps_is_an_error_that_says_what_holds_it() -> None:
+    profile = transformer(4, hidden_nbytes=4 * MIB, logits_nbytes=64 * MIB)
+    with pytest.raises(BudgetError) as raised:
+        plan(profile, hardware(), 8 * MIB)
+    message = str(raised.value)
+    assert "within 8 MiB (8388608 bytes)" in message
+    assert f"({smallest_budget(profile, hardware())} bytes)" in message
+    assert "matmul_backward" in message
+    assert "outside blocks" in message
+    assert "64 MiB" in message
+
+
+def test_a_policy_that_does_not_keep_a_budget_says_that_a_plan_does() -> None:
+    profile = transformer(8)
+    with pytest.raises(BudgetError, match="activations: plan keeps it"):
+        keep_all(profile, hardware(), budget(profile, hardware(), 0.5))
+
+
+def test_keep_and_recompute_are_what_they_say() -> None:
+    profile, channels = transformer(8), hardware()
+    kept = predict(profile, keep_all(profile, channels), channels)
+    again = predict(profile, recompute_all(profile, channels), channels)
+    assert kept.step_s == pytest.approx(profile.step_s)
+    assert kept.stall_s == kept.recompute_s == kept.nbytes_stored == 0
+    assert again.peak_nbytes < 0.5 * kept.peak_nbytes
+    # Blocks take all but the embedding and the head; one of three parts of their time is forward.
+    assert again.step_s == pytest.approx(kept.step_s + again.recompute_s)
+    assert again.recompute_s == pytest.approx(8 * 0.02 * 11 / 12)
+
+
+def test_offloading_everything_moves_each_byte_there_and_back_once() -> None:
+    profile, channels = transformer(8), hardware(100.0)
+    made = offload_all(profile, channels)
+    outcome = predict(profile, made, channels)
+    nbytes = {slot.key: slot.nbytes for slot in profile.slots}
+    assert outcome.nbytes_stored == outcome.nbytes_loaded == sum(nbytes[key] for key in made.places)
+    assert outcome.stall_s == 0
+
+
+def test_on_a_quick_drive_the_peak_falls_at_no_slowdown() -> None:
+    profile, channels = transformer(12), hardware(8.0)
+    kept, planned = (predict(profile, p(profile, channels), channels) for p in (keep_all, plan))
+    assert planned.peak_nbytes < 0.3 * kept.peak_nbytes
+    assert planned.step_s <= 1.005 * kept.step_s
+    assert plan(profile, channels).capacity_nbytes is None
+
+
+def test_the_adaptive_rule_offloads_as_much_as_the_drive_can_take_and_no_more() -> None:
+    profile = transformer(12)
+    regions = []
+    for rate in (0.01, 0.5, 1.0, 8.0):
+        made = adaptive(profile, hardware(rate))
+        outcome = predict(profile, made, hardware(rate))
+        assert outcome.step_s <= 1.02 * profile.step_s
+        regions.append({key.region for key in made.places})
+    assert regions[0] == set()
+    assert len(regions[0]) < len(regions[1]) < len(regions[2]) < len(regions[3])
+
+
+def test_a_slow_drive_is_helped_by_the_host_and_by_recomputation() -> None:
+    profile = transformer(12)
+    slow = hardware(0.2)
+    capacity = budget(profile, slow, 0.4)
+    alone = plan(profile, slow, capacity)
+    beside = replace(slow, host_nbytes=4096 * MIB)
+    helped = plan(profile, beside, capacity)
+    assert alone.recomputed
+    assert Place.HOST in helped.places.values()
+    assert predict(profile, helped, beside).step_s < predict(profile, alone, slow).step_s
+
+
+def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> None:
+    profile, none = transformer(6), Hardware(0.0, 0.0, 0.0, 0.0)
+    least = smallest_budget(profile, none)
+    made = plan(profile, none, least)
+    assert made.places == {}
+    assert made.recomputed
+    assert predict(profile, made, none).peak_nbytes <= least
+
+
+def test_units_traffic_leaves_less_of_the_drive_to_activations() -> None:
+    channels = hardware(1.5)
+    free, busy = transformer(12), transformer(12, weight_nbytes=8 * MIB)
+    capacity = budget(free, channels, 0.3)
+    slower, quicker = (predict(p, plan(p, channels, capacity), channels).step_s for p in (busy, free))
+    assert slower > 1.01 * quicker
+
+
+def test_bytes_that_delay_compute_are_paid_for() -> None:
+    profile, free = transformer(8), hardware(8.0)
+    charged = replace(free, compute_s_per_byte=0.2 / 8e9)
+    made = offload_all(profile, free)
+    outcome = predict(profile, made, charged)
+    moved = outcome.nbytes_stored + outcome.nbytes_loaded
+    assert outcome.step_s == pytest.approx(profile.step_s + moved * charged.compute_s_per_byte, rel=1e-3)
+
+
+def test_a_plan_for_another_profile_is_refused() -> None:
+    made = offload_all(transformer(4), hardware())
+    with pytest.raises(ValueError, match="plan again"):
+        moves_of(script_of(transformer(2)), made)

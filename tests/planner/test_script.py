@@ -1,0 +1,115 @@
+"""The step with some blocks computed again: memory and keys, counted by hand."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.core.profile import Profile, SlotKey
+from infinity.planner.lifetimes import memory
+from infinity.planner.script import script_of
+from tests.helpers.profiles import Tape, random_profiles, transformer
+
+
+def chain() -> Tape:
+    """Two blocks of two operators; each saves its input (10 bytes), a middle one (20) and nothing else."""
+    tape = Tape()
+    x = tape.given(1)
+    x = tape.run("embedding", 1.0, [x], 10)
+    for layer in range(2):
+        with tape.block(f"layers.{layer}"):
+            middle = tape.run("up", 1.0, [x], 20, saves=[x], saves_output=True)
+            x = tape.run("down", 2.0, [middle], 10)
+    tape.run("loss", 1.0, [x], 1, saves=[x])
+    return tape
+
+
+def test_nothing_recomputed_is_the_profile_itself() -> None:
+    profile = chain().finish()
+    script = script_of(profile)
+    assert script.memory.tolist() == memory(profile).tolist()
+    assert [saved.key for saved in script.saved] == [(4, 0), (3, 0), (3, 1), (1, 0), (1, 1)]
+    assert script.recompute_s == 0
+
+
+def test_a_recomputed_block_keeps_its_input_drops_the_rest_and_pays_its_forward_again() -> None:
+    profile = chain().finish()
+    kept, again = script_of(profile), script_of(profile, frozenset({1}))
+    block = profile.blocks[0]
+    at = block.backward[0]
+    assert again.times[at] == again.recompute_s == 3.0
+    assert again.operators[at] == again.operators[at + 1] == at
+    # The middle one (20 bytes) is away after its last use in forward, until the block runs again.
+    away = slice(block.forward[1], at)
+    assert (kept.memory[away] - again.memory[away]).tolist() == [20] * (at - block.forward[1])
+    assert again.memory[at + 1 :].tolist() == kept.memory[at:].tolist()
+    # While it runs again: input and middle one, the gradient that waits, and the output once more.
+    assert again.memory[at] == 10 + 20 + 10 + 10
+    assert SlotKey(1, 0) in {saved.key for saved in again.saved}
+    assert SlotKey(1, 1) not in {saved.key for saved in again.saved}
+
+
+def test_the_input_of_a_recomputed_block_is_needed_when_it_runs_again_not_later() -> None:
+    profile = chain().finish()
+    saved = {s.key: s for s in script_of(profile, frozenset({1})).saved}
+    assert saved[SlotKey(1, 0)].needed_at == profile.blocks[0].backward[0]
+
+
+def test_an_input_that_nobody_else_saves_is_held_for_the_recomputation() -> None:
+    tape = Tape()
+    x = tape.run("embedding", 1.0, [tape.given(1)], 10)
+    with tape.block("block"):
+        doubled = tape.run("double", 1.0, [x], 10)  # saves nothing
+        x = tape.run("up", 1.0, [doubled], 20, saves_output=True)
+    tape.run("loss", 1.0, [x], 1, saves=[x])
+    profile = tape.finish()
+    kept, again = script_of(profile), script_of(profile, frozenset({1}))
+    assert SlotKey(1, 0) in {saved.key for saved in again.saved}
+    begins = profile.blocks[0].backward[0]
+    assert again.memory[begins - 1] - kept.memory[begins - 1] == 10
+
+
+def test_where_a_recomputed_block_moves_a_storage_to_a_later_region_its_keys_are_not_used() -> None:
+    tape = Tape()
+    x = tape.given(1)
+    for layer in range(2):
+        with tape.block(f"layers.{layer}"):
+            hidden = tape.run("linear", 1.0, [x], 10, saves=[x])
+            x = tape.run("relu", 1.0, [hidden], 10, saves_output=True)  # saved here, and by the next linear
+    tape.run("loss", 1.0, [x], 1, saves=[x])
+    profile = tape.finish()
+    assert any(saved.key.region == 3 and saved.can_leave for saved in script_of(profile).saved)
+    moved = [s for s in script_of(profile, frozenset({1})).saved if s.key.region == 3]
+    assert not any(saved.can_leave or saved.is_named for saved in moved)
+    # If the later block is computed again as well, the storage is its first input.
+    both = {s.key: s for s in script_of(profile, frozenset({1, 3})).saved}
+    assert both[SlotKey(3, 0)].can_leave
+
+
+def test_a_storage_that_other_code_holds_cannot_leave() -> None:
+    for is_held in (False, True):
+        tape = Tape()
+        x = tape.run("embedding", 1.0, [tape.given(1)], 10, saves_output=True)
+        tape.run("loss", 1.0, [x], 1)
+        profile = tape.finish(held=[x] if is_held else [])
+        assert [saved.can_leave for saved in script_of(profile).saved] == [not is_held]
+
+
+@given(random_profiles(), st.data())
+@settings(deadline=None, max_examples=100)
+def test_keys_are_distinct_and_needs_are_in_order_for_any_recomputation(
+    profile: Profile, data: st.DataObject
+) -> None:
+    regions = [block.region for block in profile.blocks]
+    script = script_of(profile, frozenset(r for r in regions if data.draw(st.booleans())))
+    named = [saved.key for saved in script.saved if saved.is_named]
+    assert len(set(named)) == len(named)
+    needs = [saved.needed_at for saved in script.saved]
+    assert needs == sorted(needs)
+    assert (script.memory >= 0).all()
+    assert all(saved.packed_at < saved.needed_at for saved in script.saved if saved.can_leave)
+
+
+def test_a_transformers_recomputation_frees_all_but_the_residual_stream() -> None:
+    profile = transformer(6, hidden_nbytes=100, slots=6, logits_nbytes=0)
+    again = script_of(profile, frozenset(block.region for block in profile.blocks))
+    ends = profile.blocks[-1].forward[1]
+    assert again.memory[ends] == 6 * 100 + 2 * 100  # inputs; the last output and its norm
