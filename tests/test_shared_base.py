@@ -206,7 +206,9 @@ def test_another_dtype_division_or_content_is_another_base(tmp_path, checkpoint)
     save(tmp_path / "other", seed=2)
     other = (tmp_path / "other" / "model.safetensors").read_bytes()
     assert len(saved) == len(other)
-    (checkpoint / "model.safetensors").write_bytes(other)  # in place: the same inode, name and size
+    before = (checkpoint / "model.safetensors").stat()
+    (checkpoint / "model.safetensors").write_bytes(other)  # in place: the same inode, name and size,
+    os.utime(checkpoint / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))  # and time
     with loaded(checkpoint, nvme) as model:
         assert written_nbytes(model) > 0
         second = weights_of(model)
@@ -214,6 +216,15 @@ def test_another_dtype_division_or_content_is_another_base(tmp_path, checkpoint)
         assert_same(second, weights_of(model))
     assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
     assert len(list(nvme.glob("base-*"))) == 4
+
+
+def test_pickled_weights_are_shared_too(tmp_path, checkpoint):
+    model, _ = models.build("llama", 1)
+    torch.save(model().state_dict(), checkpoint / "pytorch_model.bin")
+    (checkpoint / "model.safetensors").unlink()
+    for written in (True, False):
+        with loaded(checkpoint, tmp_path / "nvme") as model:
+            assert (written_nbytes(model) > 0) == written
 
 
 def test_a_link_to_the_same_files_is_the_same_base(tmp_path, checkpoint):

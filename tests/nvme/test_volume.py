@@ -19,7 +19,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.errors import BufferedIOWarning, DirectoryError
 from infinity.nvme.pool import BufferLease
 from infinity.nvme.space import Space
-from infinity.nvme.volume import Volume
+from infinity.nvme.volume import SealedFile, Volume
 
 MIB = 2**20
 
@@ -41,6 +41,31 @@ def test_bytes_are_counted(volume: Volume) -> None:
     volume.free(second)
     with pytest.raises(ValueError, match="not taken"):
         volume.free(second)
+
+
+def test_files_that_were_added_have_extents_of_their_own_until_they_are_sealed(
+    volume: Volume, tmp_path: Path, lease: Callable[..., BufferLease]
+) -> None:
+    engine = make_engine("threads", volume)
+    volume.allocate(4096, what="own")
+    first = volume.add([tmp_path / "c.bin", tmp_path / "d.bin"])
+    extent = volume.allocate(30 * MIB, what="a base", first=first)
+    assert [(p.file, p.offset, p.nbytes) for p in extent.pieces] == [(2, 0, 20 * MIB), (3, 0, 10 * MIB)]
+    assert {p.file for _ in range(9) for p in volume.allocate(4096, what="own").pieces} == {0, 1}
+    engine.write(extent, lease(30 * MIB, 7).memory).wait()
+    sizes = volume.cut(first)
+    assert sizes == [(tmp_path / "c.bin", 20 * MIB), (tmp_path / "d.bin", 10 * MIB)]
+    assert [path.stat().st_size for path, _ in sizes] == [20 * MIB, 10 * MIB]
+    before = volume.allocated_nbytes
+    sealed = [SealedFile(path, os.open(path, os.O_RDONLY), False, nbytes) for path, nbytes in sizes]
+    volume.seal(first, sealed)
+    assert volume.allocated_nbytes == before
+    read = lease(30 * MIB)
+    engine.read(extent, read.memory).wait()
+    assert bool((read.tensor == 7).all())
+    with pytest.raises(DiskError, match="EBADF"):
+        engine.write(extent, read.memory).wait()
+    engine.close()
 
 
 def test_freed_bytes_are_used_again_and_zeroed_when_asked(
@@ -148,7 +173,7 @@ from pathlib import Path
 from infinity.core.errors import DiskError
 from infinity.nvme.engines import make_engine
 from infinity.nvme.pool import HostPool
-from infinity.nvme.volume import Volume
+from infinity.nvme.volume import SealedFile, Volume
 
 name, path = sys.argv[1], Path(sys.argv[2])
 MIB = 2**20
