@@ -179,7 +179,7 @@ class Profiler(TorchDispatchMode):
 
     def _find_gradients(self) -> None:
         for weight in self._weights:
-            if weight.grad is not None:
+            if type(weight.grad) is Tensor:  # not what stands for one that is elsewhere
                 index = self._storages.find(weight.grad, Kind.GRADIENT, "gradient")
                 self._storages.lives[index].kind = Kind.GRADIENT
 
