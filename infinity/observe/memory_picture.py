@@ -92,7 +92,8 @@ def _draw_lanes(axes: Any, lanes: Mapping[str, Intervals], scale: float) -> None
         for units, alpha in ((False, 1.0), (True, 0.35)):
             bars = [(i[0] * scale, (i[1] - i[0]) * scale) for i in intervals if (i[2] == "units") is units]
             color = _LANE_COLORS.get(lane, "#888888")
-            axes.broken_barh(bars, (y - 0.36, 0.72), facecolor=color, alpha=alpha, edgecolor="none")
+            # The edge shows transfers that are shorter than a dot of the picture.
+            axes.broken_barh(bars, (y - 0.36, 0.72), color=color, alpha=alpha, linewidth=0.5)
     axes.set_yticks(range(len(lanes)), labels=list(lanes))
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -20,8 +20,8 @@ from infinity.simulate.timeline import Interval
 class Channel(StrEnum):
     """Where bytes move, one transfer after the other."""
 
-    READ = "NVMe read"
     WRITE = "NVMe write"
+    READ = "NVMe read"
     TO_HOST = "device to host"
     FROM_HOST = "host to device"
 
