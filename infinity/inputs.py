@@ -70,9 +70,15 @@ def _data_config(recipe: Recipe) -> DataConfig:
 
 def _epoch_note(recipe: Recipe, data: Data) -> str:
     """How often this run sees its data."""
-    epoch_steps = data.train.micro_batches_per_epoch / recipe.train.accumulate
-    epochs = recipe.train.steps / epoch_steps
-    return f"one epoch is {epoch_steps:,.4g} steps; train.steps={recipe.train.steps} are {epochs:,.3g} epochs"
+    steps, epoch_steps = recipe.train.steps, data.train.micro_batches_per_epoch / recipe.train.accumulate
+    epochs = _short(steps / epoch_steps)
+    return f"one epoch is {_short(epoch_steps)} steps; train.steps={steps} are {epochs} epochs"
+
+
+def _short(value: float) -> str:
+    if value < 0.01:
+        return "less than 0.01"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _vocabulary(recipe: Recipe) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 import infinity
 from infinity import train as train_module
 from infinity.core.errors import InfinityError, RecipeError
+from infinity.inputs import _short
 from infinity.observe.events import StepReport
 from infinity.observe.timeline import Timeline, read_trace
 from infinity.optim.config import OptimConfig
@@ -298,10 +299,18 @@ def test_before_the_first_step_people_are_told_what_an_epoch_is(
     train(recipe(tmp_path, "observe.progress=true", "train.accumulate=2"))
     said = capsys.readouterr().err
     sequences = (44 * 60 + 1) * 8 // 10 // 16
-    wanted = f"one epoch is {sequences // 4 / 2:.4g} steps; train.steps=5 are "
+    wanted = f"one epoch is {sequences // 4 / 2:.3g} steps; train.steps=5 are "
     assert wanted in said
     assert "held out: the last 528 of 2,641 tokens (data.eval_fraction=0.2)" in said
     assert said.index(wanted) < said.index("step 1/5")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(24370.4, "24,370"), (37.25, "37.2"), (1.0, "1"), (0.0825, "0.0825"), (1e-5, "less than 0.01")],
+)
+def test_numbers_of_steps_and_epochs_are_short(value: float, text: str) -> None:
+    assert _short(value) == text
 
 
 @pytest.mark.parametrize(("save", "kept"), [("true", "^no model was kept"), ("false", "^$")])

@@ -176,8 +176,11 @@ class _Layout:
 def _describe(rows: Rows) -> str:
     plan, slots = rows.plan, max(1, len(rows) * rows.seq_len)
     used = int(rows.token_counts.sum())
+    pieces = len(plan.pieces.starts)
+    cut = pieces > rows.document_count
+    what = f"{rows.document_count:,} documents, {pieces:,} pieces," if cut else f"{pieces:,} documents"
     text = (
-        f"{len(plan.pieces.starts):,} documents in {len(rows):,} sequences of {rows.seq_len:,} "
+        f"{what} in {len(rows):,} sequences of {rows.seq_len:,} "
         f"({used / slots:.0%} full, {int(rows.target_counts.sum()) / max(1, used):.0%} learned)"
     )
     if plan.truncated:

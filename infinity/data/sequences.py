@@ -92,8 +92,8 @@ class Rows:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, *, packing: bool) -> None:
-        self.seq_len, self.packing = seq_len, packing
-        self.identity = f"{'packed' if packing else 'single'}:{len(tokens.documents)}"
+        self.seq_len, self.packing, self.document_count = seq_len, packing, len(tokens.documents)
+        self.identity = f"{'packed' if packing else 'single'}:{self.document_count}"
         self._values, self._counts = tokens.values, tokens.counts
         self.plan: Plan = plan_rows(tokens.documents, tokens.counts, seq_len=seq_len, packing=packing)
         self.token_counts = self.plan.sums(self.plan.pieces.sizes)

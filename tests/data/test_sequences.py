@@ -187,6 +187,12 @@ def test_people_are_told_what_is_held_out(tmp_path: Path) -> None:
     assert not any("held out" in note for note in open_lines(tmp_path).notes)
 
 
+def test_long_text_is_told_as_documents_and_their_pieces(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("text " * 20)
+    [note] = open_lines(tmp_path, files=(str(tmp_path / "b.txt"),), packing=True).notes
+    assert note == "training data: 1 documents, 7 pieces, in 7 sequences of 16 (89% full, 100% learned)"
+
+
 def test_an_epoch_is_as_many_micro_batches_as_are_told(tmp_path: Path) -> None:
     loader = open_lines(tmp_path, packing=False).train
     assert len(epoch(loader)) == loader.micro_batches_per_epoch == 20
