@@ -10,11 +10,11 @@ the plan is metered, so that what was predicted can be told beside what was meas
 import json
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -22,27 +22,33 @@ from infinity.activation.blocks import NamedBlock, find_blocks, watched
 from infinity.activation.cache import Record, TensorCache
 from infinity.activation.identity import storages_of
 from infinity.activation.script import Alike, Planned, Script
+from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Profile
 from infinity.observe.memory_meter import MemoryMeter
 from infinity.observe.profiler import Profiler
+from infinity.planner.policies import plan as make_plan
+from infinity.simulate import play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]
 #: Passes of a plan: profiled, made, metered; see [Note: the first passes].
 _PROFILED, _METERED = 1, 3
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a plan is made for.
+class Room(Protocol):
+    """The memory that a step has for what it makes."""
 
-    Attributes:
-        hardware: The channels.
-        capacity_nbytes: Device memory for what the step makes; None: no bound.
-    """
+    def capacities(self) -> Sequence[int | None]:
+        """Bytes that activations may have, the best division of memory first; None: no bound."""
+        ...
 
-    hardware: Hardware
-    capacity_nbytes: int | None
+    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+        """A plan was made for one of the capacities, and needs ``peak_nbytes``."""
+        ...
+
+    def refuse(self, error: BudgetError) -> BudgetError:
+        """What to raise when no plan fits any of them; ``error`` is what the last one said."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Planning:
     """A plan, what it was made from, and what it was expected to cost."""
 
     profile: Profile
-    machine: Machine
+    hardware: Hardware
     plan: ActivationPlan
     kept: Outcome
     predicted: Outcome
@@ -62,8 +68,7 @@ class Planning:
         self.profile.save(folder / "profile.json")
         given = {
             "plan": json.loads(self.plan.to_json()),
-            "hardware": asdict(self.machine.hardware),
-            "capacity_nbytes": self.machine.capacity_nbytes,
+            "hardware": asdict(self.hardware),
             "planning_s": self.planning_s,
         }
         (folder / "plan.json").write_text(json.dumps(given))
@@ -75,7 +80,8 @@ class Activations:
     Args:
         cache: Packs and unpacks.
         policy: Keep, store or recompute everything, or plan.
-        machine: Tells, when the profile is there, what to plan for.
+        hardware: Measures the channels, when a profile is there.
+        room: What a plan may use.
         agree: Gives rank 0's text to all ranks.
 
     Attributes:
@@ -85,14 +91,14 @@ class Activations:
     """
 
     def __init__(
-        self, cache: TensorCache, policy: Policy, machine: Callable[[], Machine],
+        self, cache: TensorCache, policy: Policy, hardware: Callable[[], Hardware], room: Room,
         agree: Callable[[str], str] = str,
     ) -> None:  # fmt: skip
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
         self.metered_nbytes: int | None = None
         self.pass_s: list[float] = []
-        self._machine, self._agree = machine, agree
+        self._hardware, self._room, self._agree = hardware, room, agree
         self._blocks: weakref.WeakKeyDictionary[nn.Module, list[NamedBlock]] = weakref.WeakKeyDictionary()
         self._passes, self._began_s = 0, 0.0
         self._instrument: Profiler | MemoryMeter | None = None
@@ -134,7 +140,7 @@ class Activations:
         if isinstance(instrument, Profiler):
             self._make_plan(instrument.finish())
         else:
-            gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+            gradients = [weight.grad for weight in self._weights if type(weight.grad) is Tensor]
             self.metered_nbytes = instrument.peak_nbytes(without=gradients)
 
     def measured(self) -> Outcome | None:
@@ -161,27 +167,34 @@ class Activations:
         return Alike(Place.KEEP if self.policy == "keep" else place, last=last)
 
     def _equip(self) -> None:
-        if self.policy != "plan":
-            return
-        if self._passes == _PROFILED:
-            self._instrument = self.cache.observer = Profiler(weights=self._weights, device=self.cache.device)
-        elif self._passes == _METERED:
-            self._instrument = MemoryMeter()
-        if self._instrument is not None:
-            self._instrument.__enter__()
+        """Enter what records or meters this pass and what follows it."""
+        if self.policy == "plan" and self._passes == _PROFILED:
+            profiler = Profiler(weights=self._weights, device=self.cache.device)
+            self._instrument = profiler.__enter__()
+            self.cache.observer = profiler
+        elif self.policy == "plan" and self._passes == _METERED:
+            meter = MemoryMeter()
+            meter.__enter__()  # type: ignore[no-untyped-call]
+            self._instrument = meter
 
     def _leave(self) -> None:
         self.cache.record = None
 
     def _make_plan(self, profile: Profile) -> None:
-        from infinity.planner.policies import make_plan
-        from infinity.simulate import play
-
-        machine, began_s = self._machine(), time.perf_counter()
-        plan = make_plan(profile, machine.hardware, machine.capacity_nbytes)
-        plan = ActivationPlan.from_json(self._agree(plan.to_json()))
-        self.planning = Planning(
-            profile, machine, plan, play(profile, ActivationPlan("keep"), machine.hardware),
-            play(profile, plan, machine.hardware), time.perf_counter() - began_s,
-        )  # fmt: skip
+        hardware, began_s = self._hardware(), time.perf_counter()
+        plan = ActivationPlan.from_json(self._agree(self._choose(profile, hardware).to_json()))
+        kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
+        self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
+        self._room.settle(plan.capacity_nbytes, predicted.peak_nbytes)
         self.cache.backlog_nbytes = plan.backlog_nbytes
+
+    def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
+        """The plan for the first of the room's capacities that one meets."""
+        refused = None
+        for capacity_nbytes in self._room.capacities():
+            try:
+                return make_plan(profile, hardware, capacity_nbytes)
+            except BudgetError as error:
+                refused = error
+        assert refused is not None
+        raise self._room.refuse(refused)

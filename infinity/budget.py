@@ -46,6 +46,7 @@ class DeviceBudget:
     Attributes:
         early: Updates start inside backward.
         lag: Beside the window: early updates may lag by as much, and need not.
+        least: The smallest total that would do.
     """
 
     total: int
@@ -53,6 +54,7 @@ class DeviceBudget:
     hold_weights: bool
     early: bool
     lag: int
+    least: int
 
 
 def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
@@ -163,7 +165,7 @@ def divide_device(
     spare = total - needed
     hold = early or spare >= backlog_all
     backlog = min(spare, backlog_all) if hold else 0
-    return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0)
+    return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0, needed)
 
 
 def rounded(nbytes: int) -> int:

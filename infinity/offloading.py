@@ -13,10 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from infinity.activation.cache import TensorCache
-from infinity.activations import Activations, Machine, Policy
+from infinity.activations import Activations, Policy
 from infinity.budget import piece_nbytes
 from infinity.channels import measure_hardware, open_shelves
-from infinity.core.errors import StateError
+from infinity.core.errors import BudgetError, StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.machine import agree, free_host_nbytes
 from infinity.nvme.engines import make_engine
@@ -25,6 +25,22 @@ from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
 from infinity.runtime import is_served
+
+
+class Bound:
+    """A budget that nothing else shares; see :class:`infinity.activations.Room`."""
+
+    def __init__(self, capacity_nbytes: int | None) -> None:
+        self._capacity_nbytes = capacity_nbytes
+
+    def capacities(self) -> Sequence[int | None]:
+        return [self._capacity_nbytes]
+
+    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+        """Nothing: what is left is nobody's."""
+
+    def refuse(self, error: BudgetError) -> BudgetError:
+        return error
 
 
 @contextlib.contextmanager
@@ -79,7 +95,7 @@ def offload_activations(
     with contextlib.ExitStack() as stack:
         activations = Activations(
             _open_cache(stack, device, directories, host_nbytes), policy,
-            lambda: Machine(measure_hardware(device, directories, host_nbytes), capacity),
+            lambda: measure_hardware(device, directories, host_nbytes), Bound(capacity),
             lambda text: agree(text, world_size),
         )  # fmt: skip
         stack.callback(activations.close)

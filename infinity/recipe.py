@@ -29,6 +29,8 @@ from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
 
 COMMAND_LINE = "on the command line"
+#: Of a type and None, as Python gives them for types and for literals.
+_UNIONS = (types.UnionType, typing.Union)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +251,7 @@ def _build_section(section: str, cls: type, given: Any, origin: _Origin) -> Any:
 def _convert(value: Any, hint: Any, spec: "Field[Any]") -> Any:
     """``value`` as ``hint``; YAML's own types are kept apart, so ``steps: 1.5`` is an error."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind is types.UnionType:
+    if kind in _UNIONS:
         return None if value is None else _convert(value, args[0], spec)
     if kind is Literal:
         if value in args and not isinstance(value, bool):
@@ -290,7 +292,7 @@ def _settings() -> Iterator[tuple[str, str, "Field[Any]", Any]]:
 def _describe(hint: Any, spec: "Field[Any]") -> str:
     """A type for people."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind is types.UnionType:
+    if kind in _UNIONS:
         return f"{_describe(args[0], spec)} or null"
     if kind is Literal:
         return " | ".join(str(choice) for choice in args)

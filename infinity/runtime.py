@@ -23,15 +23,16 @@ from torch import Tensor, nn
 
 from infinity import budget
 from infinity.activation.cache import TensorCache
-from infinity.activations import Activations, Machine
+from infinity.activations import Activations
 from infinity.backward import Backward
 from infinity.channels import measure_hardware, open_shelves
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
 from infinity.core.lifecycle import UnitState
+from infinity.core.plan import Hardware
 from infinity.core.tier import Tier
 from infinity.core.transfer import Transfer
-from infinity.division import Division
+from infinity.division import Beside, Division
 from infinity.hooks import Hooks, dress
 from infinity.machine import agree, free_host_nbytes, join_ranks
 from infinity.nvme.pool import BufferPool, DevicePool, HostPool
@@ -130,19 +131,15 @@ class Runtime:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
         cache = TensorCache(self.device, shelves, lambda wait: self.stalls("activation", wait))
+        policy = memory.activations or ("keep" if memory.device is None else "plan")
         return Activations(
-            cache,
-            memory.activations,
-            self._machine_for_activations,
+            cache, policy, self._hardware, Beside(self, self._divide_beside),
             lambda text: agree(text, self.world_size),
-        )
+        )  # fmt: skip
 
-    def _machine_for_activations(self) -> Machine:
-        """What a plan for activations is made for: of the device budget, what units leave."""
-        memory = self.recipe.memory
+    def _hardware(self) -> Hardware:
         room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes
-        hardware = measure_hardware(self.device, memory.nvme, room)
-        return Machine(hardware, None if memory.device is None else memory.device - self.division.total)
+        return measure_hardware(self.device, self.recipe.memory.nvme, room)
 
     def _serve(self, module: nn.Module) -> None:
         _runtimes[module] = self
@@ -256,9 +253,16 @@ class Runtime:
 
     def _divide_again(self, *, accumulates: bool = False) -> None:
         """Before a forward: make room for gradients that did not wait until now."""
-        if not self._dividing.again(accumulates=accumulates):
-            return
-        self.tiers.settle(self.units)  # what was thawed gets its moments
+        if self._dividing.again(accumulates=accumulates):
+            self.tiers.settle(self.units)  # what was thawed gets its moments
+            self._apply_division()
+
+    def _divide_beside(self, activations_nbytes: int) -> None:
+        """A plan for activations was made: units have the rest, on all ranks alike."""
+        self._dividing.beside(-self._least(-activations_nbytes, "memory.device"))
+        self._apply_division()
+
+    def _apply_division(self) -> None:
         self.device_pool.capacity_nbytes = self.division.total
         self.backward.hold_weights = self.division.hold_weights
         self.prefetcher.resize(self.division.window)

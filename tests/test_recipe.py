@@ -83,7 +83,10 @@ def test_a_recipe_round_trips_through_its_yaml(tmp_path: Path) -> None:
         ("memory.nvmes", "did you mean memory.nvme?"),
         (
             "memory.zzz",
-            "known: memory.device, memory.host, memory.nvme, memory.versions, memory.resident, memory.engine",
+            (
+                "known: memory.device, memory.host, memory.nvme, memory.versions, memory.resident, "
+                "memory.engine, memory.activations"
+            ),
         ),
         ("x.zzz", "known: run, model, data, memory, partition, optim, train, lora, observe"),
     ],

@@ -93,7 +93,7 @@ class MemoryConfig:
 
     device: int | None = setting(
         None,
-        "bytes of accelerator memory per rank for model states; null: what the device has free",
+        "bytes of accelerator memory per rank, for model states and activations; null: what is free",
         valid=Valid(least=1),
         nbytes=True,
     )
@@ -119,9 +119,10 @@ class MemoryConfig:
         "how bytes reach the disk; auto picks the fastest that works here",
         valid=Valid(choices=("auto", "libaio", "threads", "gds")),
     )
-    activations: Literal["keep", "offload", "recompute", "plan"] = setting(
-        "keep",
-        "what waits for backward: in memory, stored, computed again, or by a plan that keeps memory.device",
+    activations: Literal["keep", "offload", "recompute", "plan"] | None = setting(
+        None,
+        "what waits for backward stays, is stored, is computed again, or what a plan says that keeps "
+        "memory.device; null: plan if memory.device is given, else keep",
         valid=Valid(choices=("keep", "offload", "recompute", "plan")),
     )
 

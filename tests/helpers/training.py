@@ -44,8 +44,10 @@ def streaming(directory: Any, *more: str) -> list[str]:
 
 
 def recipe(dtype: str, overrides: Sequence[str]) -> infinity.Recipe:
-    compiles = [] if any(o.startswith("optim.compile") for o in overrides) else ["optim.compile=false"]
-    return infinity.load_recipe(overrides=[f"train.dtype={dtype}", *compiles, *overrides])
+    given = {override.partition("=")[0] for override in overrides}
+    usual = {"optim.compile": "false", "memory.activations": "keep"}  # memory.device alone would plan
+    rest = [f"{key}={value}" for key, value in usual.items() if key not in given]
+    return infinity.load_recipe(overrides=[f"train.dtype={dtype}", *rest, *overrides])
 
 
 def build(factory: Callable[[], nn.Module], dtype: str, overrides: Sequence[str]) -> nn.Module:
