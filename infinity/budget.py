@@ -17,7 +17,7 @@ from infinity.core.nbytes import format_nbytes
 
 #: Chunks of the update that are staged at one time: being read, updated and written.
 STAGED_CHUNKS = 4
-#: Pieces of shards that are on their way to an accelerator at one time.
+#: Pieces of shards on their way to an accelerator that fit into what staging has.
 STAGED_PIECES = 4
 _GRAIN = 2 * 2**20  # what pools round large buffers up to (bytes)
 _BLOCK = 4096

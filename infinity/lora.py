@@ -153,7 +153,8 @@ def save_lora(model: Any, directory: str | Path) -> None:
     with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
         base = model.peft_config["default"].base_model_name_or_path
-        _write_card(publication.path / "README.md", base or "the model that they were trained on")
+        base = base or "the model that they were trained on"
+        _write_card(publication.path / "README.md", base, runtime.dtype)
         publication.publish()
 
 
@@ -171,7 +172,7 @@ def _adapters(model: Any, runtime: Runtime) -> dict[str, torch.Tensor]:
     return values
 
 
-def _write_card(card_path: Path, base: str) -> None:
+def _write_card(card_path: Path, base: str, dtype: torch.dtype) -> None:
     """In place of peft's form with blanks: what the adapters belong to, and how to load them."""
     from huggingface_hub import ModelCard
 
@@ -179,17 +180,17 @@ def _write_card(card_path: Path, base: str) -> None:
     if Path(base).is_dir():
         files = sorted(path for path in Path(base).iterdir() if path.suffix in (".safetensors", ".bin"))
         card.data["base_model_sha256"] = {path.name: _sha256(path) for path in files}
-    card.text = _CARD.format(base=base)
+    card.text = _CARD.format(base=base, dtype=dtype)
     card.save(card_path)
 
 
 _CARD = """
 # Adapters of {base}
 
-They change that model, whose weight files are named with their SHA-256 above where it was a directory, and no
-other. With transformers and peft:
+They change that model and no other. Where it was a directory, the SHA-256 of each of its weight files stands
+under base_model_sha256 in the head of this file. With transformers and peft:
 
-    base = AutoModelForCausalLM.from_pretrained("{base}", dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
     model = PeftModel.from_pretrained(base, "the directory of this file")
 """
 

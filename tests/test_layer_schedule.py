@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity import budget
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.tier import Tier
 from infinity.layers.schedule import LayerSchedule
@@ -117,6 +118,33 @@ def test_frozen_weights_stay_no_longer_than_their_block_in_backward(tmp_path: Pa
             loss.backward()
             optimizer.step()
         assert window.training.plan.peak_nbytes <= window.capacity_nbytes
+
+
+@pytest.mark.parametrize("rule", [FREE, CLIPPED], ids=["free", "clipped"])
+def test_a_block_keeps_its_room_when_more_is_trained_later(tmp_path: Path, rule: Rule) -> None:
+    """``memory.device`` is the smallest for which all is trained: blocks are as tight as they may be."""
+    device = room_for_a_block(str(tmp_path), "llama", rule)
+    factory, batch = models.build("llama", seed=3)
+    model: Any = build(factory, "bf16", streaming(tmp_path, f"memory.device={device}"))
+    model.model.layers[1].requires_grad_(False)
+    groups = [{"params": list(model.parameters())}]
+    optimizer = infinity.AdamW(model, rule.lr, rule.betas, max_grad_norm=rule.max_grad_norm, params=groups)
+    with contextlib.closing(optimizer):
+        scheduled, runtime = infinity.layer_schedule(model, 2), optimizer.runtime
+        for step in range(4):
+            if step == 2:
+                model.requires_grad_(True)
+            scheduled(**whole(batch, step, 2)).loss.backward()
+            optimizer.step()
+        for block in scheduled.blocks.modules:
+            room = sum(budget.rounded(unit.nbytes) for unit in _units(runtime, block))
+            assert room <= runtime.prefetcher.capacity_nbytes
+        assert optimizer.report().peak_nbytes["device"] <= device
+
+
+def _units(runtime: Any, block: nn.Module) -> list[Any]:
+    inside = {id(param) for param in block.parameters()}
+    return [unit for unit in runtime.units if any(id(s.param) in inside for s in unit.segments)]
 
 
 # --- bytes -------------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def test_saved_adapters_are_loaded_by_peft_and_name_and_hash_their_base(tmp_path
     card = ModelCard.load(tmp_path / "adapters" / "README.md")
     assert card.data["base_model_sha256"] == {"model.safetensors": digest}
     assert card.text.strip().startswith(f"# Adapters of {base}\n")
-    assert f'from_pretrained("{base}"' in card.text
+    assert f'from_pretrained("{base}", dtype=torch.bfloat16)' in card.text
     assert "More Information Needed" not in card.content
 
 
