@@ -7,13 +7,11 @@ passes store all they can. The second one is profiled, as if everything were kep
 the plan is metered, so that what was predicted can be told beside what was measured.
 """
 
-import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
@@ -27,12 +25,14 @@ from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Profile
 from infinity.observe.memory_meter import MemoryMeter
 from infinity.observe.profiler import Profiler
+from infinity.passes import Passes
 from infinity.planner.policies import plan as make_plan
-from infinity.simulate import play
+from infinity.planning import Planning
+from infinity.simulate import bounded, play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]
 #: Passes of a plan: profiled, made, metered; see [Note: the first passes].
-_PROFILED, _METERED = 1, 3
+_PROFILED, METERED = 1, 3
 
 
 class Room(Protocol):
@@ -51,29 +51,6 @@ class Room(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """A plan, what it was made from, and what it was expected to cost."""
-
-    profile: Profile
-    hardware: Hardware
-    plan: ActivationPlan
-    kept: Outcome
-    predicted: Outcome
-    planning_s: float
-
-    def save(self, folder: Path) -> None:
-        """Write ``profile.json`` and ``plan.json`` into ``folder``."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.profile.save(folder / "profile.json")
-        given = {
-            "plan": json.loads(self.plan.to_json()),
-            "hardware": asdict(self.hardware),
-            "planning_s": self.planning_s,
-        }
-        (folder / "plan.json").write_text(json.dumps(given))
-
-
 class Activations:
     """Serves every forward pass that autograd records, from its outermost module on.
 
@@ -86,8 +63,9 @@ class Activations:
 
     Attributes:
         planning: The plan, once it is made.
-        metered_nbytes: Peak of what a planned step made, as counted; None: not yet.
-        pass_s: Seconds of each pass under the plan with what follows it, up to the next one.
+        passes: How long they took, and what they moved.
+        meters: One pass is metered, which takes longer than the others; see [Note: the first passes].
+        metered_nbytes: Peak of what it made, as counted; None: not yet.
     """
 
     def __init__(
@@ -96,11 +74,12 @@ class Activations:
     ) -> None:  # fmt: skip
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
+        self.passes, self.room = Passes(cache.ledger), room
+        self.meters = policy == "plan"
         self.metered_nbytes: int | None = None
-        self.pass_s: list[float] = []
-        self._hardware, self._room, self._agree = hardware, room, agree
+        self._hardware, self._agree = hardware, agree
         self._blocks: weakref.WeakKeyDictionary[nn.Module, list[NamedBlock]] = weakref.WeakKeyDictionary()
-        self._passes, self._began_s = 0, 0.0
+        self._profile_updates = False  # the step ended with the profiled pass
         self._instrument: Profiler | MemoryMeter | None = None
         self._weights: list[Tensor] = []
 
@@ -110,15 +89,14 @@ class Activations:
         Raises:
             BudgetError: No plan meets the budget; says which one could be met, and what holds it there.
         """
-        self.end_step()
+        self._end_pass(updates=False)
         if model not in self._blocks:
             self._blocks[model] = find_blocks(model)
         blocks = self._blocks[model]
         self.cache.script = self._script(blocks)
         self._weights = list(model.parameters())
         self._equip()
-        self._passes += 1
-        self._began_s = time.perf_counter()
+        self.passes.begin()
         stack = ExitStack()
         if self.policy != "keep":
             self.cache.exempt = storages_of([*self._weights, *model.buffers()])
@@ -129,26 +107,25 @@ class Activations:
 
     def end_step(self) -> None:
         """The step is over, as far as it is profiled; called again, nothing happens."""
-        instrument, self._instrument = self._instrument, None
-        self.cache.observer = None
-        if self._began_s and self._passes > _METERED + 1:
-            self.pass_s.append(time.perf_counter() - self._began_s)
-        self._began_s = 0.0
-        if instrument is None:
-            return
-        instrument.__exit__(None, None, None)
-        if isinstance(instrument, Profiler):
-            self._make_plan(instrument.finish())
-        else:
-            gradients = [weight.grad for weight in self._weights if type(weight.grad) is Tensor]
-            self.metered_nbytes = instrument.peak_nbytes(without=gradients)
+        self._end_pass(updates=True)
 
     def measured(self) -> Outcome | None:
-        """What the plan's passes took, to be compared with what was predicted; None: too few of them."""
-        if self.planning is None or self.metered_nbytes is None or not self.pass_s:
+        """What a pass under the plan took, to be compared with what was predicted; None: too few of them.
+
+        Time and bytes are medians, see [Note: passes that can be compared] in :mod:`infinity.passes`; the
+        peak is that of the metered pass. Stalls and recomputation cannot be told from other compute here:
+        they are those that were predicted.
+        """
+        typical = self.passes.typical(METERED + 1, updates=self._profile_updates)
+        if self.planning is None or self.metered_nbytes is None or typical is None:
             return None
-        step_s = sorted(self.pass_s)[len(self.pass_s) // 2]
-        return replace(self.planning.predicted, step_s=step_s, peak_nbytes=self.metered_nbytes)
+        return replace(
+            self.planning.predicted,
+            step_s=typical.time_s,
+            peak_nbytes=self.metered_nbytes,
+            nbytes_stored=typical.nbytes_stored,
+            nbytes_loaded=typical.nbytes_loaded,
+        )
 
     def close(self) -> None:
         """Give back what stored activations hold."""
@@ -156,6 +133,21 @@ class Activations:
         self.cache.close()
 
     # --- parts -------------------------------------------------------------------------------
+
+    def _end_pass(self, *, updates: bool) -> None:
+        """The pass is over, with its step or before the next one; called again, nothing happens."""
+        instrument, self._instrument = self._instrument, None
+        self.cache.observer = None
+        self.passes.end(updates=updates)
+        if instrument is None:
+            return
+        instrument.__exit__(None, None, None)
+        if isinstance(instrument, Profiler):
+            self._profile_updates = updates
+            self._make_plan(instrument.finish())
+        else:
+            gradients = [weight.grad for weight in self._weights if type(weight.grad) is Tensor]
+            self.metered_nbytes = instrument.peak_nbytes(without=gradients)
 
     def _script(self, blocks: list[NamedBlock]) -> Script:
         if self.planning is not None:
@@ -168,11 +160,11 @@ class Activations:
 
     def _equip(self) -> None:
         """Enter what records or meters this pass and what follows it."""
-        if self.policy == "plan" and self._passes == _PROFILED:
+        if self.policy == "plan" and self.passes.begun == _PROFILED:
             profiler = Profiler(weights=self._weights, device=self.cache.device)
             self._instrument = profiler.__enter__()
             self.cache.observer = profiler
-        elif self.policy == "plan" and self._passes == _METERED:
+        elif self.meters and self.passes.begun == METERED:
             meter = MemoryMeter()
             meter.__enter__()  # type: ignore[no-untyped-call]
             self._instrument = meter
@@ -185,16 +177,16 @@ class Activations:
         plan = ActivationPlan.from_json(self._agree(self._choose(profile, hardware).to_json()))
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
-        self._room.settle(plan.capacity_nbytes, predicted.peak_nbytes)
+        self.room.settle(plan.capacity_nbytes, predicted.peak_nbytes)
         self.cache.backlog_nbytes = plan.backlog_nbytes
 
     def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
         """The plan for the first of the room's capacities that one meets."""
         refused = None
-        for capacity_nbytes in self._room.capacities():
+        for capacity_nbytes in self.room.capacities():
             try:
-                return make_plan(profile, hardware, capacity_nbytes)
+                return bounded(profile, make_plan(profile, hardware, capacity_nbytes), hardware)
             except BudgetError as error:
                 refused = error
         assert refused is not None
-        raise self._room.refuse(refused)
+        raise self.room.refuse(refused)

@@ -1,0 +1,85 @@
+"""Forward passes with what follows them, one after the other: how long each took, and what it moved.
+
+[Note: passes that can be compared]
+A pass lasts from its forward to the next one, or to the end of its step. Where micro-batches accumulate, only
+the last pass of a step has the update in it. A profile is of one pass. So what was predicted from it is
+compared with the passes that end as the profiled one did: with the step, or with the next forward.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from infinity.activation.ledger import Ledger
+
+#: Passes that are remembered.
+REMEMBERED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass that has ended.
+
+    Attributes:
+        nbytes_stored: Activations given to shelves; likewise ``nbytes_loaded``.
+        updates: The step ended with it.
+    """
+
+    number: int
+    time_s: float
+    nbytes_stored: int
+    nbytes_loaded: int
+    updates: bool
+
+
+class Passes:
+    """Times the passes of one model.
+
+    Args:
+        ledger: Counts what moves.
+
+    Attributes:
+        begun: How many there were, the one that runs included.
+        ended: The latest ones.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.begun = 0
+        self.ended = deque[Pass](maxlen=REMEMBERED)
+        self._ledger = ledger
+        self._mark: tuple[float, int, int] | None = None
+
+    def begin(self) -> None:
+        """The next pass begins."""
+        self.begun += 1
+        self._mark = time.perf_counter(), self._ledger.nbytes_stored, self._ledger.nbytes_loaded
+
+    def end(self, *, updates: bool) -> None:
+        """The pass is over; if none runs, nothing happens."""
+        if self._mark is None:
+            return
+        began_s, stored, loaded = self._mark
+        self._mark = None
+        self.ended.append(
+            Pass(
+                self.begun - 1,
+                time.perf_counter() - began_s,
+                self._ledger.nbytes_stored - stored,
+                self._ledger.nbytes_loaded - loaded,
+                updates,
+            )
+        )
+
+    def typical(self, first: int, *, updates: bool) -> Pass | None:
+        """A pass of the medians of those from number ``first`` on that end so; None: there is none."""
+        alike = [each for each in self.ended if each.number >= first and each.updates is updates]
+        if not alike:
+            return None
+        return Pass(
+            alike[-1].number,
+            median(each.time_s for each in alike),
+            round(median(each.nbytes_stored for each in alike)),
+            round(median(each.nbytes_loaded for each in alike)),
+            updates,
+        )

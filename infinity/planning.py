@@ -1,0 +1,174 @@
+"""A plan for activations with all that it was made from: a run keeps it, ``infinity plan`` reads it.
+
+Free of torch, so that plans are looked at quickly and anywhere.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infinity.core.errors import RecipeError
+from infinity.core.nbytes import format_nbytes
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
+from infinity.core.profile import Phase, Profile
+from infinity.observe.plan_table import PlanRow
+from infinity.planner.lifetimes import operator_times
+from infinity.planner.script import script_of
+
+#: In a run's folder.
+FOLDER = "activations"
+PROFILE, PLAN, MEASURED = "profile.json", "plan.json", "measured.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """A plan, what it was made from, and what it was expected to cost."""
+
+    profile: Profile
+    hardware: Hardware
+    plan: ActivationPlan
+    kept: Outcome
+    predicted: Outcome
+    planning_s: float
+
+    def save(self, folder: Path) -> None:
+        """Write ``profile.json`` and ``plan.json`` into ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.profile.save(folder / PROFILE)
+        given = {
+            "plan": json.loads(self.plan.to_json()),
+            "hardware": asdict(self.hardware),
+            "kept": asdict(self.kept),
+            "predicted": asdict(self.predicted),
+            "planning_s": self.planning_s,
+        }
+        (folder / PLAN).write_text(json.dumps(given))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Planning":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            RecipeError: A file is missing, or was not written by :meth:`save`.
+        """
+        profile, given = Profile.load(folder / PROFILE), _read(folder / PLAN)
+        try:
+            return cls(
+                profile,
+                Hardware(**given["hardware"]),
+                ActivationPlan.from_json(json.dumps(given["plan"])),
+                Outcome(**given["kept"]),
+                Outcome(**given["predicted"]),
+                float(given["planning_s"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecipeError(f"{folder / PLAN}: not a plan that infinity wrote: {error}") from error
+
+    def describe(self) -> str:
+        """What the plan does, in one line for people."""
+        fates = Fates.of(self.profile, self.plan)
+        peaks = " -> ".join(format_nbytes(outcome.peak_nbytes) for outcome in (self.kept, self.predicted))
+        return f"activations: {fates}: peak {peaks}, predicted {self.predicted.step_s:.3g} s a micro-batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """How many blocks a plan treats how; a block of which any byte leaves counts as stored."""
+
+    kept: int
+    host: int
+    nvme: int
+    recomputed: int
+
+    @classmethod
+    def of(cls, profile: Profile, plan: ActivationPlan) -> "Fates":
+        regions = {block.region for block in profile.blocks}
+        recomputed = regions & plan.recomputed
+        placed = {key: place for key, place in plan.places.items() if key.region in regions - recomputed}
+        nvme = {key.region for key, place in placed.items() if place is Place.NVME}
+        host = {key.region for key, place in placed.items() if place is Place.HOST} - nvme
+        left = regions - recomputed - nvme - host
+        return cls(len(left), len(host), len(nvme), len(recomputed))
+
+    def __str__(self) -> str:
+        total = self.kept + self.host + self.nvme + self.recomputed
+        if not total:
+            return "no blocks"
+        ways = {"to NVMe": self.nvme, "to host memory": self.host, "recomputed": self.recomputed}
+        parts = [f"{count} {words}" for words, count in {**ways, "kept": self.kept}.items() if count]
+        return f"of {total} block{'s' if total > 1 else ''} {', '.join(parts)}"
+
+
+def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
+    """Write ``measured.json``: what the plan in ``folder`` took, beside what was predicted."""
+    given = {"predicted": asdict(predicted), "measured": asdict(measured)}
+    (folder / MEASURED).write_text(json.dumps(given, indent=2) + "\n")
+
+
+def load_measured(folder: Path) -> Outcome | None:
+    """What the plan in ``folder`` took; None: the run did not come so far.
+
+    Raises:
+        RecipeError: The file was not written by :func:`save_measured`.
+    """
+    if not (folder / MEASURED).exists():
+        return None
+    try:
+        return Outcome(**_read(folder / MEASURED)["measured"])
+    except (KeyError, TypeError) as error:
+        raise RecipeError(f"{folder / MEASURED}: not what infinity wrote: {error}") from error
+
+
+def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
+    """Each block's time and bytes, in the order of forward, between two rows for what lies outside blocks.
+
+    Times add up to the profile's step without its update. What lies between two blocks is in the last row.
+    """
+    blocks = sorted(profile.blocks, key=lambda block: block.region)
+    names = ["before the blocks", *(block.name for block in blocks), "after the blocks"]
+    row_of = {0: 0} | {block.region: row for row, block in enumerate(blocks, start=1)}
+    forward_s, backward_s = _times(profile, len(names))
+    saved = [0] * len(names)
+    for slot in profile.slots:
+        saved[row_of.get(slot.key.region, -1)] += slot.nbytes
+    by_place = {place: [0] * len(names) for place in Place}
+    for storage in script_of(profile, plan.recomputed).saved:
+        by_place[plan.place(storage.key)][row_of.get(storage.key.region, -1)] += storage.nbytes
+    rows = [
+        PlanRow(
+            name, forward_s[row], backward_s[row], saved[row],
+            *(by_place[place][row] for place in (Place.KEEP, Place.HOST, Place.NVME)),
+        )
+        for row, name in enumerate(names)
+    ]  # fmt: skip
+    return rows if blocks else [rows[0], rows[-1]]
+
+
+def _times(profile: Profile, rows: int) -> tuple[list[float], list[float]]:
+    """Seconds of forward and of backward, for each row of :func:`plan_rows`."""
+    blocks = sorted(profile.blocks, key=lambda block: block.region)
+    operators = np.arange(len(profile.operators))
+    row = np.full(len(operators), rows - 1)
+    if blocks:
+        row[(operators < blocks[0].forward[0]) | (operators >= blocks[0].backward[1])] = 0
+    for number, block in enumerate(blocks, start=1):
+        row[slice(*block.forward)] = row[slice(*block.backward)] = number
+    phases = np.array([operator.phase for operator in profile.operators])
+    times_s = operator_times(profile)
+    forward, backward = (
+        np.bincount(row, weights=times_s * (phases == phase), minlength=rows)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    return forward.tolist(), backward.tolist()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}; wanted a plan that a run of infinity kept") from error
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{path}: not what infinity wrote: {error}") from error
