@@ -22,7 +22,7 @@ from infinity.planner.policies import (
 from infinity.planner.script import script_of
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
 
-fast = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 def budget(profile: Profile, channels: Hardware, share: float) -> int:
@@ -152,7 +152,7 @@ def test_the_adaptive_rule_offloads_as_much_as_the_drive_can_take_and_no_more() 
 
 
 def test_a_slow_drive_is_helped_by_the_host_and_by_recomputation() -> None:
-    profile = transformer(12)
+    profile = transformer(6)
     slow = hardware(0.2)
     capacity = budget(profile, slow, 0.4)
     alone = plan(profile, slow, capacity)
@@ -174,7 +174,7 @@ def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> 
 
 def test_units_traffic_leaves_less_of_the_drive_to_activations() -> None:
     channels = hardware(1.5)
-    free, busy = transformer(12), transformer(12, weight_nbytes=8 * MIB)
+    free, busy = transformer(6), transformer(6, weight_nbytes=8 * MIB)
     capacity = budget(free, channels, 0.3)
     slower, quicker = (predict(p, plan(p, channels, capacity), channels).step_s for p in (busy, free))
     assert slower > 1.01 * quicker
