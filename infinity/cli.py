@@ -53,7 +53,7 @@ def show_recipe_table() -> None:
         table.add_column(name, no_wrap=name == "key", overflow="fold")
     for row in recipe_table():
         table.add_row(*(Text(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)  # a pipe gets whole lines
+    Console(width=None if sys.stdout.isatty() else 400).print(table)  # a pipe gets whole lines
 
 
 def _train(path: str | None, overrides: Sequence[str]) -> None:
