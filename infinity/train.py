@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
+from infinity.activation_view import ActivationView
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.data import Batch, Data
@@ -57,14 +59,23 @@ def train(recipe: Recipe) -> Summary | None:
                     display.say(note)
         if _saves(recipe) and folder and recipe.lora.rank is None:
             check_room(model, folder)
+        activations = None
+        if folder:
+            say = partial(_tell, tuple(views))
+            activations = ActivationView(optimizer.runtime.activations, folder, recipe.train.accumulate, say)
+            views.append(activations)
         with _interruptible(recipe):
             Loop(recipe, model, optimizer, data, views).run()
         if _saves(recipe):
             _save(recipe, model, folder, views)
-        if folder is None:
+        if folder is None or activations is None:
             return None
-        budgets: dict[str, int | None] = optimizer.budgets
-        summary = totals.result(folder=folder, world_size=world_size(), budgets=budgets)
+        summary = totals.result(
+            folder=folder,
+            world_size=world_size(),
+            budgets=optimizer.budgets,
+            activations=activations.result(),
+        )
         summary.write(folder / "summary.json")
         if recipe.observe.timeline:
             write_trace(optimizer.timeline.spans(), folder / "timeline.json")
@@ -358,6 +369,13 @@ def _say_lines(recipe: Recipe) -> Callable[[str], object]:
     if not recipe.observe.progress:
         return lambda line: None
     return lambda line: Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tell(views: Sequence[View], line: str) -> None:
+    """A line for people, where the run is shown."""
+    for display in views:
+        if isinstance(display, ProgressDisplay):
+            display.say(line)
 
 
 @contextmanager

@@ -22,6 +22,13 @@ from infinity.recipe import Recipe, load_recipe
 from infinity.train import Loop, RankMean, lr_factor, set_threads, train, world_size
 from tests.helpers.launch import run_ranks
 
+#: Nothing becomes of activations.
+KEPT = SimpleNamespace(
+    policy="keep",
+    planning=None,
+    cache=SimpleNamespace(ledger=SimpleNamespace(nbytes_stored=0, nbytes_loaded=0)),
+)
+
 
 class Plain:
     """The public API over plain PyTorch; notes what the loop did with it."""
@@ -36,7 +43,7 @@ class Plain:
         class AdamW(torch.optim.AdamW):
             def __init__(self, model: nn.Module, *, max_grad_norm: float | None, **numbers: Any) -> None:
                 super().__init__(model.parameters(), **numbers)
-                self.runtime = SimpleNamespace()
+                self.runtime = SimpleNamespace(activations=KEPT)
                 self.timeline = Timeline(clock=lambda: 1.0)
                 self.timeline.add("compute", "forward", 0.0, 1.0)
                 self.budgets = {"host": 100}

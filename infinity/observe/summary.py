@@ -12,11 +12,31 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.core.nbytes import format_nbytes
+from infinity.core.plan import Outcome
 from infinity.observe.events import StepReport, perplexity
 from infinity.observe.metrics import finite
 
 #: A cause is named as the bottleneck when the run waited for it for more than this share.
 STALL_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSummary:
+    """What became of activations, on one rank; a step has ``accumulate`` micro-batches.
+
+    Attributes:
+        plan: What the plan does, for people; None: there was none, as all following fields.
+    """
+
+    policy: str
+    nbytes_stored: int  # a step, as the next two; medians
+    nbytes_loaded: int
+    stall_s: float
+    saved_peak_nbytes: int  # of what autograd saves
+    plan: str | None = None
+    planning_s: float | None = None
+    predicted: Outcome | None = None  # one micro-batch, as measured
+    measured: Outcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +65,7 @@ class Summary:
     last_held_out: float | None
     first_perplexity: float | None  # of the held-out tokens
     last_perplexity: float | None
+    activations: ActivationSummary | None = None  # None: they were kept
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n")
@@ -82,7 +103,14 @@ class SummaryBuilder:
     def close(self) -> None:
         pass
 
-    def result(self, *, folder: Path, world_size: int, budgets: Mapping[str, int | None]) -> Summary:
+    def result(
+        self,
+        *,
+        folder: Path,
+        world_size: int,
+        budgets: Mapping[str, int | None],
+        activations: ActivationSummary | None = None,
+    ) -> Summary:
         """The summary so far; ``budgets`` in bytes by tier, None where there is none."""
         series = self._planned if self._planned.step_s else self._all
         total_s = sum(self._all.step_s)
@@ -112,6 +140,7 @@ class SummaryBuilder:
             last_held_out=held_out[1],
             first_perplexity=hesitation[0],
             last_perplexity=hesitation[1],
+            activations=activations,
         )
 
 
@@ -170,6 +199,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"
         rows.append((f"peak {tier}", f"{format_nbytes(nbytes)} ({beside})"))
+    if summary.activations is not None:
+        rows += activation_rows(summary.activations)
     causes = ", ".join(f"{cause} {waited_s:.2f} s" for cause, waited_s in summary.stall_s.items() if waited_s)
     rows += [
         ("stall", f"{summary.stall_share:.1%} of the time{f' ({causes})' if causes else ''}"),
@@ -177,6 +208,31 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("files", summary.folder),
     ]
     return rows
+
+
+def activation_rows(figures: ActivationSummary) -> list[tuple[str, str]]:
+    """The same of activations."""
+    moved = (
+        f"{figures.nbytes_stored:,} bytes stored and {figures.nbytes_loaded:,} loaded per step, "
+        f"waited {figures.stall_s:.3g} s for them"
+    )
+    if figures.plan is None:
+        peak = f"saved activations take at most {format_nbytes(figures.saved_peak_nbytes)}"
+        return [("activations", f"{figures.policy}: {peak}"), ("", moved)]
+    rows = [("activations", f"{figures.plan}; planned in {figures.planning_s:.2g} s")]
+    if figures.predicted is not None and figures.measured is not None:
+        rows.append(("", f"measured {compared(figures.predicted, figures.measured)}"))
+    return [*rows, ("", moved)]
+
+
+def compared(predicted: Outcome, measured: Outcome) -> str:
+    """Time and peak of a micro-batch, and how far they are from what was predicted."""
+    off_s = measured.step_s / predicted.step_s - 1 if predicted.step_s else 0.0
+    off_nbytes = measured.peak_nbytes / predicted.peak_nbytes - 1 if predicted.peak_nbytes else 0.0
+    return (
+        f"{measured.step_s:.3g} s a micro-batch ({off_s:+.1%} of predicted), "
+        f"peak {format_nbytes(measured.peak_nbytes)} ({off_nbytes:+.1%})"
+    )
 
 
 def _first_last(first: float | None, last: float | None, *, digits: int = 4) -> str:
