@@ -1,4 +1,4 @@
-"""``infinity train | export | recipe``: the command line."""
+"""``infinity train | plan | export | recipe``: the command line."""
 
 import argparse
 import os
@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 show_recipe_table()
             elif args.command == "export":
                 _export(args.run, args.out)
+            elif args.command == "plan":
+                _plan(args.run, args.budget)
             else:
                 _train(args.recipe, args.overrides)
     except InfinityError as error:
@@ -72,6 +74,14 @@ def _export(run: str, out: str) -> None:
     print(f"the model of {run} is in {out}")
 
 
+def _plan(run: str, budget: str | None) -> None:
+    from rich.console import Console
+
+    from infinity.plan_command import show_plan
+
+    show_plan(run, budget, Console(width=None if sys.stdout.isatty() else 160))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity", description="Train models far larger than the memory of the machine."
@@ -95,6 +105,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("run", metavar="RUN", help="the run's folder, as in runs/2026-01-31_12-00-00_1")
     export.add_argument("out", metavar="OUT", help="the new directory")
+    plan = commands.add_parser(
+        "plan",
+        help="show what a run does with its activations, or would do in another budget",
+        description="Print a run's plan for its activations: each block, what the step costs beside other "
+        "ways, and a picture. Nothing is trained, also when it is planned again for another budget.",
+    )
+    plan.add_argument("run", metavar="RUN", help="the run's folder, as in runs/2026-01-31_12-00-00_1")
+    plan.add_argument(
+        "--budget", metavar="SIZE", help="plan again: device memory for all that a step makes, as in 2GiB"
+    )
     commands.add_parser("recipe", help="list every key of a recipe, with type, default and meaning")
     return parser
 

@@ -95,11 +95,13 @@ class Fates:
 
     def __str__(self) -> str:
         total = self.kept + self.host + self.nvme + self.recomputed
-        if not total:
-            return "no blocks"
         ways = {"to NVMe": self.nvme, "to host memory": self.host, "recomputed": self.recomputed}
-        parts = [f"{count} {words}" for words, count in {**ways, "kept": self.kept}.items() if count]
-        return f"of {total} block{'s' if total > 1 else ''} {', '.join(parts)}"
+        parts = [(count, words) for words, count in {**ways, "kept": self.kept}.items() if count]
+        if not parts:
+            return "no blocks"
+        (first, words), rest = parts[0], parts[1:]
+        named = f"{first} of {total} block{'s' if total > 1 else ''} {words}"
+        return ", ".join([named, *(f"{count} {words}" for count, words in rest)])
 
 
 def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
