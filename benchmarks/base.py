@@ -1,0 +1,131 @@
+"""Starting a fine-tune with adapters: with a base of its own, as the first to write a shared one, and later.
+
+    python benchmarks/base.py [--quick] [--json FILE] [--sizes 134M,367M]
+
+A start is ``from_pretrained`` in a fresh process. The checkpoint is read from the drive, not from the page
+cache; a run that finds the base reads that instead, once, and compares every byte with its hash.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llama
+import processes
+from checkpoint_worker import forget, import_all
+from report import Claim, print_table, write_json
+from train import SIZES, say
+from worker import peak_rss_nbytes
+
+#: How a run starts, in turn; each of them finds what the ones before it left.
+WAYS = {"own": "a base of its own", "first": "writes the shared base", "later": "finds the shared base"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process does; paths are of directories."""
+
+    way: str  # of WAYS, or make
+    shape: dict[str, Any]
+    source: str
+    overrides: list[str] = field(default_factory=list)
+
+
+def make(job: Job) -> dict[str, Any]:
+    """Save a new model as a checkpoint."""
+    llama.make(llama.Shape(**job.shape)).bfloat16().save_pretrained(job.source)
+    return {}
+
+
+def start(job: Job) -> dict[str, Any]:
+    """Seconds until the model is there, and the bytes that its engine moved for it."""
+    import infinity
+    from infinity.runtime import runtime_of
+
+    recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
+    forget(Path(job.source))
+    began = time.perf_counter()
+    model = infinity.from_pretrained(job.source, recipe, frozen=job.way != "own")
+    seconds = time.perf_counter() - began
+    engine: Any = runtime_of(model).tiers.engine
+    moved = {"read": engine.nbytes_read, "written": engine.nbytes_written}
+    infinity.close(model)
+    return {"seconds": seconds, "peak_rss": peak_rss_nbytes(), **moved}
+
+
+def measure(shape: llama.Shape, options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every way's figures, round by round, each round with a base of its own."""
+    figures: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    nvme, source = folder / "nvme", str(folder / "source")
+    overrides = [f"memory.nvme=[{nvme}]", "memory.host=256MiB", "memory.resident=false"]
+    processes.run(Job("make", shape.as_dict(), source), worker=Path(__file__))
+    for _ in range(options.rounds):
+        for way in WAYS:
+            say(f"{shape.name}: {WAYS[way]}")
+            [[result]] = processes.run(Job(way, shape.as_dict(), source, overrides), worker=Path(__file__))
+            figures[way].append(result)
+        shutil.rmtree(nvme)
+    return figures
+
+
+def rows_of(shape: llama.Shape, figures: dict[str, list[dict[str, Any]]]) -> tuple[list[list[str]], Claim]:
+    seconds = {way: statistics.median(each["seconds"] for each in figures[way]) for way in WAYS}
+    rows = []
+    for way, title in WAYS.items():
+        last, peak = figures[way][-1], max(each["peak_rss"] for each in figures[way])
+        moved = (f"{last[key] / 2**20:.0f}" for key in ("read", "written"))
+        ratio = f"{seconds[way] / seconds['later']:.2f}"
+        rows.append([shape.name, title, f"{seconds[way]:.2f}", ratio, *moved, f"{peak / 2**20:.0f}"])
+    value = seconds["first"] / seconds["later"]
+    text = f"{shape.name}: start of the first run / of a later one"
+    return rows, Claim(claim=text, value=value, target=1.0, unit="x", holds=value >= 1.0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, one round: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser.add_argument("--sizes", default="134M,367M", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every way")
+    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.sizes, options.rounds = "134M", 1
+    options.nvme.mkdir(parents=True, exist_ok=True)
+    rows, claims = [], []
+    for name in options.sizes.split(","):
+        folder = Path(tempfile.mkdtemp(prefix="base-", dir=options.nvme.resolve()))
+        try:
+            more, claim = rows_of(SIZES[name], measure(SIZES[name], options, folder))
+        finally:
+            shutil.rmtree(folder)
+        rows += more
+        claims.append(claim)
+    print_table(["size", "run", "start s", "/ later", "read MiB", "written MiB", "peak RSS MiB"], rows)
+    for claim in claims:
+        mark = "holds" if claim.holds else "MISSED"
+        print(f"{mark:7} {claim.claim}: {claim.value:.3g}{claim.unit} (target: at least {claim.target:g})")
+    if options.json:
+        write_json(options.json, claims)
+
+
+def work(text: str, out: str) -> None:
+    """One process of a round: the job, and where its result goes."""
+    import_all()
+    job = Job(**json.loads(text))
+    Path(f"{out}.0").write_text(json.dumps([make(job) if job.way == "make" else start(job)]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        work(*sys.argv[1:])
+    else:
+        main()
