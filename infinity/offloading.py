@@ -4,7 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,10 @@ def offload_activations(
         BudgetError: In the model's call: no plan meets the budget; says which one could be met.
         DiskError: A directory cannot be written, or its file system is full.
         StateError: The model was built under ``Init``, whose recipe says ``memory.activations``.
+        ValueError: There is no such policy, or a size is none.
     """
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy: got {policy!r}; wanted {' | '.join(get_args(Policy))}")
     if is_served(model):
         raise StateError(
             f"{type(model).__name__} was built under infinity.Init, which serves its activations too: say "
@@ -129,7 +132,9 @@ def _served(model: nn.Module, activations: Activations) -> Iterator[None]:
 
     def before(module: nn.Module, args: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        if torch.is_grad_enabled() and not passes and not in_backward:
+        if torch.is_grad_enabled() and not in_backward:
+            while passes:
+                passes.pop().close()  # of a call that was left without its hook (Ctrl-C)
             stack = activations.open(model)
             passes.append(stack)
             cache = activations.cache

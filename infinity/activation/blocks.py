@@ -6,17 +6,16 @@ block under ``torch.utils.checkpoint`` where it is to be recomputed. A recomputa
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from infinity.activation.cache import TensorCache
-from infinity.activation.identity import tensors_of
 
 
 class NamedBlock(NamedTuple):
@@ -47,10 +46,10 @@ def watched(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
     """Inside this context the blocks tell ``cache`` where a pass is; see [Note: forwards for a while]."""
     changed: list[tuple[nn.Module, Any]] = []
     try:
-        for name, module in blocks:
-            own = module.forward
+        for block in blocks:
+            module, own = block.module, block.module.forward
             changed.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = partial(_forward, name, own, cache)
+            module.__dict__["forward"] = partial(_forward, block, own, cache)
         yield
     finally:
         for module, before in changed:
@@ -60,35 +59,66 @@ def watched(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
                 module.__dict__["forward"] = before
 
 
-def _forward(name: str, own: Callable[..., Any], cache: TensorCache, *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    block: NamedBlock, own: Callable[..., Any], cache: TensorCache, *args: Any, **kwargs: Any
+) -> Any:
     record = cache.record
     in_backward = torch._C._current_graph_task_id() != -1
     if record is None or in_backward or not torch.is_grad_enabled():
         return own(*args, **kwargs)
     region, observer = record.enter_block(), cache.observer
-    inputs = tensors_of((args, kwargs))
+    leaves = tree_leaves((args, kwargs), is_leaf=_is_past)
+    fresh = [record.was_empty(leaf) for leaf in leaves if _is_past(leaf)]  # also of what is not recomputed
     if observer is not None:
-        observer.enter_region(region, name)
+        observer.enter_region(region, block.name)
     try:
-        if cache.script.recomputes(region):
-            return _recomputed(own, args, kwargs)
+        if cache.script.recomputes(region) and all(fresh):
+            return _recomputed(block.module, own, args, kwargs)
         return own(*args, **kwargs)
     finally:
         record.leave_block()
         if observer is not None:
-            observer.leave_region(region, inputs)
+            observer.leave_region(region, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
-def _recomputed(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _is_past(leaf: object) -> bool:
+    """Whether it is a cache of keys and values, as transformers has them."""
+    return hasattr(leaf, "get_seq_length")
+
+
+def _recomputed(
+    module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if "use_cache" in kwargs:
         kwargs = {**kwargs, "use_cache": False}
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_past)
     # Twice through a cache of keys and values would put them there twice.
-    leaves = [None if hasattr(leaf, "get_seq_length") else leaf for leaf in leaves]
+    leaves = [None if _is_past(leaf) else leaf for leaf in leaves]
     # Positional, because checkpoint saves what it finds there, and our hooks see it.
-    return checkpoint(partial(_call, own, spec), *leaves, use_reentrant=False)
+    return checkpoint(
+        partial(_call, own, spec), *leaves, use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _Restored(module)),
+    )  # fmt: skip
 
 
 def _call(own: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:
     args, kwargs = tree_unflatten(leaves, spec)
     return own(*args, **kwargs)
+
+
+class _Restored:
+    """At its end the buffers of ``module`` are as they were: running statistics count a batch once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        buffers = [(m._buffers, name, b) for m in self._module.modules() for name, b in m._buffers.items()]
+        self._before = [(among, name, b, b.detach().clone()) for among, name, b in buffers if b is not None]
+
+    def __exit__(self, *exc: object) -> None:
+        before, self._before = self._before, []
+        for among, name, buffer, values in before:
+            buffer.data.copy_(values)  # uncounted, as if nobody had written
+            among[name] = buffer

@@ -13,8 +13,8 @@ go. A graph that is kept (``retain_graph``) reads again: then it is loaded again
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ from infinity.core.profile import SlotKey
 
 #: Smaller storages are kept: they cost a request each, and free next to nothing (bytes).
 LEAST_NBYTES = 256 * 2**10
-#: Allocators align to this; what begins elsewhere is not torch's own memory (bytes).
-_ALIGNMENT = 64
+#: A tensor that is a smaller part of its storage than one in so many is a row of the user's data.
+_LEAST_PART = 64
 
 
 class Observer(Protocol):
@@ -54,9 +54,11 @@ class Record:
     def __init__(self) -> None:
         self.region = self._calls = self._ordinal = 0
         self.slots: weakref.WeakValueDictionary[SlotKey, Slot] = weakref.WeakValueDictionary()
-        self.positions: dict[SlotKey, int] = {}  # in the order of packing
+        self.packed: list[SlotKey] = []
+        self.positions: dict[SlotKey, int] = {}  # in ``packed``
         self.region_nbytes: Counter[int] = Counter()
         self.asked: set[SlotKey] = set()  # by the backward pass
+        self._empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self.backward = -1  # that runs now, by the number that autograd gave it
 
     def enter_block(self) -> int:
@@ -72,23 +74,33 @@ class Record:
     def _move(self, region: int) -> None:
         self.region, self._ordinal = region, 0
 
+    def was_empty(self, past: Any) -> bool:
+        """Whether a cache of keys and values held nothing when the pass came to it first."""
+        if past not in self._empty:
+            try:
+                self._empty[past] = not int(past.get_seq_length())
+            except ValueError:  # one that keeps states in place of keys: it does not tell
+                self._empty[past] = False
+        return self._empty[past]
+
     def next_key(self) -> SlotKey:
         self._ordinal += 1
         return SlotKey(self.region, self._ordinal - 1)
 
     def add(self, slot: Slot) -> None:
         self.slots[slot.key] = slot
-        self.positions[slot.key] = len(self.positions)
+        self.positions[slot.key] = len(self.packed)
+        self.packed.append(slot.key)
         self.region_nbytes[slot.key.region] += slot.nbytes
 
     def before(self, key: SlotKey, nbytes: int) -> list[SlotKey]:
         """What was packed before ``key``, latest first, until ``nbytes`` of it wait for their readers."""
         found = []
-        for earlier in reversed(list(self.positions)[: self.positions[key]]):
-            slot = self.slots.get(earlier)
+        for position in range(self.positions[key] - 1, -1, -1):
+            slot = self.slots.get(self.packed[position])
             if slot is not None:
                 nbytes -= slot.nbytes
-                found.append(earlier)
+                found.append(slot.key)
             if nbytes <= 0:
                 break
         return found
@@ -104,7 +116,7 @@ class Kept:
 
     def tensor(self) -> Tensor:
         """The tensor, unless it was written in place since."""
-        check_version(self._tensor, self._tensor.shape, self._version)
+        check_version(self._tensor, self._version)
         return self._tensor
 
 
@@ -172,9 +184,11 @@ class TensorCache:
         if not is_plain(tensor) or tensor.device != self.device:
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST_NBYTES or storage._cdata in self.exempt:
+        nbytes = storage.nbytes()
+        if nbytes < LEAST_NBYTES or storage._cdata in self.exempt:
             return False
-        return not storage.data_ptr() % _ALIGNMENT
+        # Memory that is not torch's own (numpy's, a file's, that of a worker) cannot be freed by us.
+        return storage.resizable() and tensor.nbytes * _LEAST_PART >= nbytes
 
     def _begin(self, record: Record, tensor: Tensor) -> Slot:
         slot = Slot(record.next_key(), tensor.untyped_storage(), tensor._version, self.ledger)
@@ -194,9 +208,10 @@ class TensorCache:
         """The tensor that was packed, bitwise.
 
         Raises:
-            DiskError: Its bytes could not be read back.
+            DiskError: Its bytes could not be read back, or a store failed.
             RuntimeError: It was written in place since.
         """
+        self.queue.check()
         self._note_backward()
         if isinstance(packed, Kept):
             return packed.tensor()
@@ -212,7 +227,7 @@ class TensorCache:
 
     def _note_backward(self) -> None:
         backward = torch._C._current_graph_task_id()
-        if self.observer is not None and self._noted != backward:
+        if self.observer is not None and backward not in (-1, self._noted):
             self._noted = backward
             self.observer.backward_begins()
             engine = torch.autograd.Variable._execution_engine
@@ -225,9 +240,7 @@ class TensorCache:
         self.ledger.forwarded += slot.state is SlotState.STORING
         if self._fetch(slot):
             self.ledger.on_demand += 1
-        arriving = slot.arriving()
-        if arriving is not None and not arriving.done():
-            self._wait(arriving.wait)
+        self._await(slot)
         storage, offset_nbytes = slot.read()
         if not packed.read:
             packed.read = True
@@ -235,6 +248,12 @@ class TensorCache:
         if not slot.readers:
             slot.let_go()
         return packed.view.of(storage, offset_nbytes), slot.was_loaded
+
+    def _await(self, slot: Slot) -> None:
+        arriving = slot.arriving()
+        if arriving is not None and not arriving.done():
+            with suppress(Exception):  # which read() raises, too
+                self._wait(arriving.wait)
 
     def _foresee(self, record: Record, key: SlotKey) -> None:
         """Start what should be on its way when backward asks for ``key``."""

@@ -7,14 +7,14 @@ keeps as long as the memory lives; we hold it weakly. Views and transposes share
 [Note: versions]
 Autograd refuses to read a saved tensor that was written in place since, but only where no hooks are. So
 hooks must compare versions themselves, also after the bytes have left memory: a tensor without bytes that
-shares the counter of writes stays behind.
+shares the counter of writes stays behind. Writes that torch does not count (through ``.data``, numpy or a
+kernel of one's own) reach the backward pass only while the storage is in memory.
 """
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 
 class Watch:
@@ -33,19 +33,20 @@ class Watch:
         Raises:
             RuntimeError: Somebody did.
         """
-        check_version(self._counter, self._shape, self._version)
+        check_version(self._counter, self._version, self._shape)
 
 
-def check_version(counter: Tensor, shape: torch.Size, version: int) -> None:
+def check_version(counter: Tensor, version: int, shape: torch.Size | None = None) -> None:
     """A tensor of ``shape`` that shares ``counter``'s count of writes is as it was at ``version``.
 
     Raises:
         RuntimeError: It is not, as autograd says where no hooks are.
     """
     if counter._version != version:
+        what = "" if counter.is_nested else f" {list(counter.shape if shape is None else shape)}"
         raise RuntimeError(
-            "a tensor that the backward pass needs was written in place after it was saved: "
-            f"{str(counter.dtype).removeprefix('torch.')} {list(shape)} is at version {counter._version}; "
+            "a tensor that the backward pass needs was modified by an inplace operation after it was saved: "
+            f"{str(counter.dtype).removeprefix('torch.')}{what} is at version {counter._version}; "
             f"wanted version {version}. torch.autograd.set_detect_anomaly(True) shows the operator that "
             "saved it"
         )
@@ -77,11 +78,6 @@ def is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and tensor.device.type in ("cpu", "cuda")
     )
-
-
-def tensors_of(tree: object) -> list[Tensor]:
-    """The tensors among the leaves of a tree, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -51,10 +51,13 @@ class Alike:
         self._place, self._recompute, self._last = place, recompute, last
 
     def place(self, key: SlotKey) -> Place:
-        return Place.KEEP if self._last is not None and key.region >= self._last else self._place
+        return Place.KEEP if self._is_last(key.region) else self._place
 
     def recomputes(self, region: int) -> bool:
-        return self._recompute
+        return self._recompute and not self._is_last(region)
+
+    def _is_last(self, region: int) -> bool:
+        return self._last is not None and region >= self._last
 
     def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
         return None

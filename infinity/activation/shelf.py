@@ -16,7 +16,6 @@ a transfer need not wait for streams.
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from infinity.activation.lane import Lane
 from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 
@@ -43,12 +43,12 @@ class Space(Protocol):
 class Stored(Protocol):
     """One storage on a shelf, or on its way there."""
 
-    def store(self) -> Transfer:
-        """Start storing, once; the storage lives until the transfer has ended."""
+    def store(self, storage: Storage) -> Transfer:
+        """Start storing ``storage``, once; it is held until the transfer has ended, and no longer."""
         ...
 
     def load(self) -> "Loading":
-        """Start loading; :meth:`store` has ended well."""
+        """Start loading; the store has ended well."""
         ...
 
     def free(self) -> None:
@@ -115,19 +115,18 @@ class DirectShelf:
 
 class _Direct:
     def __init__(self, shelf: DirectShelf, storage: Storage, who: str) -> None:
-        self._shelf = shelf
-        self._nbytes, self._source = storage.nbytes(), storage
+        self._shelf, self._nbytes = shelf, storage.nbytes()
         self._head = -storage.data_ptr() % BLOCK_NBYTES
         self._body = max(0, self._nbytes - self._head) // BLOCK_NBYTES * BLOCK_NBYTES
         self._extent = shelf.space.allocate(self._body, what=who) if self._body else Extent(())
-        self._room = _Room(lambda: shelf.space.free(self._extent) if self._body else None)
+        self._room = _Room(partial(_free, shelf.space, [self._extent] if self._body else []))
         self._ends: tuple[Tensor, Tensor] | None = None
 
-    def store(self) -> Transfer:
-        source = _bytes(self._source)
+    def store(self, storage: Storage) -> Transfer:
+        source = _bytes(storage)
         self._ends = source[: self._head].clone(), source[self._head + self._body :].clone()
         transfer = self._shelf.engine.write(self._extent, _memory(source, self._head, self._body))
-        return self._room.busy(transfer, self.__dict__.pop("_source"))
+        return self._room.busy(transfer, storage)
 
     def load(self) -> Filled:
         storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8).untyped_storage()
@@ -154,93 +153,43 @@ def _memory(tensor: Tensor, start: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr() + start)).cast("B")
 
 
+def _free(space: Space, extents: list[Extent]) -> None:
+    for extent in extents:
+        space.free(extent)
+
+
 class _Room:
     """Room that is given back when nothing is in flight to or from it."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back = give_back
         self._lock = threading.Lock()  # guards what follows
-        self._in_flight, self._unwanted, self._given = 0, False, False
+        self._in_flight: dict[object, Storage] = {}
+        self._unwanted = self._given = False
 
     def busy(self, transfer: Transfer, storage: Storage) -> Transfer:
-        """Something is in flight until ``transfer`` ends, and so long ``storage`` lives."""
+        """Something is in flight until ``transfer`` ends; so long ``storage`` lives, and no longer."""
+        move = object()
         with self._lock:
-            self._in_flight += 1
-        transfer.then(partial(self._landed, storage))
+            self._in_flight[move] = storage
+        transfer.then(partial(self._settle, move))
         return transfer
 
     def free(self) -> None:
-        self._settle(unwanted=True)
+        self._unwanted = True
+        self._settle(None)
 
-    def _landed(self, storage: Storage) -> None:
-        self._settle(landed=1)
-
-    def _settle(self, landed: int = 0, unwanted: bool = False) -> None:
+    def _settle(self, move: object) -> None:
         with self._lock:
-            self._in_flight -= landed
-            self._unwanted |= unwanted
+            storage = self._in_flight.pop(move, None)
             give = self._unwanted and not self._in_flight and not self._given
             self._given |= give
+        del storage  # without the lock: memory is given back
         if give:
             self._give_back()
 
 
 # --- through host memory -----------------------------------------------------------------------------
-
-
-class Lane:
-    """One thread that copies, in the order in which it was asked.
-
-    Args:
-        name: Of the thread.
-        device: Where activations are; an accelerator gets a stream for the lane.
-    """
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"infinity-{name}")
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def run(self, move: Callable[["Lane"], None]) -> "Job":
-        """Start ``move(lane)``, after all that the calling thread has given its stream."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return Job(self._thread.submit(move, self))
-
-    def catch_up(self) -> None:
-        """Return when what was given to streams before this move was asked for has been computed."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Return when ``target`` has the bytes of ``source``; on the lane's thread."""
-        if self._stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
-
-    def close(self) -> None:
-        """Finish what was asked."""
-        self._thread.shutdown()
-
-
-class Job:
-    """A transfer that a lane makes."""
-
-    def __init__(self, future: Any) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def done(self) -> bool:
-        return bool(self._future.done())
-
-    def then(self, call: Callable[[], None]) -> None:
-        self._future.add_done_callback(lambda _: call())
 
 
 class StagedShelf:
@@ -292,17 +241,15 @@ class StagedShelf:
 
 
 class _Staged:
-    """What both ways through host memory share."""
+    """What the ways through host memory share."""
 
     def __init__(self, shelf: StagedShelf, storage: Storage, give_back: Callable[[], None]) -> None:
-        self.shelf, self._source = shelf, storage
-        self._nbytes, self._device = storage.nbytes(), storage.device
+        self.shelf, self._nbytes, self._device = shelf, storage.nbytes(), storage.device
         self._room = _Room(give_back)
 
-    def store(self) -> Transfer:
-        source = self.__dict__.pop("_source")
-        job = self.shelf.storing.run(lambda lane: self.put(lane, _bytes(source)))
-        return self._room.busy(job, source)
+    def store(self, storage: Storage) -> Transfer:
+        source = _bytes(storage)
+        return self._room.busy(self.shelf.storing.run(lambda lane: self.put(lane, source)), storage)
 
     def load(self) -> Filled:
         target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
@@ -339,25 +286,21 @@ class _OnDisk(_Staged):
     """In extents, each of which is reached by a piece of host memory."""
 
     def __init__(self, shelf: StagedShelf, storage: Storage, extents: list[Extent], who: str) -> None:
-        super().__init__(shelf, storage, self._give_back)
+        assert shelf.space is not None
+        super().__init__(shelf, storage, partial(_free, shelf.space, extents))
         self._extents, self._who = extents, who
-
-    def _give_back(self) -> None:
-        assert self.shelf.space is not None
-        for extent in self._extents:
-            self.shelf.space.free(extent)
 
     def put(self, lane: Lane, source: Tensor) -> None:
         """Copy the next piece while those before it are written."""
         assert self.shelf.engine is not None
-        writes = []
-        for part, extent in zip(torch.split(source, self.shelf.piece_nbytes), self._extents, strict=True):
-            lease = self.shelf.pool.lease(extent.nbytes, who=self._who)
-            lane.copy(lease.tensor[: len(part)], part)
-            writes.append(self.shelf.engine.write(extent, lease.memory))
-            writes[-1].then(lease.release)
-        for write in writes:
-            write.wait()
+        with ExitStack() as held:  # also after an error nothing is in flight at the end
+            for part, extent in zip(torch.split(source, self.shelf.piece_nbytes), self._extents, strict=True):
+                lease = self.shelf.pool.lease(extent.nbytes, who=self._who)
+                held.callback(lease.release)
+                lane.copy(lease.tensor[: len(part)], part)
+                write = self.shelf.engine.write(extent, lease.memory)
+                held.callback(write.wait)
+                write.then(lease.release)
 
     def get(self, lane: Lane, target: Tensor) -> None:
         """Read the next piece while the one before it is copied."""
@@ -387,12 +330,9 @@ class _Straight(_Staged):
     """In an extent, to and from device memory."""
 
     def __init__(self, shelf: StagedShelf, storage: Storage, extent: Extent) -> None:
-        super().__init__(shelf, storage, self._give_back)
+        assert shelf.space is not None
+        super().__init__(shelf, storage, partial(shelf.space.free, extent))
         self._extent = extent
-
-    def _give_back(self) -> None:
-        assert self.shelf.space is not None
-        self.shelf.space.free(self._extent)
 
     def put(self, lane: Lane, source: Tensor) -> None:
         lane.catch_up()

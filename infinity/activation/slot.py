@@ -9,7 +9,6 @@ import torch
 
 from infinity.activation.ledger import Ledger
 from infinity.activation.shelf import Loading, Shelf, Stored
-from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Lifecycle, SlotState
 from infinity.core.profile import SlotKey
 from infinity.core.transfer import Transfer
@@ -76,10 +75,11 @@ class Slot:
             self._stored = shelf.take(self._storage, self.lifecycle.name)
             self.lifecycle.move(S.STORING)
 
-    def store(self, ended: Callable[[DiskError | None], None]) -> None:
+    def store(self, ended: Callable[[Exception | None], None]) -> None:
         """Start storing what was shelved."""
         assert self._stored is not None
-        transfer = self._stored.store()
+        assert self._storage is not None
+        transfer = self._stored.store(self._storage)
         transfer.then(partial(_landed, weakref.ref(self), transfer, ended))
 
     def cancel(self) -> None:
@@ -138,18 +138,22 @@ class Slot:
         """
         with self._lock:
             loading, self._loading = self._loading, None
-            if loading is not None:
-                self._take_in(loading)
+            try:
+                if loading is not None:
+                    self._take_in(loading)
+            finally:
+                del loading  # an error whose frame holds its transfer keeps the step's graph alive
             assert self._storage is not None
             return self._storage, self._offset_nbytes
 
     def _take_in(self, loading: Loading) -> None:
         try:
             loading.transfer.wait()
-        except BaseException:
+        except BaseException as error:
             self.lifecycle.move(S.STORED)
             self._ledger.went(self.nbytes)
-            raise
+            del loading
+            raise error.with_traceback(None) from None
         self._storage, self._offset_nbytes = loading.storage, loading.offset_nbytes
         self._alive, self._came_back = weakref.ref(loading.storage), True
         self.lifecycle.move(S.RESIDENT)
@@ -162,14 +166,20 @@ class Slot:
                 self._drop()
 
 
-def _landed(slot: "weakref.ref[Slot]", transfer: Transfer, ended: Callable[[DiskError | None], None]) -> None:
+def _landed(slot: "weakref.ref[Slot]", transfer: Transfer, ended: Callable[[Exception | None], None]) -> None:
     """On the thread that saw the end; the graph, and the slot with it, may be gone."""
     error = None
     try:
         transfer.wait()
-    except DiskError as failed:
+    except Exception as failed:  # also a budget's: who waits for the end must hear of it
         error = failed
-    there = slot()
+    try:
+        _tell(slot, error is None)
+    finally:
+        ended(error)
+
+
+def _tell(slot: "weakref.ref[Slot]", well: bool) -> None:
+    there = slot()  # held here only: a drained queue holds no slot
     if there is not None:
-        there.landed(error is None)
-    ended(error)
+        there.landed(well)
