@@ -75,6 +75,7 @@ class Cache:
 
     Attributes:
         backlog_nbytes: Bytes whose store has not ended.
+        most_backlog_nbytes: The most of them at one time.
         nbytes_stored: Written to NVMe.
         nbytes_loaded: Read from NVMe.
     """
@@ -82,7 +83,7 @@ class Cache:
     def __init__(self, clock: Clock, plan: ActivationPlan, saved: Saved) -> None:
         self.clock = clock
         self.device, self.host = Memory(clock), Memory(clock)
-        self.backlog_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
+        self.backlog_nbytes = self.most_backlog_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
         places = ((slot, plan.place(slot.key)) for slot in saved.slots)
         self._away = {slot.key: Away(slot, place) for slot, place in places if place is not Place.KEEP}
         self._loads: defaultdict[SlotKey | None, list[SlotKey]] = defaultdict(list)
@@ -94,6 +95,7 @@ class Cache:
         away = self._away.get(key)
         if away is not None:
             self.backlog_nbytes += away.slot.nbytes
+            self.most_backlog_nbytes = max(self.most_backlog_nbytes, self.backlog_nbytes)
             self.host.add(away.host_nbytes)
             away.where = Where.STORING
             away.move = self._submit(_STORE, away, self._stored)

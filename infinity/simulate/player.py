@@ -13,6 +13,7 @@ wait for them, since the measured step has waited already.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from infinity.core.plan import ActivationPlan, Hardware, Outcome
 from infinity.core.profile import Phase, Profile, SlotKey, Traffic
@@ -35,6 +36,17 @@ def play(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Outcome:
 def play_in_detail(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> tuple[Outcome, Timeline]:
     """The same, and what happened when; errors as :func:`play`."""
     return _Play(profile, plan, hardware).run()
+
+
+def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
+    """``plan`` with a bound on what may wait to be stored: on a slower drive compute waits, and memory holds.
+
+    As much may wait as does when nothing is slower than measured, and what the budget has to spare.
+    """
+    outcome, timeline = play_in_detail(profile, plan, hardware)
+    most_nbytes = timeline.most_backlog_nbytes
+    spare_nbytes = most_nbytes if plan.capacity_nbytes is None else plan.capacity_nbytes - outcome.peak_nbytes
+    return replace(plan, backlog_nbytes=most_nbytes + max(0, spare_nbytes))
 
 
 class _Play:
@@ -140,7 +152,10 @@ class _Play:
     def _timeline(self, backward_s: float) -> Timeline:
         channels = {str(channel): tuple(moves) for channel, moves in self.clock.busy.items() if moves}
         memory = tuple(self.cache.device.samples)
-        return Timeline(memory, channels, tuple(self.stalls), tuple(self.recomputed), backward_s)
+        return Timeline(
+            memory, channels, tuple(self.stalls), tuple(self.recomputed), backward_s,
+            self.cache.most_backlog_nbytes,
+        )  # fmt: skip
 
 
 def _work_s(profile: Profile) -> list[float]:

@@ -30,6 +30,7 @@ class Timeline:
         stalls: When compute waited, and for what.
         recomputed: When a block's forward ran again.
         backward_s: When backward began (s).
+        most_backlog_nbytes: The most that waited in memory for its store to end.
     """
 
     memory: tuple[Sample, ...]
@@ -37,3 +38,4 @@ class Timeline:
     stalls: tuple[Interval, ...]
     recomputed: tuple[Interval, ...]
     backward_s: float
+    most_backlog_nbytes: int

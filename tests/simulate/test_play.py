@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infinity.core.plan import ActivationPlan, Hardware, Load, Place
 from infinity.core.profile import Block, Kind, Operator, Phase, Profile, Slot, SlotKey, StorageUse, Traffic
-from infinity.simulate import Timeline, play, play_in_detail
+from infinity.simulate import Timeline, bounded, play, play_in_detail
 from infinity.simulate.saved import saved_under
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
@@ -354,3 +354,15 @@ def test_offloading_a_transformer_halves_its_peak_at_no_cost_where_compute_hides
     assert again.peak_nbytes < 0.5 * kept.peak_nbytes
     forward_s = sum(o.time_s for o in profile.operators if o.phase is Phase.FORWARD and o.region % 2)
     assert again.recompute_s == pytest.approx(forward_s)
+
+
+def test_what_may_wait_to_be_stored_is_what_waits_on_the_drive_that_was_measured() -> None:
+    profile = transformer(6)
+    made = offload(profile)
+    bound = bounded(profile, made, hardware())
+    assert bound.backlog_nbytes is not None
+    assert play(profile, bound, hardware()) == play(profile, made, hardware())
+    slow = replace(hardware(), write_bytes_per_s=hardware().write_bytes_per_s / 50)
+    waiting = play(profile, bound, slow)
+    assert waiting.stall_s > 0
+    assert waiting.peak_nbytes < play(profile, made, slow).peak_nbytes
