@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ from infinity.core.profile import SlotKey
 LEAST_NBYTES = 256 * 2**10
 #: A tensor that is a smaller part of its storage than one in so many is a row of the user's data.
 _LEAST_PART = 64
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """``function``, which torch.compile leaves as it is."""
+    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Observer(Protocol):
@@ -142,7 +150,7 @@ class TensorCache:
     Attributes:
         script: What happens to the slots of the next pass.
         backlog_nbytes: What may wait to be stored before packing waits; None: any.
-        exempt: Keys of storages that pass through: parameters and buffers, which live anyway.
+        exempt: Storages that pass through: parameters and buffers, which live anyway.
         observer: Learns what happens; None: nobody.
         record: Of the forward pass that runs; None: none does, and everything is kept.
     """
@@ -155,7 +163,7 @@ class TensorCache:
         self.queue = StoreQueue(self.ledger)
         self.script: Script = Alike(Place.KEEP)
         self.backlog_nbytes: int | None = None
-        self.exempt: Container[int] = ()
+        self.exempt: Container[torch.UntypedStorage] = ()
         self.observer: Observer | None = None
         self.record: Record | None = None
         self._noted = -1  # the backward pass that the observer knows of
@@ -163,6 +171,7 @@ class TensorCache:
 
     # --- forward -----------------------------------------------------------------------------
 
+    @untraced
     def pack(self, tensor: Tensor) -> Kept | Saved:
         """What autograd keeps in place of ``tensor``.
 
@@ -185,7 +194,7 @@ class TensorCache:
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes < LEAST_NBYTES or storage._cdata in self.exempt:
+        if nbytes < LEAST_NBYTES or storage in self.exempt:
             return False
         # Memory that is not torch's own (numpy's, a file's, that of a worker) cannot be freed by us.
         return storage.resizable() and tensor.nbytes * _LEAST_PART >= nbytes
@@ -204,6 +213,7 @@ class TensorCache:
 
     # --- backward ----------------------------------------------------------------------------
 
+    @untraced
     def unpack(self, packed: Kept | Saved) -> Tensor:
         """The tensor that was packed, bitwise.
 

@@ -11,6 +11,7 @@ shares the counter of writes stays behind. Writes that torch does not count (thr
 kernel of one's own) reach the backward pass only while the storage is in memory.
 """
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -68,9 +69,9 @@ class View:
         return empty.set_(storage, offset, self._size, self._stride)
 
 
-def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Keys of the storages of ``tensors``, valid as long as these live."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
+def storages_of(tensors: Iterable[Tensor]) -> "weakref.WeakSet[torch.UntypedStorage]":
+    """The storages of ``tensors``, as long as these live: see [Note: identity]."""
+    return weakref.WeakSet(tensor.untyped_storage() for tensor in tensors if is_plain(tensor))
 
 
 def is_plain(tensor: Tensor) -> bool:
