@@ -1,4 +1,4 @@
-"""``infinity train | plan | export | recipe``: the command line."""
+"""``infinity train | plan | rok | export | recipe``: the command line."""
 
 import argparse
 import os
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _export(args.run, args.out)
             elif args.command == "plan":
                 _plan(args.run, args.budget)
+            elif args.command == "rok":
+                _rok(args.recipe, args.overrides, args.batches, args.steps)
             else:
                 _train(args.recipe, args.overrides)
     except InfinityError as error:
@@ -82,6 +84,15 @@ def _plan(run: str, budget: str | None) -> None:
     show_plan(run, budget, Console(width=None if sys.stdout.isatty() else 160))
 
 
+def _rok(path: str, overrides: Sequence[str], batches: str, steps: int) -> None:
+    from rich.console import Console
+
+    from infinity.rok import show_rok
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    show_rok(path, overrides, batches=batches, steps=steps, console=console)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity", description="Train models far larger than the memory of the machine."
@@ -115,6 +126,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--budget", metavar="SIZE", help="plan again: device memory for all that a step makes, as in 2GiB"
     )
+    rok = commands.add_parser(
+        "rok",
+        help="measure what memory for activations buys: the recompute-offload-keep curve",
+        description="Measure throughput against the activation peak for keep, recompute, offload and plan, "
+        "each in a short training of its own on the recipe's data. Table, rok.json and rok.png.",
+    )
+    rok.add_argument("recipe", metavar="RECIPE", help="a YAML file, as in configs/")
+    rok.add_argument("overrides", nargs="*", metavar="key=value", help="as of infinity train")
+    rok.add_argument("--batches", default="1,2,4", help="factors of train.batch_size (default: 1,2,4)")
+    rok.add_argument("--steps", type=int, default=5, help="timed steps of each point (default: 5)")
     commands.add_parser("recipe", help="list every key of a recipe, with type, default and meaning")
     return parser
 

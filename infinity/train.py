@@ -46,12 +46,12 @@ def train(recipe: Recipe) -> Summary | None:
         InfinityError: The recipe, the data, a budget, a disk or another rank is at fault.
     """
     set_threads(recipe.train)
-    data = open_inputs(recipe, _shape(recipe), _say_lines(recipe))
+    data = open_inputs(recipe, shape_of(recipe), _say_lines(recipe))
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
         totals = SummaryBuilder()
         views = [totals, *open_views(recipe, folder, stack)] if folder else []
-        model, optimizer = stack.enter_context(_built(recipe, folder, views))
+        model, optimizer = stack.enter_context(built(recipe, folder, views))
         for display in views:
             if isinstance(display, ProgressDisplay):
                 optimizer.runtime.on_say = display.say
@@ -100,7 +100,7 @@ class Loop:
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
-            self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self._loss)
+            self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
             for view in views:
                 if isinstance(view, ProgressDisplay):
                     view.say(f"all micro-batches through a block before the next: {self._scheduled.blocks}")
@@ -143,7 +143,7 @@ class Loop:
         total = torch.zeros((), device=self._device)
         for micro, batch in enumerate(batches, start=1):
             with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
-                loss = self._loss(batch) / share
+                loss = self.loss(batch) / share
                 self._optimizer.scale(loss).backward()
                 total += loss.detach()
         return total
@@ -171,13 +171,13 @@ class Loop:
         self._model.eval()
         try:
             for batch in held_out.batches(self._recipe.train.eval_batches):
-                total += float(self._loss(batch))
+                total += float(self.loss(batch))
                 count += batch.target_count
         finally:
             self._model.train()
         return self._mean(total) * world_size() / count
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, batch: Batch) -> torch.Tensor:
         """The sum over this rank's targets that count."""
         here = [None if each is None else each.to(self._device) for each in (batch.positions, batch.mask)]
         return self._sum(batch.tokens.to(self._device), batch.targets.to(self._device), *here)
@@ -288,7 +288,7 @@ def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:
 
 
 @contextmanager
-def _built(recipe: Recipe, folder: Path | None, views: Sequence[View]) -> Iterator[tuple[Any, Any]]:
+def built(recipe: Recipe, folder: Path | None, views: Sequence[View]) -> Iterator[tuple[Any, Any]]:
     """Model and optimizer; afterwards their files are released, and the process group if we made it.
 
     The run's directories on NVMe get the name of its ``folder``, which rank 0 knows.
@@ -389,7 +389,8 @@ def _interruptible(recipe: Recipe) -> Iterator[None]:
         raise KeyboardInterrupt("no model was kept, as the last step was not reached") from interrupt
 
 
-def _shape(recipe: Recipe) -> Shape:
+def shape_of(recipe: Recipe) -> Shape:
+    """What this rank takes of the data."""
     return Shape(
         seq_len=recipe.model.seq_len,
         batch_size=recipe.train.batch_size,

@@ -1,0 +1,102 @@
+"""``infinity rok``: which points are measured, that one which fails leaves the others, and the whole."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infinity.cli import main
+from infinity.core.errors import RecipeError
+from infinity.observe.rok_plot import RokPoint
+from infinity.planner.policies import smallest_budget
+from infinity.planning import FOLDER, Planning, load_measured
+from infinity.recipe import load_recipe
+from infinity.rok import SHARES, measure_all, run_point, show_rok
+from tests.helpers.profiles import hardware, transformer
+from tests.test_planning import planning_for
+
+TINY = """
+model: {n_layers: 2, d_model: 64, n_heads: 2, seq_len: 64}
+memory: {host: 64MiB, nvme: [NVME]}
+optim: {compile: false}
+data: {files: [DATA], eval_fraction: 0}
+train: {batch_size: 2, dtype: fp32, accumulate: 2}
+"""
+
+
+def write(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.yaml"
+    text = TINY.replace("NVME", str(tmp_path / "nvme")).replace("DATA", __file__)
+    path.write_text(f"{text}run: {{dir: {tmp_path}, name: curve}}\n")
+    return str(path)
+
+
+def test_plans_are_measured_between_the_smallest_budget_and_what_keeping_takes(tmp_path: Path) -> None:
+    planning = planning_for(transformer(layers=3), hardware(1.0))
+
+    def measure(point: RokPoint, folder: Path) -> RokPoint:
+        if point.way == "plan" and point.budget_nbytes is None:
+            planning.save(folder / FOLDER)
+        return replace(point, step_s=1.0)
+
+    points = list(measure_all([2, 4], tmp_path, measure))
+    for batch_size in (2, 4):
+        found = [point for point in points if point.batch_size == batch_size]
+        assert [point.way for point in found] == [
+            "keep",
+            "recompute",
+            "offload",
+            *["plan"] * (1 + len(SHARES)),
+        ]
+        budgets = [point.budget_nbytes for point in found[4:]]
+        least = smallest_budget(planning.profile, planning.hardware)
+        assert budgets == sorted(budgets)
+        assert all(least < budget < planning.kept.peak_nbytes for budget in budgets if budget is not None)
+
+
+def test_a_plan_that_failed_has_no_budgets_and_leaves_the_other_points(tmp_path: Path) -> None:
+    points = list(measure_all([2, 4], tmp_path, lambda point, folder: replace(point, error="no")))
+    assert [(point.batch_size, point.way) for point in points] == [
+        (size, way) for size in (2, 4) for way in ("keep", "recompute", "offload", "plan")
+    ]
+
+
+@pytest.mark.parametrize("batches", ["", "a", "0", "1,,2", "-1"])
+def test_factors_that_are_none_say_what_they_should_be(tmp_path: Path, batches: str) -> None:
+    from rich.console import Console
+
+    with pytest.raises(RecipeError, match=r"--batches .*as in 1,2,4"):
+        show_rok(write(tmp_path), [], batches=batches, steps=1, console=Console())
+    assert not (tmp_path / "curve").exists()
+
+
+@pytest.mark.slow
+def test_a_point_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path), ["memory.nvme=[]"])
+    point = run_point(recipe, 1, RokPoint(way="offload", batch_size=2), tmp_path / "point")
+    assert "memory.activations" in point.error
+    assert point.step_s == 0
+
+
+@pytest.mark.slow
+def test_a_recipe_has_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rok", write(tmp_path), "train.dtype=bf16", "--batches", "4", "--steps", "2"]) == 0
+    assert "throughput against activation peak" in capsys.readouterr().out
+    given = json.loads((tmp_path / "curve" / "rok.json").read_text())
+    points = given["points"]
+    assert [point["error"] for point in points] == [""] * (4 + len(SHARES))
+    keep, recompute, offload, free, *plans = points
+    assert keep["tokens"] == 2 * 8 * 64
+    assert len({point["flops"] for point in points}) == 1  # of the algorithm, whatever is done
+    dense = 2 * 2 * (4 * 64 * 64 + 3 * 64 * 192) + 2 * 64 * 256  # a token's forward: 2 layers and the head
+    attention = 2 * 4 * 64 * 64
+    assert keep["flops"] == pytest.approx(3 * keep["tokens"] * (dense + attention), rel=0.2)
+    assert recompute["peak_nbytes"] < keep["peak_nbytes"]
+    assert offload["nbytes_stored"] > 0 == keep["nbytes_stored"]
+    for point in plans:
+        assert point["peak_nbytes"] <= 1.1 * point["budget_nbytes"]
+    folder = tmp_path / "curve" / "batch8_plan" / FOLDER
+    assert Planning.load(folder).predicted.peak_nbytes == pytest.approx(free["peak_nbytes"], rel=0.1)
+    assert load_measured(folder) is not None
+    assert (tmp_path / "curve" / "rok.png").exists()
