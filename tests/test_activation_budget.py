@@ -1,0 +1,115 @@
+"""``memory.device`` holds units and activations: one budget, kept by a plan, and never a wrong bit."""
+
+import re
+
+import pytest
+import torch
+
+import infinity
+from infinity.activation import cache
+from infinity.models.config import GPTConfig
+from infinity.models.gpt import GPT
+from infinity.planner.policies import smallest_budget
+from tests.helpers.launch import run_ranks
+from tests.helpers.reference import Rule
+from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
+
+STEPS = 7
+
+
+LEAST_NBYTES = 32 * 2**10
+
+
+@pytest.fixture(autouse=True)
+def _small_slots(monkeypatch):
+    """Small models have small activations."""
+    monkeypatch.setattr(cache, "LEAST_NBYTES", LEAST_NBYTES)
+
+
+def factory():
+    """Six blocks; 1,024 tokens make activations of 64 KiB to 256 KiB."""
+    torch.manual_seed(1)
+    return GPT(GPTConfig(vocab_size=96, seq_len=128, n_layers=6, d_model=64, n_heads=2)).train()
+
+
+def batch(step, rank=0, world=1):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(96, (8 // world, 129), generator=generator)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}
+
+
+def steps(overrides, count=STEPS):
+    """The activations of a runtime after some steps, and what its units need (bytes)."""
+    model = build(factory, "bf16", overrides)
+    optimizer = optimizer_for(model, Rule())
+    try:
+        for step in range(count):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+        return optimizer.runtime.activations, optimizer.runtime.division
+    finally:
+        optimizer.close()
+
+
+def measured(folder):
+    """Peak of what a step makes when all is kept, the least that a plan can do, and what units need."""
+    activations, division = steps(streaming(folder, "memory.activations=plan"), 3)
+    planning = activations.planning
+    return planning.kept.peak_nbytes, smallest_budget(planning.profile, planning.hardware), division.least
+
+
+def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(tmp_path):
+    kept, least, units = measured(tmp_path)
+    assert least < kept
+    activations_nbytes = (kept + least) // 2
+    overrides = streaming(tmp_path, f"memory.device={units + activations_nbytes}", "memory.activations=plan")
+    activations, division = steps(overrides)
+    assert activations.planning.predicted.peak_nbytes <= activations_nbytes
+    assert activations.metered_nbytes <= activations_nbytes
+    assert division.total + activations.metered_nbytes <= units + activations_nbytes
+    assert_bitwise(train(factory, batch, overrides, steps=STEPS), reference(factory, batch, steps=STEPS))
+
+
+def test_a_budget_alone_is_enough_to_be_planned_for():
+    for given, policy in (("memory.device=1GiB", "plan"), ("memory.host=1GiB", "keep")):
+        with infinity.Init(infinity.load_recipe(overrides=[given])) as init:
+            assert init.runtime.activations.policy == policy
+        init.runtime.close()
+
+
+def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path):
+    _, least, units = measured(tmp_path)
+    overrides = streaming(tmp_path, f"memory.device={units + least // 2}", "memory.activations=plan")
+    with pytest.raises(infinity.BudgetError, match=r"units need at least .* smallest budget") as refused:
+        steps(overrides)
+    [said] = re.findall(r"can be kept is .*?\((\d+) bytes\)", str(refused.value))
+    assert int(said) == pytest.approx(least, rel=0.05)
+    assert "because of operator" in str(refused.value)
+
+
+def test_every_run_packs_the_same_slots(tmp_path):
+    """Else a plan, which names them, would be another run's on every rank but the first."""
+    runs = [steps(streaming(tmp_path, "memory.activations=plan"), 3)[0].planning.profile for _ in range(2)]
+    first, second = ([(slot.key, slot.nbytes) for slot in profile.slots] for profile in runs)
+    assert first == second
+
+
+def test_what_a_plan_does_not_need_is_left_to_units(tmp_path):
+    kept, _, units = measured(tmp_path)
+    device = 20 * (units + kept)
+    activations, division = steps(streaming(tmp_path, f"memory.device={device}", "memory.activations=plan"))
+    assert activations.planning.plan.places == {}
+    assert units < division.total <= device - activations.planning.predicted.peak_nbytes
+
+
+def test_ranks_play_one_plan(tmp_path):
+    _, least, units = measured(tmp_path)
+    overrides = streaming(tmp_path, f"memory.device={2 * units + least + 40_000}", "memory.activations=plan")
+    ranks = run_ranks(_plan_of_rank, 2, overrides)
+    assert ranks[0] == ranks[1]
+
+
+def _plan_of_rank(overrides):
+    cache.LEAST_NBYTES = LEAST_NBYTES
+    activations, _ = steps(overrides)
+    return activations.planning.plan.to_json()
