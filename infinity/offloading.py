@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activation.cache import TensorCache
+from infinity.activation.cache import TensorCache, untraced
 from infinity.activations import Activations, Policy
 from infinity.budget import piece_nbytes
 from infinity.channels import measure_hardware, open_shelves
@@ -145,8 +145,8 @@ def _served(model: nn.Module, activations: Activations) -> Iterator[None]:
             passes.pop().close()
 
     handles: list[RemovableHandle] = [
-        model.register_forward_pre_hook(before, prepend=True),
-        model.register_forward_hook(after, always_call=True),
+        model.register_forward_pre_hook(untraced(before), prepend=True),
+        model.register_forward_hook(untraced(after), always_call=True),
         register_optimizer_step_post_hook(lambda *_: activations.end_step()),
     ]
     try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activation.cache import TensorCache
+from infinity.activation.cache import TensorCache, untraced
 
 
 class NamedBlock(NamedTuple):
@@ -26,7 +26,10 @@ class NamedBlock(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> list[NamedBlock]:
-    """Members with parameters of every ``nn.ModuleList`` that is not inside another block, in order."""
+    """Members with parameters of every ``nn.ModuleList`` that is not inside another block, in order.
+
+    Blocks may be compiled one by one. A model that is compiled as a whole has none.
+    """
     found: list[NamedBlock] = []
     _find(model, "", False, found)
     return found
@@ -37,6 +40,8 @@ def _find(module: nn.Module, name: str, listed: bool, found: list[NamedBlock]) -
     if listed and not is_list and next(module.parameters(), None) is not None:
         found.append(NamedBlock(name, module))
         return
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        return  # torch.compile made one graph of it: nobody can tell where in it a pass is
     for child_name, child in module.named_children():
         _find(child, f"{name}.{child_name}" if name else child_name, is_list, found)
 
@@ -44,21 +49,24 @@ def _find(module: nn.Module, name: str, listed: bool, found: list[NamedBlock]) -
 @contextmanager
 def watched(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
     """Inside this context the blocks tell ``cache`` where a pass is; see [Note: forwards for a while]."""
-    changed: list[tuple[nn.Module, Any]] = []
+    changed: list[tuple[nn.Module, str, Any]] = []
     try:
         for block in blocks:
-            module, own = block.module, block.module.forward
-            changed.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = partial(_forward, block, own, cache)
+            module = block.module
+            name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+            own = getattr(module, name)
+            changed.append((module, name, module.__dict__.get(name)))
+            module.__dict__[name] = partial(_forward, block, own, cache)
         yield
     finally:
-        for module, before in changed:
+        for module, name, before in changed:
             if before is None:
-                del module.__dict__["forward"]
+                del module.__dict__[name]
             else:
-                module.__dict__["forward"] = before
+                module.__dict__[name] = before
 
 
+@untraced
 def _forward(
     block: NamedBlock, own: Callable[..., Any], cache: TensorCache, *args: Any, **kwargs: Any
 ) -> Any:

@@ -44,7 +44,8 @@ class Alike:
     Args:
         place: Where slots go.
         recompute: Whether blocks are recomputed.
-        last: Region from which on nothing is stored or recomputed: backward begins with it.
+        last: Region from which on nothing is stored or recomputed: backward begins with it. Below 0: none is,
+            as of a model without blocks.
     """
 
     def __init__(self, place: Place, *, recompute: bool = False, last: int | None = None) -> None:
@@ -57,7 +58,7 @@ class Alike:
         return self._recompute and not self._is_last(region)
 
     def _is_last(self, region: int) -> bool:
-        return self._last is not None and region >= self._last
+        return self._last is not None and 0 <= self._last <= region
 
     def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
         return None

@@ -173,6 +173,57 @@ def test_a_graph_that_outlives_the_context_can_be_dropped(tmp_path):
     assert live_slots() == before
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("what", ["blocks", "model"])
+@pytest.mark.parametrize("policy", ["offload", "recompute"])
+def test_compiled_blocks_and_models(tmp_path, what, policy):
+    def compiled(model):
+        for module in model.layers if what == "blocks" else [model]:
+            module.compile(backend="aot_eager")
+        return model
+
+    model = Model()
+    plain = loop(compiled(copy.deepcopy(model)), steps=2)
+    compiled(model)
+    before = [layer._compiled_call_impl for layer in model.layers]
+    with infinity.offload_activations(model, policy=policy, nvme=tmp_path) as activations:
+        assert_same(loop(model, steps=2), plain)
+    assert (activations.cache.ledger.nbytes_stored > 0) == (policy == "offload")
+    assert [layer._compiled_call_impl for layer in model.layers] == before
+    torch.compiler.reset()
+
+
+def test_a_model_without_blocks_is_stored_whole(tmp_path):
+    model = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24), nn.Tanh(), nn.Flatten(0))
+    inputs = batch(0)
+    model(inputs).sum().backward()
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with infinity.offload_activations(model, policy="offload", nvme=tmp_path) as activations:
+        model(inputs).sum().backward()
+    assert_same([p.grad for p in model.parameters()], plain)
+    assert activations.cache.ledger.nbytes_stored > 0
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("policy", MANUAL)
+def test_a_model_that_ddp_wraps(tmp_path, one_rank, policy):
+    model = Model(dropout=0.1)
+    plain = loop(copy.deepcopy(model))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with infinity.offload_activations(wrapped, policy=policy, nvme=tmp_path / "nvme"):
+        assert_same(loop(wrapped), plain)
+    assert not files(tmp_path / "nvme")
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 

@@ -374,6 +374,7 @@ def test_one_rule_for_all_spares_what_backward_begins_with():
     assert script.place(SlotKey(2, 9)) is Place.NVME
     assert script.place(SlotKey(3, 0)) is Place.KEEP
     assert script.loads(None) is None
+    assert Alike(Place.NVME, last=-1).place(SlotKey(0, 0)) is Place.NVME
 
 
 def test_the_last_block_is_not_recomputed_for_nothing():
