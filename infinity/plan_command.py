@@ -43,6 +43,11 @@ class Shown:
     measured: Outcome | None
 
     @property
+    def run(self) -> str:
+        """The run's name."""
+        return (self.folder.parent if self.folder.name == FOLDER else self.folder).resolve().name
+
+    @property
     def picture(self) -> Path:
         """Where its picture goes."""
         budget = self.budget_nbytes
@@ -113,7 +118,8 @@ def ways(shown: Shown) -> Iterator[Way]:
     within = "" if capacity is None else f"within {format_nbytes(capacity)}"
     yield Way("the plan, predicted", planning.predicted, within)
     if shown.measured is not None:
-        yield Way("the plan, measured", shown.measured, "recompute s as predicted")
+        note = "recompute s as predicted" if shown.measured.recompute_s else ""
+        yield Way("the plan, measured", shown.measured, note)
     for name, words in _BASELINES.items():
         plan = POLICIES[name](planning.profile, hardware, None)
         if name == "recompute" and not plan.recomputed:
@@ -151,7 +157,7 @@ def draw(shown: Shown) -> str:
     _, planned = play_in_detail(profile, plan, hardware)
     lanes = {"stall": planned.stalls, "recompute": planned.recomputed, **planned.channels}
     capacity = shown.budget_nbytes or plan.capacity_nbytes
-    title = f"One step under the plan of {shown.folder.parent.name or shown.folder}, as predicted"
+    title = f"One step under the plan of {shown.run}, as predicted"
     try:
         draw_memory(shown.picture, kept.memory, planned.memory, lanes, capacity_nbytes=capacity, title=title)
     except ImportError:
