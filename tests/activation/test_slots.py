@@ -175,26 +175,43 @@ def test_draining_stores_nothing_more_and_what_waited_can_be_read(stage):
         assert int(values(slot)[0]) == number
 
 
-def test_a_thousand_stores_that_end_at_once_need_no_deep_stack(stage):
-    class Ended:
-        def wait(self):
-            pass
+class Told:
+    """A transfer that ends when it is told to."""
 
-        def done(self):
-            return True
+    def __init__(self) -> None:
+        self.calls, self.ended = [], False
 
-        def then(self, call):
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return self.ended
+
+    def then(self, call) -> None:
+        if self.ended:
+            call()
+        else:
+            self.calls.append(call)
+
+    def end(self) -> None:
+        self.ended = True
+        for call in self.calls:
             call()
 
+
+def test_a_thousand_stores_that_end_at_once_need_no_deep_stack(stage):
     queue = StoreQueue(stage.cache.ledger, in_flight_nbytes=1)
-    first, _ = make_slot(stage.cache.ledger)
+    first = Told()
+    stage.engine.write = lambda extent, memory: first
     slots = [make_slot(stage.cache.ledger, n, 100)[0] for n in range(1000)]
-    stage.engine.write = lambda extent, memory: Ended()
-    queue._starting = True  # as while another thread starts one
-    for slot in slots:
+    queue.put(slots[0], stage.shelf)
+    at_once = Told()
+    at_once.end()
+    stage.engine.write = lambda extent, memory: at_once
+    for slot in slots[1:]:
         queue.put(slot, stage.shelf)
-    queue._starting = False
-    queue.put(first, stage.shelf)
+    assert queue.nbytes == 100_000
+    first.end()
     queue.drain()
     assert {slot.state for slot in slots} == {S.STORED}
 
