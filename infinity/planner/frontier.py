@@ -19,7 +19,7 @@ import numpy as np
 
 from infinity.core.plan import ActivationPlan, Hardware, Load, Outcome
 from infinity.core.profile import Block, Profile
-from infinity.planner.clock import Moves, play
+from infinity.planner.clock import Moves, play, predict
 from infinity.planner.loading import with_loads
 from infinity.planner.placing import lowest_peak, places_for
 from infinity.planner.script import Script, script_of
@@ -30,8 +30,8 @@ RUNGS = 32
 FEW = 12
 #: A step that is slower than keeping everything by no more than this share counts as not slowed down.
 NO_SLOWDOWN = 0.005
-#: The same for plans that no other plan could beat by more than rounding.
-ROUNDING = 1e-6
+#: One that is slower by no more than this share is not worth a search for a faster one.
+NEGLIGIBLE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def frontier(profile: Profile, hardware: Hardware, capacity_nbytes: int | None =
     search = _Search(profile, hardware)
     rungs = [rung for rung in search.rungs() if capacity_nbytes is None or rung <= capacity_nbytes]
     for rung in rungs:
-        point = search.best(rung)
+        point = search.best(rung, thorough=capacity_nbytes is None or rung in rungs[-2:])
         if point is not None:
             yield point
             if search.is_fast(point):
@@ -66,6 +66,24 @@ def frontier(profile: Profile, hardware: Hardware, capacity_nbytes: int | None =
         return
     if rung != rungs[-1] and (point := search.best(rungs[-1])) is not None:
         yield point
+
+
+def without_slowdown(profile: Profile, hardware: Hardware) -> Point:
+    """The plan of the smallest rung, its budget left out, that is not slower than keeping everything."""
+    search, best = _Search(profile, hardware), keep_point(profile, hardware)
+    allowed_s = best.outcome.step_s * (1 + NO_SLOWDOWN)
+    rungs = search.rungs()
+    low, high, at = 0, len(rungs), 0  # the smallest may do
+    while low < high:
+        point = search.best(rungs[at])
+        free = None if point is None else replace(point.plan, capacity_nbytes=None)
+        outcome = None if free is None else predict(profile, free, hardware)
+        if free is None or outcome is None or outcome.step_s > allowed_s:
+            low = at + 1
+        else:
+            best, high = Point(free, outcome), at
+        at = (low + high) // 2
+    return best
 
 
 def floor_of(profile: Profile, hardware: Hardware) -> tuple[Script, np.ndarray]:
@@ -120,19 +138,19 @@ class _Search:
         most = max(least, int(self.script(frozenset()).memory.max(initial=0)))
         return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
 
-    def best(self, rung: int) -> Point | None:
-        """The fastest plan that was found for this budget."""
+    def best(self, rung: int, *, thorough: bool = True) -> Point | None:
+        """The fastest plan that was found for this budget; ``thorough``: of few blocks each one is tried."""
         best = self._counted(rung)
         if best is None:
             for recomputed in self.some_sets():
                 best = self._faster(best, self._point(rung, recomputed))
-        if best is not None and len(self._orders[0]) <= FEW:
+        if best is not None and thorough and len(self._orders[0]) <= FEW:
             best = self._improved(best, rung)
         return best
 
     def is_fast(self, point: Point | None) -> bool:
-        """Is it as fast as keeping everything?"""
-        return point is not None and point.outcome.step_s <= self._keep_s * (1 + ROUNDING)
+        """Is it about as fast as keeping everything?"""
+        return point is not None and point.outcome.step_s <= self._keep_s * (1 + NEGLIGIBLE)
 
     def _counted(self, rung: int) -> Point | None:
         """Search the number of recomputed blocks around that of the rung below."""

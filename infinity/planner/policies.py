@@ -10,9 +10,9 @@ from dataclasses import replace
 from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Profile
 from infinity.planner.channels import Channels
-from infinity.planner.clock import Moves, play, predict
+from infinity.planner.clock import Moves, play
 from infinity.planner.floor import budget_error, smallest_budget
-from infinity.planner.frontier import NO_SLOWDOWN, Point, frontier, keep_point, plan_of
+from infinity.planner.frontier import frontier, keep_point, plan_of, without_slowdown
 from infinity.planner.loading import with_loads
 from infinity.planner.script import Script, script_of
 
@@ -62,9 +62,9 @@ def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = Non
     Raises:
         BudgetError: No plan keeps the budget; says the smallest that can be kept, and what holds it there.
     """
-    keep = keep_point(profile, hardware)
     if capacity_nbytes is None:
-        return _without_slowdown(profile, hardware, keep)
+        return without_slowdown(profile, hardware).plan
+    keep = keep_point(profile, hardware)
     if keep.outcome.peak_nbytes <= capacity_nbytes:
         return replace(keep.plan, capacity_nbytes=capacity_nbytes)
     if smallest_budget(profile, hardware) > capacity_nbytes:
@@ -101,18 +101,6 @@ def _fixed(
         if peak_nbytes > capacity_nbytes:
             raise budget_error(profile, hardware, capacity_nbytes, policy, peak_nbytes)
     return made
-
-
-def _without_slowdown(profile: Profile, hardware: Hardware, keep: Point) -> ActivationPlan:
-    """The lowest peak, without a budget, that is not slower than keeping everything."""
-    best = keep
-    for point in frontier(profile, hardware):
-        free = replace(point.plan, capacity_nbytes=None)
-        outcome = predict(profile, free, hardware)
-        fast = outcome.step_s <= keep.outcome.step_s * (1 + NO_SLOWDOWN)
-        if fast and outcome.peak_nbytes < best.outcome.peak_nbytes:
-            best = Point(free, outcome)
-    return best.plan
 
 
 def _last_block(profile: Profile, script: Script, hardware: Hardware) -> int:
