@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from infinity.recipe import Recipe
-from infinity.runtime import Runtime, runtime_of, runtimes
+from infinity.registry import runtime_of, runtimes
+from infinity.runtime import Runtime
 
 
 class Init:

@@ -26,7 +26,8 @@ from infinity.checkpoint.publish import Publication
 from infinity.core.errors import RecipeError, StateError
 from infinity.partition import builder
 from infinity.partition.parameters import ServedParameters
-from infinity.runtime import Runtime, runtime_of
+from infinity.registry import runtime_of
+from infinity.runtime import Runtime
 
 __all__ = ["add_lora", "save_lora"]
 

@@ -24,7 +24,7 @@ from infinity.nvme.pool import HostPool
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
-from infinity.runtime import is_served
+from infinity.registry import is_served
 
 
 class Bound:

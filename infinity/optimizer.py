@@ -11,7 +11,8 @@ from infinity.core.errors import StateError
 from infinity.observe.events import StepReport
 from infinity.observe.timeline import Timeline
 from infinity.optim.scaler import LossScaler
-from infinity.runtime import Runtime, runtime_of
+from infinity.registry import runtime_of
+from infinity.runtime import Runtime
 
 
 class AdamW(torch.optim.Optimizer):

@@ -81,7 +81,7 @@ def from_pretrained(
             loading.freeze(runtime.units)
             notes += base.notes()
         for line in notes if runtime.rank == 0 else ():
-            runtime._say(line)
+            runtime.say(line)
     return model.eval()
 
 

@@ -7,12 +7,9 @@ on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told
 and nobody here waits any longer for a buffer that will not come back.
 """
 
-import atexit
 import contextlib
 import math
 import sys
-import threading
-import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +31,7 @@ from infinity.core.tier import Tier
 from infinity.core.transfer import Transfer
 from infinity.division import Beside, Division
 from infinity.hooks import Hooks, dress
+from infinity.listener import Listener
 from infinity.machine import agree, free_host_nbytes, join_ranks
 from infinity.nvme.pool import BufferPool, DevicePool, HostPool
 from infinity.nvme.run_directory import leftovers_line, new_run_id
@@ -51,6 +49,7 @@ from infinity.partition.staging import Staging
 from infinity.partition.unit import Unit
 from infinity.prefetch.prefetcher import Prefetcher
 from infinity.recipe import Recipe
+from infinity.registry import opened, served
 from infinity.stalls import CountingPool, Stalls
 from infinity.storage import Storage
 from infinity.tiers import Tiers
@@ -58,11 +57,6 @@ from infinity.updates import Updates
 from infinity.values import Values, watch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-#: Which runtime serves a module that was built under ``Init``.
-_runtimes: "weakref.WeakKeyDictionary[nn.Module, Runtime]" = weakref.WeakKeyDictionary()
-#: Those that were not closed.
-_open: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 
 
 class Runtime:
@@ -86,13 +80,12 @@ class Runtime:
         self.on_demand = 0
         self.planned: tuple[int, int] | None = None  # bytes read and written by the last step's plan
         self._update_mark = (0, 0)
-        self._listener: Callable[[str], None] | None = None
-        self._unsaid: list[str] = []
+        self.say = Listener()
         self._failure: BaseException | None = None
         self.collectives: Collectives | None = None
         self.storage: Storage
         self.run_id = agree(recipe.run.name or new_run_id(), self.world_size)
-        _open.add(self)
+        opened.add(self)
         try:
             self._build_tiers()
         except BaseException:
@@ -113,7 +106,7 @@ class Runtime:
             self.collectives = Collectives(self.device, self.recipe.partition.timeout_s, self._give_up)
             self.stack.callback(self.collectives.close)
         if self.rank == 0 and (line := leftovers_line(memory.nvme)):
-            self._say(line)
+            self.say(line)
         host_nbytes = self._least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=self.device.type != "cpu")
         self.stack.callback(self.storage.close)
@@ -142,7 +135,7 @@ class Runtime:
         return measure_hardware(self.device, self.recipe.memory.nvme, room)
 
     def _serve(self, module: nn.Module) -> None:
-        _runtimes[module] = self
+        served[module] = self
         serve(module, self._touch, self._deep_copy)
         dress(module, self._enter, self._leave)
         watch(module, self.values)
@@ -216,7 +209,7 @@ class Runtime:
 
     def _make_updates(self, early: bool) -> None:
         config = self.recipe.optim
-        on_compile = self._say if self.rank == 0 else None
+        on_compile = self.say if self.rank == 0 else None
         rule = AdamWRule(
             self.dtype, threads=torch.get_num_threads(), compiled=config.compile, on_compile=on_compile
         )
@@ -456,8 +449,8 @@ class Runtime:
 
         On the way out of an exception the other ranks learn of it.
         """
-        if self in _open:
-            _open.discard(self)
+        if self in opened:
+            opened.discard(self)
             error = sys.exception() or getattr(sys, "last_value", None)
             if error is not None and not (isinstance(error, SystemExit) and not error.code):
                 self.fail(error)
@@ -471,58 +464,3 @@ class Runtime:
     def _least(self, value: int, where: str) -> int:
         """The least ``value`` of all ranks, which must decide alike."""
         return value if self.collectives is None else self.collectives.least([value], where)[0]
-
-    def _say(self, text: str) -> None:
-        if self._listener is None:
-            self._unsaid.append(text)
-        else:
-            self._listener(text)
-
-    @property
-    def on_say(self) -> Callable[[str], None] | None:
-        """Where lines for people go; whoever sets it hears first what was said before."""
-        return self._listener
-
-    @on_say.setter
-    def on_say(self, listener: Callable[[str], None] | None) -> None:
-        self._listener = listener
-        unsaid, self._unsaid = self._unsaid, []
-        for text in unsaid:
-            self._say(text)
-
-
-def _close_all() -> None:
-    """No thread of ours may run while the interpreter goes, and no files of a run stay."""
-    for runtime in list(_open):
-        with contextlib.suppress(Exception):
-            runtime.close()
-
-
-# Before the pools of concurrent.futures close, which updates in flight use: atexit would be too late.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-def runtimes() -> "set[Runtime]":
-    """Those that serve a module that still exists."""
-    return set(_runtimes.values())
-
-
-def is_served(model: nn.Module) -> bool:
-    """Whether ``model``, or a model that it wraps, was built under ``infinity.Init``."""
-    return any(module in _runtimes for module in model.modules())
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime that serves ``model``, or a model that ``model`` wraps.
-
-    Raises:
-        StateError: It was not built under ``infinity.Init``.
-    """
-    for module in model.modules():
-        runtime = _runtimes.get(module)
-        if runtime is not None:
-            return runtime
-    raise StateError(
-        f"{type(model).__name__} was not built under infinity.Init; "
-        "write `with infinity.Init(recipe): model = ...`"
-    )

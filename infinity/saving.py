@@ -19,7 +19,8 @@ from infinity.core.errors import CheckpointError, PeerError
 from infinity.core.transfer import Lease, Transfer
 from infinity.machine import agree
 from infinity.partition.unit import Unit
-from infinity.runtime import Runtime, runtime_of
+from infinity.registry import runtime_of
+from infinity.runtime import Runtime
 
 #: Chunks of weights that are read at one time.
 _READ_AHEAD = 8

@@ -8,7 +8,8 @@ from torch import nn
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
 from infinity.layers.schedule import Blocks, LayerSchedule, Loss
-from infinity.runtime import Runtime, runtime_of
+from infinity.registry import runtime_of
+from infinity.runtime import Runtime
 
 
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:

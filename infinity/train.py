@@ -54,7 +54,7 @@ def train(recipe: Recipe) -> Summary | None:
         model, optimizer = stack.enter_context(built(recipe, folder, views))
         for display in views:
             if isinstance(display, ProgressDisplay):
-                optimizer.runtime.on_say = display.say
+                optimizer.runtime.say.attend(display.say)
                 for note in notes_on(recipe, data):
                     display.say(note)
         if _saves(recipe) and folder and recipe.lora.rank is None:

@@ -414,7 +414,7 @@ def leftovers_are_told(folder: Path) -> None:
     [left] = find_leftovers(folder)
     lines: list[str] = []
     model = build(models.build("gpt", seed=0)[0], "bf16", streaming(folder))
-    infinity.runtime.runtime_of(model).on_say = lines.append
+    infinity.registry.runtime_of(model).say.attend(lines.append)
     infinity.close(model)
     assert len(lines) == 1
     assert f"rm -r {left}" in lines[0]

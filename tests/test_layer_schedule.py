@@ -18,7 +18,7 @@ from infinity import budget
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.tier import Tier
 from infinity.layers.schedule import LayerSchedule
-from infinity.runtime import runtime_of
+from infinity.registry import runtime_of
 from infinity.train import train
 from tests.helpers import models
 from tests.helpers.launch import run_ranks

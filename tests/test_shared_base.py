@@ -18,7 +18,7 @@ from infinity.core.errors import DiskError
 from infinity.core.tier import Tier
 from infinity.nvme.errors import BaseWarning
 from infinity.nvme.run_directory import find_leftovers, find_unused_bases
-from infinity.runtime import runtime_of
+from infinity.registry import runtime_of
 from tests.helpers import models
 from tests.helpers.faulty import Fault, FaultyEngine
 from tests.helpers.launch import run_ranks, several
@@ -91,7 +91,7 @@ def written_nbytes(model: Any) -> int:
 
 def said(model: Any) -> str:
     lines: list[str] = []
-    runtime_of(model).on_say = lines.append
+    runtime_of(model).say.attend(lines.append)
     return "\n".join(lines)
 
 

@@ -1,0 +1,26 @@
+"""Lines for people: whoever shows them may come later than the first of them."""
+
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+
+
+class Listener:
+    """Gives lines to ``say`` once that is set, those from before first."""
+
+    def __init__(self) -> None:
+        self._say: Say | None = None
+        self._unsaid: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        if self._say is None:
+            self._unsaid.append(text)
+        else:
+            self._say(text)
+
+    def attend(self, say: Say) -> None:
+        """From now on ``say`` shows the lines."""
+        self._say = say
+        unsaid, self._unsaid = self._unsaid, []
+        for text in unsaid:
+            say(text)
