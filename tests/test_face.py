@@ -1,0 +1,43 @@
+"""The package's face: every public name is there, the same for type checkers, and free before its use."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import infinity
+
+
+def test_every_public_name_is_found_where_it_lives() -> None:
+    assert set(infinity._HOMES) == set(infinity.__all__)
+    for name, home in infinity._HOMES.items():
+        assert getattr(infinity, name) is getattr(import_module(home), name)
+    assert set(infinity.__all__) <= set(dir(infinity))
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(infinity.__file__).read_text())
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.name: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == infinity._HOMES
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="'infinity' has no attribute 'Adam'"):
+        infinity.Adam  # noqa: B018
+    with pytest.raises(ImportError, match="Adam"):
+        from infinity import Adam  # noqa: F401
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, infinity, infinity.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
