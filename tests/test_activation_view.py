@@ -10,7 +10,13 @@ import infinity
 from infinity.activation.ledger import Ledger
 from infinity.activation_view import ActivationView
 from infinity.observe.events import StepReport
-from infinity.observe.summary import ActivationSummary, activation_rows, compared
+from infinity.observe.summary import (
+    ActivationSummary,
+    SummaryBuilder,
+    activation_rows,
+    compared,
+    summary_rows,
+)
 from infinity.planning import FOLDER, Planning, load_measured
 from infinity.train import train
 from tests.helpers.profiles import hardware, transformer
@@ -26,6 +32,7 @@ REPORT = StepReport(
     tokens=1,
     stall_s={"activation": 0.5},
 )
+PLANNED: Any = {"planned_nbytes_read": 190, "planned_nbytes_written": 300}
 PLANNING = planning_for(transformer(layers=2), hardware(4.0))
 MEASURED = replace(PLANNING.predicted, step_s=1.1 * PLANNING.predicted.step_s)
 
@@ -96,6 +103,17 @@ def test_the_summary_tells_predicted_beside_measured() -> None:
     assert rows[1] == ("", f"measured {compared(PLANNING.predicted, MEASURED)}")
     assert "(+10.0% of predicted)" in rows[1][1]
     assert rows[2] == ("", "1,000 bytes stored and 900 loaded per step, waited 0.25 s for them")
+
+
+def test_bytes_of_activations_stand_beside_those_that_units_were_planned_to_move(tmp_path: Path) -> None:
+    view = SummaryBuilder()
+    view.step(replace(REPORT, nbytes_read=1090, nbytes_written=1300, **PLANNED))
+    figures = ActivationSummary(
+        policy="offload", nbytes_stored=1000, nbytes_loaded=900, stall_s=0.0, saved_peak_nbytes=0
+    )
+    rows = dict(summary_rows(view.result(folder=tmp_path, world_size=1, budgets={}, activations=figures)))
+    assert rows["read per step"] == "1,090 bytes per rank (planned 190, beside 900 of activations)"
+    assert rows["written per step"] == "1,300 bytes per rank (planned 300, beside 1,000 of activations)"
 
 
 def test_a_run_with_a_plan_keeps_it_and_what_it_took(tmp_path: Path, capsys: Any) -> None:

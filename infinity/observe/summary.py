@@ -182,6 +182,8 @@ def show_summary(summary: Summary, console: Console) -> None:
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Names and values for people."""
+    stored = summary.activations.nbytes_stored if summary.activations else 0
+    loaded = summary.activations.nbytes_loaded if summary.activations else 0
     ranks = f"{summary.world_size} rank{'s' if summary.world_size > 1 else ''}"
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
     rows = [
@@ -190,8 +192,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("loss", _first_last(summary.first_loss, summary.last_loss)),
         ("held-out loss", _first_last(summary.first_held_out, summary.last_held_out)),
         ("held-out perplexity", _first_last(summary.first_perplexity, summary.last_perplexity, digits=2)),
-        ("read per step", _beside_plan(summary.nbytes_read, summary.planned_nbytes_read)),
-        ("written per step", _beside_plan(summary.nbytes_written, summary.planned_nbytes_written)),
+        ("read per step", _beside_plan(summary.nbytes_read, summary.planned_nbytes_read, loaded)),
+        ("written per step", _beside_plan(summary.nbytes_written, summary.planned_nbytes_written, stored)),
     ]
     if summary.steps_off_plan:
         rows.append(("", f"{summary.steps_off_plan} steps used units that the plan did not foresee"))
@@ -239,7 +241,8 @@ def _first_last(first: float | None, last: float | None, *, digits: int = 4) -> 
     return "-" if first is None or last is None else f"{first:,.{digits}f} -> {last:,.{digits}f}"
 
 
-def _beside_plan(nbytes: int, planned: int | None) -> str:
+def _beside_plan(nbytes: int, planned: int | None, activations: int) -> str:
     if planned is None:  # everything stayed in memory, or the run ended before there was a plan
         return f"{nbytes:,} bytes per rank" + (", recorded: the plan begins after it" if nbytes else "")
-    return f"{nbytes:,} bytes per rank (planned {planned:,})"
+    beside = f", beside {activations:,} of activations" if activations else ""
+    return f"{nbytes:,} bytes per rank (planned {planned:,}{beside})"
