@@ -136,6 +136,7 @@ class Activations:
 
     def _end_pass(self, *, updates: bool) -> None:
         """The pass is over, with its step or before the next one; called again, nothing happens."""
+        self.cache.ledger.tidy()
         instrument, self._instrument = self._instrument, None
         self.cache.observer = None
         self.passes.end(updates=updates)

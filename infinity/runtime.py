@@ -124,7 +124,8 @@ class Runtime:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
         cache = TensorCache(self.device, shelves, lambda wait: self.stalls("activation", wait))
-        policy = memory.activations or ("keep" if memory.device is None else "plan")
+        recomputed = self.recipe.train.schedule == "layer"  # by itself: little is left to plan
+        policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
         return Activations(
             cache, policy, self._hardware, Beside(self, self._divide_beside),
             lambda text: agree(text, self.world_size),

@@ -66,6 +66,15 @@ def _make_room(runtime: Runtime, blocks: str, units: Units) -> None:
             f"micro-batches that go through a block together ({blocks}) need {format_nbytes(weights)} for "
             f"its weights and {format_nbytes(gradients)} more for its gradients; memory.device, "
             f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
-            f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
+            f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule" + _beside(runtime)
         )
     window.capacity_nbytes = max(weights, min(window.capacity_nbytes, free - gradients))
+
+
+def _beside(runtime: Runtime) -> str:
+    if runtime.activations.policy != "plan":
+        return ""
+    return (
+        "; or say memory.activations=keep: a plan gives activations a share of memory.device, and this "
+        "schedule keeps little more than each block's input"
+    )
