@@ -2,8 +2,8 @@
 
 [Note: the first passes]
 Under ``plan`` nothing is known before the model has run, and everything kept may not fit. So the first
-passes store all they can. The second one is profiled, as if everything were kept; then a plan is made: rank
-0's for all, since ranks that recompute different blocks would gather different units. The second pass under
+passes store all they can. The third one, when all that is compiled has been, is profiled, as if everything
+were kept; then a plan is made: rank 0's for all, since ranks that recompute different blocks would gather different units. The second pass under
 the plan is metered, so that what was predicted can be told beside what was measured.
 """
 
@@ -32,7 +32,7 @@ from infinity.simulate import bounded, play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]
 #: Passes of a plan: profiled, made, metered; see [Note: the first passes].
-_PROFILED, METERED = 1, 3
+_PROFILED, METERED = 2, 4
 
 
 class Room(Protocol):
@@ -174,7 +174,7 @@ class Activations:
         self.cache.record = None
 
     def _make_plan(self, profile: Profile) -> None:
-        hardware, began_s = self._hardware(), time.perf_counter()
+        began_s, hardware = time.perf_counter(), self._hardware()
         plan = ActivationPlan.from_json(self._agree(self._choose(profile, hardware).to_json()))
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)

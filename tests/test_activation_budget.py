@@ -14,7 +14,7 @@ from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
 
-STEPS = 7
+STEPS = 8
 
 
 LEAST_NBYTES = 32 * 2**10
@@ -53,7 +53,7 @@ def steps(overrides, count=STEPS):
 
 def measured(folder):
     """Peak of what a step makes when all is kept, the least that a plan can do, and what units need."""
-    activations, division = steps(streaming(folder, "memory.activations=plan"), 3)
+    activations, division = steps(streaming(folder, "memory.activations=plan"), 4)
     planning = activations.planning
     return planning.kept.peak_nbytes, smallest_budget(planning.profile, planning.hardware), division.least
 
@@ -89,7 +89,7 @@ def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path
 
 def test_every_run_packs_the_same_slots(tmp_path):
     """Else a plan, which names them, would be another run's on every rank but the first."""
-    runs = [steps(streaming(tmp_path, "memory.activations=plan"), 3)[0].planning.profile for _ in range(2)]
+    runs = [steps(streaming(tmp_path, "memory.activations=plan"), 4)[0].planning.profile for _ in range(2)]
     first, second = ([(slot.key, slot.nbytes) for slot in profile.slots] for profile in runs)
     assert first == second
 

@@ -71,7 +71,7 @@ class _Rows:
         at = [(i, variable) for i, row in enumerate(self._rows) for variable in row]
         factors = [factor for row in self._rows for factor in row.values()]
         shape = (len(self._rows), len(self.costs))
-        matrix = csr_array((factors, tuple(np.array(at).T)), shape=shape)
+        matrix = csr_array((factors, tuple(np.array(at, dtype=np.int64).reshape(-1, 2).T)), shape=shape)
         constraints = LinearConstraint(matrix, np.array(self._lows), np.array(self._highs))
         found = milp(self.costs, bounds=Bounds(0.0, np.array(self.most)), constraints=constraints)
         return float(found.fun) if found.status == 0 else None

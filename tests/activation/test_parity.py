@@ -7,7 +7,7 @@ from tests.helpers import models, zoo
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, reference, streaming, train
 
-STEPS = 5
+STEPS = 6
 POLICIES = ("offload", "recompute", "plan")
 
 
