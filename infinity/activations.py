@@ -3,8 +3,9 @@
 [Note: the first passes]
 Under ``plan`` nothing is known before the model has run, and everything kept may not fit. So the first
 passes store all they can. The third one, when all that is compiled has been, is profiled, as if everything
-were kept; then a plan is made: rank 0's for all, since ranks that recompute different blocks would gather different units. The second pass under
-the plan is metered, so that what was predicted can be told beside what was measured.
+were kept; then a plan is made: rank 0's for all, since ranks that recompute different blocks would gather
+different units. The second pass under the plan is metered, so that what was predicted can be told beside
+what was measured.
 """
 
 import time

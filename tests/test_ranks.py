@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.activation import cache
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
@@ -19,6 +20,7 @@ from tests.helpers.training import Trained, reference, streaming, train
 
 STEPS = 5
 CLIPPED, FREE = Rule(), Rule(max_grad_norm=None)
+ACTIVATIONS = ("offload", "recompute", "plan")
 
 
 def placements(folder: str) -> dict[str, list[str]]:
@@ -29,6 +31,7 @@ def placements(folder: str) -> dict[str, list[str]]:
         "tight": streaming(folder, "memory.device=600KiB"),
         "striped": [f"memory.nvme=[{folder}/a,{folder}/b]", "memory.host=200KiB", "memory.engine=threads"],
         "one-version": streaming(folder, "memory.versions=1"),
+        **{policy: streaming(folder, f"memory.activations={policy}") for policy in ACTIVATIONS},
     }
 
 
@@ -51,10 +54,13 @@ FEW = ("host", "nvme", "tight")
 #: Which placements each case is played in.
 PLAYED = {
     "llama": {
-        "clip": ALL, "free": ALL, "accumulate": FEW, "accumulate free": FEW, "recompute": FEW, "fp32": FEW,
+        "clip": (*ALL, *ACTIVATIONS), "free": (*ALL, "offload"),
+        "accumulate": FEW, "accumulate free": FEW, "recompute": FEW, "fp32": FEW,
     },
-    "gpt2": {"clip": FEW, "free": ("host", "nvme"), "accumulate": ("host", "nvme"), "fp32": ("nvme",)},
-    "t5": {"clip": FEW, "free": ("host", "nvme"), "fp32": ("nvme",)},
+    "gpt2": {
+        "clip": (*FEW, "offload"), "free": ("host", "nvme"), "accumulate": ("host", "nvme"), "fp32": ("nvme",),
+    },
+    "t5": {"clip": (*FEW, *ACTIVATIONS), "free": ("host", "nvme"), "fp32": ("nvme",)},
 }  # fmt: skip
 
 
@@ -70,6 +76,7 @@ def play(name: str, folder: str, played: dict[str, tuple[str, ...]]) -> dict[str
     """Every case in each of its placements: digests, and figures of the last placement."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     factory, batch = models.build(name, seed=1)
+    cache.LEAST_NBYTES = 512  # tiny models have tiny activations
     out: dict[str, Any] = {}
     for case, places in played.items():
         digests = {}
