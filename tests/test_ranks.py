@@ -58,7 +58,8 @@ PLAYED = {
         "accumulate": FEW, "accumulate free": FEW, "recompute": FEW, "fp32": FEW,
     },
     "gpt2": {
-        "clip": (*FEW, "offload"), "free": ("host", "nvme"), "accumulate": ("host", "nvme"), "fp32": ("nvme",),
+        "clip": (*FEW, "offload"), "free": ("host", "nvme"), "accumulate": ("host", "nvme"),
+        "fp32": ("nvme",),
     },
     "t5": {"clip": (*FEW, *ACTIVATIONS), "free": ("host", "nvme"), "fp32": ("nvme",)},
 }  # fmt: skip
