@@ -82,7 +82,7 @@ def main(folder: Path, scale: Scale, overrides: Sequence[str]) -> None:
     write_random_model(folder / "random", known, scale)
 
     everywhere = [
-        "model.seq_len=256", "train.batch_size=8", "train.accumulate=1", "train.recompute=false",
+        "model.seq_len=256", "train.batch_size=8", "train.accumulate=1", "memory.activations=keep",
         "train.eval_every=100", "train.eval_batches=24",
         "memory.host=64MiB", "memory.resident=false", f"memory.nvme=[{folder}/nvme]",
         f"data.cache={folder}/tokens", f"run.dir={folder}/runs", "train.log_every=20", *overrides,

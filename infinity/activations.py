@@ -23,7 +23,7 @@ from infinity.activation.identity import storages_of
 from infinity.activation.script import Alike, Planned, Script
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
-from infinity.core.profile import Profile
+from infinity.core.profile import Phase, Profile
 from infinity.observe.memory_meter import MemoryMeter
 from infinity.observe.profiler import Profiler
 from infinity.passes import Passes
@@ -129,8 +129,8 @@ class Activations:
         )
 
     def close(self) -> None:
-        """Give back what stored activations hold."""
-        self.end_step()
+        """Give back what stored activations hold. A pass that is still recorded is forgotten."""
+        self._unequip()
         self.cache.close()
 
     # --- parts -------------------------------------------------------------------------------
@@ -138,16 +138,14 @@ class Activations:
     def _end_pass(self, *, updates: bool) -> None:
         """The pass is over, with its step or before the next one; called again, nothing happens."""
         self.cache.ledger.tidy()
-        instrument, self._instrument = self._instrument, None
-        self.cache.observer = None
         self.passes.end(updates=updates)
-        if instrument is None:
-            return
-        instrument.__exit__(None, None, None)
+        instrument = self._unequip()
         if isinstance(instrument, Profiler):
-            self._profile_updates = updates
-            self._make_plan(instrument.finish())
-        else:
+            profile = instrument.finish()
+            if any(operator.phase is Phase.BACKWARD for operator in profile.operators):
+                self._profile_updates = updates
+                self._make_plan(profile)
+        elif instrument is not None:
             gradients = [weight.grad for weight in self._weights if type(weight.grad) is Tensor]
             self.metered_nbytes = instrument.peak_nbytes(without=gradients)
 
@@ -162,14 +160,23 @@ class Activations:
 
     def _equip(self) -> None:
         """Enter what records or meters this pass and what follows it."""
-        if self.policy == "plan" and self.passes.begun == _PROFILED:
+        plans = self.policy == "plan" and self.planning is None
+        if plans and self.passes.begun >= _PROFILED:  # again, where one was left without its backward
             profiler = Profiler(weights=self._weights, device=self.cache.device)
             self._instrument = profiler.__enter__()
             self.cache.observer = profiler
-        elif self.meters and self.passes.begun == METERED:
+        elif self.meters and self.metered_nbytes is None and self.passes.begun >= METERED:
             meter = MemoryMeter()
             meter.__enter__()  # type: ignore[no-untyped-call]
             self._instrument = meter
+
+    def _unequip(self) -> Profiler | MemoryMeter | None:
+        """Leave it: what it was."""
+        instrument, self._instrument = self._instrument, None
+        self.cache.observer = None
+        if instrument is not None:
+            instrument.__exit__(None, None, None)
+        return instrument
 
     def _leave(self) -> None:
         self.cache.record = None

@@ -65,7 +65,6 @@ class TrainConfig:
     )
     eval_first: bool = setting(False, "evaluate before the first step, too")
     eval_batches: int = setting(8, "micro-batches per rank in one evaluation", valid=Valid(least=1))
-    recompute: bool = setting(False, "keep only each block's input for backward; runs it twice")
     schedule: Literal["step", "layer"] = setting(
         "step",
         "micro-batches one by one, or all through a block before the next: weights are read twice",
@@ -78,8 +77,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.schedule == "layer" and self.recompute:
-            raise SettingError("recompute", True, "false with schedule=layer, which recomputes by itself")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +113,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.data.tokenizer in (None, "bytes") and self.model.path is None and self.model.vocab_size < 256:
             raise SettingError("model.vocab_size", self.model.vocab_size, "at least 256 for bytes")
+        if self.train.schedule == "layer" and self.memory.activations == "recompute":
+            wanted = "null with train.schedule=layer, which recomputes by itself"
+            raise SettingError("memory.activations", "recompute", wanted)
         if self.lora.rank is not None and self.model.path is None:
             raise SettingError("lora.rank", self.lora.rank, "null without model.path, the frozen base")
 

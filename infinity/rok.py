@@ -2,9 +2,8 @@
 
 [Note: how it is measured]
 Each point is a short training of the recipe's model on the recipe's own data, in a process of its own: none
-inherits memory or speed from another, and one that fails leaves the others. ``memory.device`` and
-``train.recompute`` of the recipe are left out, so that units have the same share of memory in all points,
-and keep keeps. The peak is metered in one pass; times are medians of later steps.
+inherits memory or speed from another, and one that fails leaves the others. ``memory.device`` of the recipe
+is left out, so that units have the same share of memory in all points. The peak is metered in one pass; times are medians of later steps.
 """
 
 import json
@@ -104,7 +103,7 @@ def _recipe_of(recipe: Recipe, point: RokPoint, steps: int) -> Recipe:
     return replace(
         recipe,
         run=replace(recipe.run, save=False, name=None),
-        train=replace(train, eval_every=None, eval_first=False, recompute=False),
+        train=replace(train, eval_every=None, eval_first=False),
         memory=replace(recipe.memory, activations=point.way, device=None),
     )
 

@@ -323,7 +323,7 @@ def built(recipe: Recipe, folder: Path | None, views: Sequence[View]) -> Iterato
 def _new_model(recipe: Recipe) -> Any:
     with infinity.Init(recipe):
         torch.manual_seed(recipe.run.seed)
-        return GPT(recipe.model, recompute=recipe.train.recompute)
+        return GPT(recipe.model)
 
 
 def _loaded_model(recipe: Recipe, views: Sequence[View]) -> Any:
@@ -340,10 +340,6 @@ def _loaded_model(recipe: Recipe, views: Sequence[View]) -> Any:
         frozen=recipe.lora.rank is not None,
         on_progress=None if display is None else display.loading,
     )
-    if isinstance(model, GPT):
-        model.recompute = recipe.train.recompute
-    elif recipe.train.recompute:
-        model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 

@@ -322,5 +322,5 @@ def test_a_recipe_chooses_the_schedule_and_the_loss_stays_the_same(tmp_path: Pat
 
 
 def test_recomputation_of_the_models_own_is_refused() -> None:
-    with pytest.raises(RecipeError, match="false with schedule=layer"):
-        infinity.load_recipe(overrides=["train.schedule=layer", "train.recompute=true"])
+    with pytest.raises(RecipeError, match=r"null with train\.schedule=layer"):
+        infinity.load_recipe(overrides=["train.schedule=layer", "memory.activations=recompute"])

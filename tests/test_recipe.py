@@ -110,7 +110,7 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
         ("train.steps=0", "got 0; wanted >= 1"),
         ("train.steps=true", "got True; wanted int, >= 1"),
         ("train.steps=null", "got None; wanted int, >= 1"),
-        ("train.recompute=1", "got 1; wanted true | false"),
+        ("memory.resident=1", "got 1; wanted true | false"),
         ("memory.versions=3", "got 3; wanted 1 | 2"),
         ("memory.versions=true", "got True; wanted 1 | 2"),
         ("memory.host=8Gb3", "got '8Gb3'; wanted a size such as 8GiB or 512MiB or null, >= 1"),

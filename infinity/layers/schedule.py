@@ -137,12 +137,11 @@ class LayerSchedule:
             StateError: It recomputes its blocks itself, or collects a loss from inside them.
         """
         owners = {*self.blocks.modules, *(place.parent for place in self._places)}
-        for flag in ("gradient_checkpointing", "recompute"):
-            if any(getattr(module, flag, False) is True for module in owners):
-                raise StateError(
-                    f"{type(self._model).__name__} has {flag} on, and the layer schedule recomputes blocks "
-                    "itself; turn it off"
-                )
+        if any(getattr(module, "gradient_checkpointing", False) is True for module in owners):
+            raise StateError(
+                f"{type(self._model).__name__} has gradient_checkpointing on, and the layer schedule "
+                "recomputes blocks itself; turn it off"
+            )
         if getattr(getattr(self._model, "config", None), "output_router_logits", False):
             raise StateError(
                 "output_router_logits is on: that loss needs the routers of all blocks at once. Turn it off, "

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from infinity.core.architectures import ARCHITECTURES, Architecture
 from infinity.core.config import SettingError, Valid, check, setting
@@ -167,12 +166,11 @@ class GPT(nn.Module):
 
     Args:
         config: Its sizes.
-        recompute: Keep only each block's input for backward, and run the block again there.
     """
 
-    def __init__(self, config: GPTConfig, *, recompute: bool = False) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config, self.recompute = config, recompute
+        self.config = config
         self.embedding = Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model)
@@ -202,10 +200,7 @@ class GPT(nn.Module):
             positions = None  # one document: its own places, and the faster causal attention
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, positions, mask, use_reentrant=False)
-            else:
-                x = block(x, positions, mask)
+            x = block(x, positions, mask)
         x = self.norm(x)
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         if targets is None:

@@ -68,7 +68,9 @@ def test_a_run_goes_on_from_what_an_earlier_run_exported(tmp_path, monkeypatch):
     sizes = ["model.n_layers=2", "model.d_model=32", "model.n_heads=2"]
     train(recipe(tmp_path, *sizes, "run.name=first", "run.save=true"))
     first = tmp_path / "runs/first/model"
-    summary = train(recipe(tmp_path, f"model.path={first}", "run.name=second", "train.recompute=true"))
+    summary = train(
+        recipe(tmp_path, f"model.path={first}", "run.name=second", "memory.activations=recompute")
+    )
     torch.set_num_threads(threads)
     assert summary is not None
     one, two = load_file(first / "model.safetensors"), tmp_path / "runs/second/model/model.safetensors"

@@ -42,7 +42,7 @@ def trained(saved, tmp_path, monkeypatch):
 
 def test_recomputation_trains_the_same(trained):
     _, run = trained
-    assert run() == run("train.recompute=true")
+    assert run() == run("memory.activations=recompute")
 
 
 def test_a_new_part_is_drawn_from_the_seed_when_the_recipe_names_it(trained):

@@ -11,9 +11,9 @@ SMALL = GPTConfig(vocab_size=17, seq_len=12, n_layers=2, d_model=16, n_heads=2, 
 TIED = GPTConfig(vocab_size=17, seq_len=12, n_layers=2, d_model=16, n_heads=2, tied=True)
 
 
-def build(config: GPTConfig = SMALL, *, seed: int = 0, recompute: bool = False) -> GPT:
+def build(config: GPTConfig = SMALL, *, seed: int = 0) -> GPT:
     torch.manual_seed(seed)
-    return GPT(config, recompute=recompute)
+    return GPT(config)
 
 
 def some_tokens(length: int = 12) -> torch.Tensor:
@@ -51,24 +51,6 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets() -> None:
     torch.testing.assert_close(loss, -picked.mean())
     assert abs(loss.item() - math.log(17)) < 0.2  # first weights know nothing
     assert model(tokens).loss is None
-
-
-def test_recomputation_changes_no_gradient() -> None:
-    tokens = some_tokens()
-    gradients = []
-    for recompute in (False, True):
-        model = build(recompute=recompute)
-        model(tokens, tokens).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients))
-
-
-def test_recomputation_runs_blocks_twice() -> None:
-    model = build(recompute=True)
-    runs = []
-    model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
-    model(some_tokens(), some_tokens()).loss.backward()
-    assert len(runs) == 2
 
 
 def test_every_parameter_gets_a_gradient_and_training_lowers_the_loss() -> None:
@@ -121,16 +103,6 @@ def test_no_gradient_crosses_from_one_document_to_another() -> None:
 def test_positions_of_one_document_change_no_bit() -> None:
     model, tokens = build(), some_tokens()
     assert torch.equal(model(tokens, positions=packed(12).expand(3, 12)).logits, model(tokens).logits)
-
-
-def test_recomputation_keeps_documents_apart() -> None:
-    tokens, positions = some_tokens(), packed(5, 7).expand(3, 12)
-    gradients = []
-    for recompute in (False, True):
-        model = build(recompute=recompute)
-        model(tokens, tokens, positions).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
 def test_bf16_runs_in_bf16_with_a_loss_in_fp32() -> None:
