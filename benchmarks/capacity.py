@@ -114,6 +114,7 @@ class Capacity:
         return [
             "memory.resident=false",
             f"memory.host={self.options.host}",
+            "memory.activations=keep",  # of units alone: blocks are recomputed
             f"memory.device={self.options.rss - process_nbytes(self.shape) - self.options.host}",
             f"memory.nvme=[{self.folder}]",
             f"memory.versions={self.versions}",

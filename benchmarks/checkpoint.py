@@ -62,7 +62,8 @@ class Bench:
         """What keeps a rank within ``--rss``, where that is the question."""
         if not self.options.params:
             return []
-        return [f"memory.device={self.options.rss - process_nbytes(self.shape) - self.options.host // world}"]
+        device = self.options.rss - process_nbytes(self.shape) - self.options.host // world
+        return [f"memory.device={device}", "memory.activations=keep"]
 
     def speed(self) -> None:
         """All ways in turns, and fio with the bytes that infinity moved."""

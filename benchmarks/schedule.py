@@ -85,6 +85,7 @@ class Bench:
         quick = ["optim.compile=false"] if self.options.quick else []  # each process would compile
         return [
             *quick,
+            "memory.activations=keep",  # the budget is of units alone
             f"memory.device={2 * self.shape.numel + 4 * (2 * largest) + rounding}",
             f"memory.host={self.options.host}",
             "memory.resident=false",

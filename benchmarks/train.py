@@ -115,6 +115,7 @@ class Bench:
         budget += ["memory.resident=false"]
         if way.world == 1:  # gradients wait for the norm (2 bytes), and some room to look ahead
             budget.append(f"memory.device={int(3.4 * self.shape.numel) + 96 * 2**20}")
+            budget.append("memory.activations=keep")  # the budget is of units alone
         return [*budget, f"memory.nvme=[{self.folder}]"]
 
     def bytes_per_step(self) -> tuple[float, float]:
