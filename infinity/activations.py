@@ -26,6 +26,7 @@ from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Phase, Profile
 from infinity.observe.memory_meter import MemoryMeter
 from infinity.observe.profiler import Profiler
+from infinity.observe.timed import WatchedEngine
 from infinity.passes import Passes
 from infinity.planner.policies import plan as make_plan
 from infinity.planning import Planning
@@ -61,6 +62,7 @@ class Activations:
         hardware: Measures the channels, when a profile is there.
         room: What a plan may use.
         agree: Gives rank 0's text to all ranks.
+        units: Moves the shards of units on the channels that activations share; None: nothing does.
 
     Attributes:
         planning: The plan, once it is made.
@@ -71,14 +73,14 @@ class Activations:
 
     def __init__(
         self, cache: TensorCache, policy: Policy, hardware: Callable[[], Hardware], room: Room,
-        agree: Callable[[str], str] = str,
+        agree: Callable[[str], str] = str, units: WatchedEngine | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
         self.passes, self.room = Passes(cache.ledger), room
         self.meters = policy == "plan"
         self.metered_nbytes: int | None = None
-        self._hardware, self._agree = hardware, agree
+        self._hardware, self._agree, self._units = hardware, agree, units
         self._blocks: weakref.WeakKeyDictionary[nn.Module, list[NamedBlock]] = weakref.WeakKeyDictionary()
         self._profile_updates = False  # the step ended with the profiled pass
         self._instrument: Profiler | MemoryMeter | None = None
@@ -165,6 +167,8 @@ class Activations:
             profiler = Profiler(weights=self._weights, device=self.cache.device)
             self._instrument = profiler.__enter__()
             self.cache.observer = profiler
+            if self._units is not None:
+                self._units.listener = profiler.units_move
         elif self.meters and self.metered_nbytes is None and self.passes.begun >= METERED:
             meter = MemoryMeter()
             meter.__enter__()  # type: ignore[no-untyped-call]
@@ -174,6 +178,8 @@ class Activations:
         """Leave it: what it was."""
         instrument, self._instrument = self._instrument, None
         self.cache.observer = None
+        if self._units is not None:
+            self._units.listener = None
         if instrument is not None:
             instrument.__exit__(None, None, None)
         return instrument

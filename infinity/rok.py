@@ -3,7 +3,8 @@
 [Note: how it is measured]
 Each point is a short training of the recipe's model on the recipe's own data, in a process of its own: none
 inherits memory or speed from another, and one that fails leaves the others. ``memory.device`` of the recipe
-is left out, so that units have the same share of memory in all points. The peak is metered in one pass; times are medians of later steps.
+is left out, so that units have the same share of memory in all points. The peak is metered in one pass;
+times are medians of later steps.
 """
 
 import json

@@ -128,7 +128,7 @@ class Runtime:
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
         return Activations(
             cache, policy, self._hardware, Beside(self, self._divide_beside),
-            lambda text: agree(text, self.world_size),
+            lambda text: agree(text, self.world_size), storage.units_engine,
         )  # fmt: skip
 
     def _hardware(self) -> Hardware:
@@ -217,11 +217,11 @@ class Runtime:
         storage, pipeline, commits = self.storage, None, self.storage.open_commits()
         if commits is not None:
             self._parts.callback(commits.close)
-        if storage.engine is not None:
+        if storage.units_engine is not None:
             background = AdamWRule(self.dtype, compiled=config.compile, on_compile=on_compile)
             timed: Any = TimedRule(background, self.timeline) if self.timeline.enabled else background
             pipeline = UpdatePipeline(
-                storage.engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
+                storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
             )
             self._parts.callback(pipeline.close)
         self.updates = Updates(

@@ -15,7 +15,7 @@ from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory
 from infinity.nvme.store import ShardStore
 from infinity.nvme.volume import Volume
-from infinity.observe.timed import TimedEngine
+from infinity.observe.timed import TimedEngine, WatchedEngine
 from infinity.observe.timeline import Timeline
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
 
@@ -32,6 +32,7 @@ class Storage:
     Attributes:
         host_pool: Staging buffers, and shards that stay in host memory.
         volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
+        units_engine: The same engine for shards, which can be watched.
         chunk_numel: Elements of a shard that are staged at one time.
         resident_nbytes: What shards that stay may take of ``host_pool``.
     """
@@ -43,6 +44,7 @@ class Storage:
         self.host_pool = self._stack.enter_context(contextlib.closing(HostPool(host_nbytes, pin=on_gpu)))
         self.volume: Volume | None = None
         self.engine: TransferEngine | None = None
+        self.units_engine: WatchedEngine | None = None
         self.store: ShardStore | None = None
         self.chunk_numel = CHUNK_NUMEL
         self._record: Path | None = None  # of the commit
@@ -75,6 +77,7 @@ class Storage:
         self._stack.callback(self.engine.close)
         if timeline.enabled:
             self.engine = TimedEngine(self.engine, timeline)
+        self.units_engine = WatchedEngine(self.engine)
         self.store = ShardStore(
             self.volume, weight_itemsize=self.layout.weight_nbytes(1),
             state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,

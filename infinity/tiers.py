@@ -73,7 +73,7 @@ class Tiers:
     def __init__(self, storage: Storage, gather: Callable[[Unit, Tensor], Tensor]) -> None:
         self.layout: StateLayout = storage.layout
         self.pool: Pool = storage.host_pool
-        self.store, self.engine = storage.store, storage.engine
+        self.store, self.engine = storage.store, storage.units_engine
         self.chunk_numel, self.versions, self.gather = storage.chunk_numel, storage.memory.versions, gather
         self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
         self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])

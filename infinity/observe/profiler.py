@@ -131,6 +131,10 @@ class Profiler(TorchDispatchMode):
         if key in self._marks.saved:
             self._storages.stand_in(tensor, self._marks.saved[key].storage)
 
+    def units_move(self, nbytes_read: int, nbytes_written: int) -> None:
+        """Units begin to move bytes on the channels that activations share; on any thread."""
+        self._marks.traffic.append((len(self._calls), nbytes_read, nbytes_written))
+
     def backward_begins(self) -> None:
         """The backward pass begins; the first operator of one tells it too."""
         if self._marks.phase is Phase.FORWARD:

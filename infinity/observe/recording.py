@@ -12,6 +12,7 @@ recomputed forward makes anew, belong to the node before.
 
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from infinity.core.profile import Block, Kind, Operator, Phase, Profile, Slot, SlotKey, StorageUse
+from infinity.core.profile import Block, Kind, Operator, Phase, Profile, Slot, SlotKey, StorageUse, Traffic
 
 
 @dataclass(slots=True)
@@ -135,6 +136,8 @@ class Marks:
     forward_end_node: int = 0
     backward_end: int | None = None
     alive_after: frozenset[int] = frozenset()  # storages, when backward had ended
+    #: Of units: operators that had ended, bytes read, bytes written.
+    traffic: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class Finished:
@@ -157,6 +160,7 @@ class Finished:
             tuple(self._lifetimes(slots)),
             tuple(slots),
             tuple(self._blocks()),
+            tuple(self._traffic()),
         )
 
     def _operator(self, call: Call, time_s: float) -> Operator:
@@ -200,6 +204,16 @@ class Finished:
             kind = Kind.ACTIVATION if saves else life.kind
             born = min(life.born, self.last)
             yield StorageUse(f"{index} {life.name}", life.nbytes, kind, born, min(dies, self.last))
+
+    def _traffic(self) -> Iterator[Traffic]:
+        """What units move, by the operator beside which it began."""
+        read, written = Counter[int](), Counter[int]()
+        for position, nbytes_read, nbytes_written in self.marks.traffic:
+            at = min(position, self.last)
+            read[at] += nbytes_read
+            written[at] += nbytes_written
+        for at in sorted(read.keys() | written.keys()):
+            yield Traffic(at, read[at], written[at])
 
     def _blocks(self) -> Iterator[Block]:
         """Calls that backward goes through; see [Note: which block a backward operator belongs to]."""

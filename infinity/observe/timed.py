@@ -1,10 +1,36 @@
-"""An engine and an update rule that write what they do into a timeline; used only when one is wanted."""
+"""Engines and an update rule that tell what they do: into a timeline, or to whoever records a step."""
 
+from collections.abc import Callable
 from typing import Any
 
 from infinity.core.extent import Extent
 from infinity.core.transfer import Transfer, TransferEngine
 from infinity.observe.timeline import Timeline
+
+
+class WatchedEngine:
+    """A transfer engine that tells ``listener``, while there is one, the bytes that it is asked to move.
+
+    Attributes:
+        listener: Called with bytes read and bytes written, on any thread.
+    """
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine, self.name = engine, engine.name
+        self.listener: Callable[[int, int], object] | None = None
+
+    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
+        if self.listener is not None:
+            self.listener(extent.nbytes, 0)
+        return self._engine.read(extent, memory, urgent=urgent)
+
+    def write(self, extent: Extent, memory: memoryview) -> Transfer:
+        if self.listener is not None:
+            self.listener(0, extent.nbytes)
+        return self._engine.write(extent, memory)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 class TimedEngine:
