@@ -9,6 +9,8 @@ from tests.helpers.training import assert_bitwise, reference, streaming, train
 
 STEPS = 6
 POLICIES = ("offload", "recompute", "plan")
+#: Planned in the fast suite, too.
+FEW = ("llama", "t5", "mixtral", "gpt")
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +19,14 @@ def _small_slots(monkeypatch):
     monkeypatch.setattr(cache, "LEAST_NBYTES", 512)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [*zoo.NAMES, "gpt"])
+CASES = [
+    pytest.param(name, policy, marks=[] if policy != "plan" or name in FEW else pytest.mark.slow)
+    for name in (*zoo.NAMES, "gpt")
+    for policy in POLICIES
+]
+
+
+@pytest.mark.parametrize(("name", "policy"), CASES)
 def test_activations_that_leave_memory_come_back_to_the_bit(tmp_path, name, policy):
     factory, batch = zoo.build(name, seed=1)
     dtype = "fp32" if name == "whisper" else "bf16"
