@@ -107,7 +107,7 @@ def make(job: Job) -> nn.Module:
     else:
         config = T5Config(
             vocab_size=job.vocabulary, d_model=job.hidden, d_kv=64, d_ff=inner, num_layers=job.layers // 2,
-            num_heads=heads, use_cache=False,
+            num_heads=heads, use_cache=False, decoder_start_token_id=0,
         )  # fmt: skip
         model = T5ForConditionalGeneration(config)
     return model.to(torch.bfloat16).train()
@@ -291,7 +291,6 @@ def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
     options.nvme.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="activations-", dir=options.nvme.resolve()))
-    rows: list[list[str]] = []
     claims: list[Claim] = []
     try:
         if fio.available():
@@ -306,16 +305,21 @@ def main(argv: list[str] | None = None) -> None:
             )  # fmt: skip
             bench = Bench(job, options.rounds)
             bench.run()
-            rows += bench.table()
-            claims += bench.claims()
+            claims += show(bench)
+            if options.json:
+                write_json(options.json, claims)
     finally:
         shutil.rmtree(folder)
-    print_table(COLUMNS, rows)
+
+
+def show(bench: Bench) -> list[Claim]:
+    """Print a model's rows and claims, which may be hours before the last one's."""
+    print_table(COLUMNS, bench.table())
+    claims = bench.claims()
     for claim in claims:
         mark = "holds" if claim.holds else "MISSED"
-        print(f"{mark:7} {claim.claim}: {claim.value:.3f} (target: at most {claim.target:g})")
-    if options.json:
-        write_json(options.json, claims)
+        print(f"{mark:7} {claim.claim}: {claim.value:.3f} (target: at most {claim.target:g})", flush=True)
+    return claims
 
 
 if __name__ == "__main__":
