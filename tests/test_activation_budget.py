@@ -20,10 +20,12 @@ STEPS = 8
 LEAST_NBYTES = 32 * 2**10
 
 
-@pytest.fixture(autouse=True)
-def _small_slots(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _small_slots():
     """Small models have small activations."""
-    monkeypatch.setattr(cache, "LEAST_NBYTES", LEAST_NBYTES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "LEAST_NBYTES", LEAST_NBYTES)
+        yield
 
 
 def factory():
@@ -51,15 +53,18 @@ def steps(overrides, count=STEPS):
         optimizer.close()
 
 
-def measured(folder):
+@pytest.fixture(scope="module")
+def measured(_small_slots, tmp_path_factory):
     """Peak of what a step makes when all is kept, the least that a plan can do, and what units need."""
-    activations, division = steps(streaming(folder, "memory.activations=plan"), 4)
+    activations, division = steps(
+        streaming(tmp_path_factory.mktemp("measured"), "memory.activations=plan"), 4
+    )
     planning = activations.planning
     return planning.kept.peak_nbytes, smallest_budget(planning.profile, planning.hardware), division.least
 
 
-def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(tmp_path):
-    kept, least, units = measured(tmp_path)
+def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(tmp_path, measured):
+    kept, least, units = measured
     assert least < kept
     activations_nbytes = (kept + least) // 2
     overrides = streaming(tmp_path, f"memory.device={units + activations_nbytes}", "memory.activations=plan")
@@ -77,8 +82,8 @@ def test_a_budget_alone_is_enough_to_be_planned_for():
         init.runtime.close()
 
 
-def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path):
-    _, least, units = measured(tmp_path)
+def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path, measured):
+    _, least, units = measured
     overrides = streaming(tmp_path, f"memory.device={units + least // 2}", "memory.activations=plan")
     with pytest.raises(infinity.BudgetError, match=r"units need at least .* smallest budget") as refused:
         steps(overrides)
@@ -94,16 +99,16 @@ def test_every_run_packs_the_same_slots(tmp_path):
     assert first == second
 
 
-def test_what_a_plan_does_not_need_is_left_to_units(tmp_path):
-    kept, _, units = measured(tmp_path)
+def test_what_a_plan_does_not_need_is_left_to_units(tmp_path, measured):
+    kept, _, units = measured
     device = 20 * (units + kept)
     activations, division = steps(streaming(tmp_path, f"memory.device={device}", "memory.activations=plan"))
     assert activations.planning.plan.places == {}
     assert units < division.total <= device - activations.planning.predicted.peak_nbytes
 
 
-def test_ranks_play_one_plan(tmp_path):
-    _, least, units = measured(tmp_path)
+def test_ranks_play_one_plan(tmp_path, measured):
+    _, least, units = measured
     overrides = streaming(tmp_path, f"memory.device={2 * units + least + 40_000}", "memory.activations=plan")
     ranks = run_ranks(_plan_of_rank, 2, overrides)
     assert ranks[0] == ranks[1]

@@ -105,10 +105,10 @@ def test_a_recipe_has_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_point_whose_process_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **how: subprocess.CompletedProcess(args, -9))
-    recipe = load_recipe(write(tmp_path), ["train.recompute=true", "memory.device=1GiB"])
+    recipe = load_recipe(write(tmp_path), ["memory.activations=recompute", "memory.device=1GiB"])
     point = run_point(recipe, 3, RokPoint(way="keep", batch_size=6), tmp_path / "point")
     assert point == RokPoint(way="keep", batch_size=6, error="ended by SIGKILL: out of memory?")
     asked = load_recipe(tmp_path / "point" / "recipe.yaml")
-    assert (asked.train.batch_size, asked.train.recompute) == (6, False)
+    assert asked.train.batch_size == 6
     assert (asked.memory.activations, asked.memory.device) == ("keep", None)
-    assert asked.train.steps == 2 + 3  # four passes of two micro-batches before those that are timed
+    assert asked.train.steps == 3 + 3  # five passes, two a step, before those that are timed

@@ -15,6 +15,7 @@ import infinity
 from infinity import train as train_module
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.inputs import _short
+from infinity.listener import Listener
 from infinity.observe.events import StepReport
 from infinity.observe.timeline import Timeline, read_trace
 from infinity.optim.config import OptimConfig
@@ -43,7 +44,7 @@ class Plain:
         class AdamW(torch.optim.AdamW):
             def __init__(self, model: nn.Module, *, max_grad_norm: float | None, **numbers: Any) -> None:
                 super().__init__(model.parameters(), **numbers)
-                self.runtime = SimpleNamespace(activations=KEPT)
+                self.runtime = SimpleNamespace(activations=KEPT, say=Listener())
                 self.timeline = Timeline(clock=lambda: 1.0)
                 self.timeline.add("compute", "forward", 0.0, 1.0)
                 self.budgets = {"host": 100}

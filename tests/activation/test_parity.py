@@ -9,7 +9,7 @@ from tests.helpers.training import assert_bitwise, reference, streaming, train
 
 STEPS = 6
 POLICIES = ("offload", "recompute", "plan")
-#: Planned in the fast suite, too.
+#: Recomputed and planned in the fast suite, too.
 FEW = ("llama", "t5", "mixtral", "gpt")
 
 
@@ -20,7 +20,7 @@ def _small_slots(monkeypatch):
 
 
 CASES = [
-    pytest.param(name, policy, marks=[] if policy != "plan" or name in FEW else pytest.mark.slow)
+    pytest.param(name, policy, marks=[] if policy == "offload" or name in FEW else pytest.mark.slow)
     for name in (*zoo.NAMES, "gpt")
     for policy in POLICIES
 ]
