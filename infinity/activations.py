@@ -61,7 +61,7 @@ class Activations:
         policy: Keep, store or recompute everything, or plan.
         hardware: Measures the channels, when a profile is there.
         room: What a plan may use.
-        agree: Gives rank 0's text to all ranks.
+        decide: Gives all ranks the text that rank 0 makes.
         units: Moves the shards of units on the channels that activations share; None: nothing does.
 
     Attributes:
@@ -73,14 +73,15 @@ class Activations:
 
     def __init__(
         self, cache: TensorCache, policy: Policy, hardware: Callable[[], Hardware], room: Room,
-        agree: Callable[[str], str] = str, units: WatchedEngine | None = None,
+        decide: Callable[[Callable[[], str]], str] = lambda make: make(),
+        units: WatchedEngine | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
         self.passes, self.room = Passes(cache.ledger), room
         self.meters = policy == "plan"
         self.metered_nbytes: int | None = None
-        self._hardware, self._agree, self._units = hardware, agree, units
+        self._hardware, self._decide, self._units = hardware, decide, units
         self._blocks: weakref.WeakKeyDictionary[nn.Module, list[NamedBlock]] = weakref.WeakKeyDictionary()
         self._profile_updates = False  # the step ended with the profiled pass
         self._instrument: Profiler | MemoryMeter | None = None
@@ -96,14 +97,13 @@ class Activations:
         if model not in self._blocks:
             self._blocks[model] = find_blocks(model)
         blocks = self._blocks[model]
-        self.cache.script = self._script(blocks)
         self._weights = list(model.parameters())
         self._equip()
         self.passes.begin()
         stack = ExitStack()
         if self.policy != "keep":
             self.cache.exempt = storages_of([*self._weights, *model.buffers()])
-            self.cache.record = Record()
+            self.cache.record = Record(self._script(blocks))
             stack.callback(self._leave)
             stack.enter_context(watched(blocks, self.cache))
         return stack
@@ -189,7 +189,7 @@ class Activations:
 
     def _make_plan(self, profile: Profile) -> None:
         began_s, hardware = time.perf_counter(), self._hardware()
-        plan = ActivationPlan.from_json(self._agree(self._choose(profile, hardware).to_json()))
+        plan = ActivationPlan.from_json(self._decide(lambda: self._choose(profile, hardware).to_json()))
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
         self.room.settle(plan.capacity_nbytes, predicted.peak_nbytes)

@@ -1,14 +1,15 @@
 """Where this rank is: its peers, its device, and the memory that its machine has free."""
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from infinity.core.errors import PeerError
+from infinity.core.errors import BudgetError, PeerError
 
 
 def join_ranks(timeout_s: float) -> torch.device:
@@ -24,14 +25,36 @@ def join_ranks(timeout_s: float) -> torch.device:
     return device
 
 
-def agree(value: str, world_size: int) -> str:
+def agree(value: str, world_size: int, what: str = "agreeing on the run's id") -> str:
     """Rank 0's ``value``, on every rank."""
     if world_size == 1:
         return value
     values = [value]
-    with typed("agreeing on the run's id"):
+    with typed(what):
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def decide(make: Callable[[], str], rank: int, share: Callable[[str], str]) -> str:
+    """What rank 0 makes, on every rank; only rank 0 makes it.
+
+    Args:
+        make: Makes it.
+        share: Gives rank 0's text to all ranks.
+
+    Raises:
+        BudgetError: Rank 0 found none that fits; raised on every rank alike.
+    """
+    made, refused = "", ""
+    if rank == 0:
+        try:
+            made = make()
+        except BudgetError as error:
+            refused = str(error)
+    made, refused = json.loads(share(json.dumps((made, refused))))
+    if refused:
+        raise BudgetError(refused)
+    return str(made)
 
 
 @contextlib.contextmanager

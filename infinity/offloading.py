@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +19,7 @@ from infinity.budget import piece_nbytes
 from infinity.channels import measure_hardware, open_shelves
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.nbytes import parse_nbytes
-from infinity.machine import agree, free_host_nbytes
+from infinity.machine import agree, decide, free_host_nbytes
 from infinity.nvme.engines import make_engine
 from infinity.nvme.pool import HostPool
 from infinity.nvme.probe import stripe_weights
@@ -94,12 +95,13 @@ def offload_activations(
     directories = [nvme] if isinstance(nvme, (str, Path)) else nvme or [tempfile.gettempdir()]
     host_nbytes = free_host_nbytes() // 2 if host is None else parse_nbytes(host)
     capacity = None if budget is None else parse_nbytes(budget)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
     with contextlib.ExitStack() as stack:
         activations = Activations(
             _open_cache(stack, device, directories, host_nbytes), policy,
             lambda: measure_hardware(device, directories, host_nbytes), Bound(capacity),
-            lambda text: agree(text, world_size),
+            partial(decide, rank=rank, share=share),
         )  # fmt: skip
         stack.callback(activations.close)
         stack.enter_context(_served(model, activations))

@@ -12,6 +12,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from infinity.core.transfer import Transfer
 from infinity.division import Beside, Division
 from infinity.hooks import Hooks, dress
 from infinity.listener import Listener
-from infinity.machine import agree, free_host_nbytes, join_ranks
+from infinity.machine import agree, decide, free_host_nbytes, join_ranks
 from infinity.nvme.pool import BufferPool, DevicePool, HostPool
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.timed import TimedRule
@@ -128,8 +129,14 @@ class Runtime:
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
         return Activations(
             cache, policy, self._hardware, Beside(self, self._divide_beside),
-            lambda text: agree(text, self.world_size), storage.units_engine,
+            self._decide, storage.units_engine,
         )  # fmt: skip
+
+    def _decide(self, make: Callable[[], str]) -> str:
+        """The plan for activations that rank 0 makes."""
+        if self.collectives is None:
+            return make()
+        return decide(make, self.rank, partial(self.collectives.share, where="the plan for activations"))
 
     def _hardware(self) -> Hardware:
         room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes

@@ -114,6 +114,21 @@ def test_ranks_play_one_plan(tmp_path, measured):
     assert ranks[0] == ranks[1]
 
 
+def test_a_budget_that_no_plan_meets_is_the_same_error_on_every_rank(tmp_path, measured):
+    _, least, units = measured
+    overrides = streaming(tmp_path, f"memory.device={2 * units + least // 2}", "memory.activations=plan")
+    ranks = run_ranks(_refusal_of_rank, 2, overrides)
+    assert ranks[0] == ranks[1]
+    assert "smallest budget" in ranks[0]
+
+
+def _refusal_of_rank(overrides):
+    cache.LEAST_NBYTES = LEAST_NBYTES
+    with pytest.raises(infinity.BudgetError) as refused:
+        steps(overrides)
+    return str(refused.value)
+
+
 def _plan_of_rank(overrides):
     cache.LEAST_NBYTES = LEAST_NBYTES
     activations, _ = steps(overrides)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import infinity
+from infinity import runtime as runtime_module
 from infinity import storage as storage_module
 from infinity.core.errors import DiskError
 from infinity.core.tier import Tier
@@ -185,6 +186,18 @@ def broken_early_reads(folder: Path, guilty: bool) -> None:
     broken("read", None, folder, guilty)
 
 
+def broken_probe(folder: Path, guilty: bool) -> None:
+    """The drive fails while it is measured for the plan of activations, which rank 0 makes for all."""
+    measure = runtime_module.measure_hardware
+
+    def failing(*args: Any) -> Any:
+        raise DiskError(errno.EIO, "read", folder, offset=0, nbytes=4096)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime_module, "measure_hardware", failing if guilty else measure)
+        loop(folder, "memory.activations=plan", steps=8)
+
+
 def interrupted_hook(folder: Path, guilty: bool) -> None:
     """An error of the user's own code, deep inside backward."""
 
@@ -216,6 +229,7 @@ SCENARIOS: tuple[tuple[Callable[[Path, bool], None], str, str, str], ...] = (
     (broken_early_writes, "DiskError", "PeerError", "rank 1 failed with DiskError"),
     (broken_reads, "DiskError", "PeerError", "rank 1 failed with DiskError"),
     (broken_early_reads, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+    (broken_probe, "DiskError", "PeerError", "rank 1 failed with DiskError"),
 )
 
 

@@ -80,7 +80,7 @@ def _forward(
     if observer is not None:
         observer.enter_region(region, block.name)
     try:
-        if cache.script.recomputes(region) and all(fresh):
+        if record.script.recomputes(region) and all(fresh):
             return _recomputed(block.module, own, args, kwargs)
         return own(*args, **kwargs)
     finally:

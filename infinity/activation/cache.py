@@ -22,7 +22,7 @@ from torch import Tensor
 from infinity.activation.identity import View, Watch, check_version, is_plain
 from infinity.activation.ledger import Ledger
 from infinity.activation.queue import StoreQueue
-from infinity.activation.script import Alike, Script
+from infinity.activation.script import Script
 from infinity.activation.shelf import Shelf
 from infinity.activation.slot import Slot
 from infinity.core.lifecycle import SlotState
@@ -57,9 +57,14 @@ class Observer(Protocol):
 
 
 class Record:
-    """One forward pass: where it is, and what it has packed."""
+    """One forward pass: where it is, and what it has packed.
 
-    def __init__(self) -> None:
+    Args:
+        script: What happens to its slots.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
         self.region = self._calls = self._ordinal = 0
         self.slots: weakref.WeakValueDictionary[SlotKey, Slot] = weakref.WeakValueDictionary()
         self.packed: list[SlotKey] = []
@@ -148,7 +153,6 @@ class TensorCache:
         wait: Runs a function that waits, and counts its seconds as a stall.
 
     Attributes:
-        script: What happens to the slots of the next pass.
         backlog_nbytes: What may wait to be stored before packing waits; None: any.
         exempt: Storages that pass through: parameters and buffers, which live anyway.
         observer: Learns what happens; None: nobody.
@@ -161,7 +165,6 @@ class TensorCache:
         self.device, self.shelves, self._wait = device, shelves, wait
         self.ledger = Ledger()
         self.queue = StoreQueue(self.ledger)
-        self.script: Script = Alike(Place.KEEP)
         self.backlog_nbytes: int | None = None
         self.exempt: Container[torch.UntypedStorage] = ()
         self.observer: Observer | None = None
@@ -204,7 +207,7 @@ class TensorCache:
         record.add(slot)
         if self.observer is not None:
             self.observer.packed(slot.key, tensor)
-        place = self.script.place(slot.key)
+        place = record.script.place(slot.key)
         if place is not Place.KEEP:
             self.queue.put(slot, self.shelves[place])
             if self.backlog_nbytes is not None and self.queue.nbytes > self.backlog_nbytes:
@@ -271,10 +274,10 @@ class TensorCache:
         if record.backward != backward:
             record.backward = backward
             record.asked.clear()
-            self._load(record, self.script.loads(None) or ())
+            self._load(record, record.script.loads(None) or ())
         if key not in record.asked:
             record.asked.add(key)
-            keys = self.script.loads(key)
+            keys = record.script.loads(key)
             if keys is None:
                 keys = record.before(key, max(record.region_nbytes.values()))
             self._load(record, keys)

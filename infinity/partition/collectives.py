@@ -41,7 +41,7 @@ from torch import Tensor
 from infinity.core.errors import DivergenceError, InfinityError, PeerError
 from infinity.partition.peers import Peers
 
-_KINDS = ("gather", "reduce", "sum", "least", "check")
+_KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 #: Once another rank has left, what it still takes part in ends within this time (s).
 _FAREWELL_S = 5.0
 _SLICE_S = 0.25
@@ -175,6 +175,21 @@ class Collectives:
     def least(self, values: Sequence[int], where: str) -> list[int]:
         """The least of each value over ranks (below 2**53); blocks."""
         return [int(x) for x in self._exchange("least", values, where).amin(0)]
+
+    def share(self, text: str, where: str) -> str:
+        """Rank 0's ``text``, on every rank; blocks."""
+        mine = text.encode()
+        nbytes = int(self._exchange("share", [len(mine)], where)[0])
+
+        def issue() -> bytes:
+            given = torch.zeros(nbytes, dtype=torch.uint8)
+            if self.rank == 0:
+                given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
+            return given.numpy().tobytes()
+
+        shared: bytes = self._submit("share", nbytes, where, issue).wait()
+        return shared.decode()
 
     def check(self, fingerprint: int, where: str) -> None:
         """Raise on every rank unless all have the same ``fingerprint``; blocks."""

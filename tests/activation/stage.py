@@ -46,16 +46,14 @@ class Stage:
             made = StagedShelf(CPU, self.pool)
         self.shelf = made
         self.cache = TensorCache(CPU, {Place.NVME: made, Place.HOST: made}, lambda wait: wait())
-        self.cache.script = STORE
 
     @contextmanager
-    def forward(self, model: torch.nn.Module | None = None, script: Script | None = None):
+    def forward(self, model: torch.nn.Module | None = None, script: Script = STORE):
         """One recorded pass."""
         cache = self.cache
-        cache.script = script or cache.script
         if model is not None:
             cache.exempt = storages_of([*model.parameters(), *model.buffers()])
-        cache.record = Record()
+        cache.record = Record(script)
         try:
             with (
                 watched(find_blocks(model) if model is not None else [], cache),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activation.script import Alike
-from infinity.core.plan import Place
+from infinity.activation.script import Alike, Planned
+from infinity.core.plan import ActivationPlan, Load, Place
 from tests.activation.stage import assert_same, live_slots
 
 WIDTH = 24
@@ -111,6 +111,26 @@ def test_interleaved_passes(stage, policy):
         return third
 
     compare(stage, policy, Model(dropout=0.1), step)
+
+
+def test_a_pass_is_loaded_as_it_was_stored_whatever_is_planned_since(stage):
+    """Its loads are those of its own script: none is left to be asked for at the last moment."""
+    model = Model()
+    with stage.forward(model, Alike(Place.NVME)) as record:
+        first = model(batch(0))
+    keys = list(record.packed)
+    begins = ActivationPlan("plan", dict.fromkeys(keys, Place.NVME), tuple(Load(None, key) for key in keys))
+    with stage.forward(model, Planned(begins)):
+        second = model(batch(1))
+    with stage.forward(model, Planned(ActivationPlan("keep"))):
+        third = model(batch(2))
+    stage.all_stored()
+    second.backward()
+    assert stage.cache.ledger.on_demand == 0
+    (first + third).backward()
+    assert stage.cache.ledger.nbytes_loaded > 0
+    del first, second, third, record
+    stage.assert_empty()
 
 
 def test_a_graph_that_is_kept_is_read_again(stage, policy):
