@@ -25,7 +25,7 @@ class Channel:
     def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
         self._latency_nbytes = int(latency_s * bytes_per_s)
-        self._free = Sums(int(time_s * bytes_per_s) for time_s in times)
+        self._free = Sums((times * bytes_per_s).astype(np.int64))
         self._length = len(times)
         self._total = int(self._free.below(self._length))
         self._beside: Channel | None = None
@@ -42,6 +42,14 @@ class Channel:
     def free_nbytes(self, begin: int, end: int) -> int:
         """What the channel can still carry in [begin, end), at most a step."""
         return int(self._below(end) - self._below(begin))
+
+    def booked_nbytes(self, nbytes: int) -> int:
+        """What ``nbytes`` take of it, their latency with them."""
+        return nbytes + self._latency_nbytes
+
+    def until(self) -> np.ndarray:
+        """What the channel can still carry before each operator, and in the step."""
+        return np.cumsum([0, *self._free.numbers])
 
     def earliest_end(self, begin: int, nbytes: int) -> int | None:
         """The first operator that finds ``nbytes`` moved when they may start with operator ``begin``.
@@ -101,9 +109,10 @@ class Channel:
 
     def _below(self, end: int) -> int:
         """Free bytes before operator ``end``, counting on in the next step."""
-        if end < self._length:
-            return int(self._free.below(end))
-        return self._total + self._below(end - self._length)
+        below = 0
+        while end >= self._length:
+            below, end = below + self._total, end - self._length
+        return below + int(self._free.below(end))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,206 +1,252 @@
-"""A plan on a clock: step time, stalls, peaks and bytes, as the planner counts them.
+"""A plan on a clock: step time, stalls, peaks and bytes. Planner and simulator run the same one.
 
-[Note: when memory is free and when it is taken]
-A stored storage's memory is free when its store has ended and forward has used it for the last time; it is
-taken again from the moment its load is asked for. Where an operator finds no room, it waits for stores. A
-storage whose store has not ended when its load is asked for stays where it is, and is not loaded.
+[Note: a play]
+Compute runs the positions of a script in order, and between them it does what the tensor cache does; see
+[Note: where bytes are] in :mod:`infinity.planner.cache`. While more than the plan's backlog is not stored,
+packing waits: nothing else keeps compute back where memory is short. When backward asks for a storage, the
+loads that are tied to it start, and it is loaded itself if nobody has done so; then compute waits for it,
+before it asks for the next one. The time of what is still stored at the end is not the step's.
+
+[Note: marks]
+The clock stops only where something is to be done; in between it lets compute run as far as transfers allow.
+A :class:`Recorder` makes it stop at every position, and otherwise changes nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from enum import IntEnum, auto
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
 from infinity.core.errors import RecipeError
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
-from infinity.core.profile import Profile
-from infinity.planner.lanes import LOADING, STORING, TO_HOST, WRITE, Lanes
-from infinity.planner.script import Saved, Script, script_of
+from infinity.core.plan import Hardware, Outcome, Place
+from infinity.planner.cache import Cache
+from infinity.planner.lanes import LOADING, NAMES, STORING, Lanes, Listener
+from infinity.planner.moves import Moves
+from infinity.planner.script import Script
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """What a plan stores, in the numbers of a script.
+class Recorder(Listener, Protocol):
+    """Learns what a play looks like; storages are indices into the script's saved ones."""
 
-    Attributes:
-        places: Where the script's saved storages go; those that are not named are kept.
-        loads: Position at which each load starts and its storage, in order of need.
-    """
+    def holds(self, at_s: float, nbytes: int) -> None:
+        """From ``at_s`` on, ``nbytes`` are in device memory."""
+        ...
 
-    places: Mapping[int, Place] = field(default_factory=dict)
-    loads: Sequence[tuple[int, int]] = ()
+    def began_backward(self, at_s: float) -> None: ...
+
+    def waited(self, name: int | None, begin_s: float, end_s: float) -> None:
+        """Compute has waited for a load; None: for stores."""
+        ...
+
+    def recomputed(self, at: int, begin_s: float, end_s: float) -> None:
+        """The recomputation at position ``at`` has run."""
+        ...
 
 
-def predict(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Outcome:
-    """What ``plan`` costs on ``hardware``.
+def play(script: Script, moves: Moves, hardware: Hardware) -> Outcome:
+    """What one micro-batch with its update costs; see [Note: a play].
 
     Raises:
-        RecipeError: The plan is not for this profile.
+        RecipeError: A place is reached by a channel that moves nothing.
     """
-    outcome, _ = trace_of(profile, plan, hardware)
-    return outcome
+    return Clock(script, moves, hardware).play()
 
 
-def trace_of(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> tuple[Outcome, np.ndarray]:
-    """The same, and the bytes of device memory at each position of the script that the plan plays."""
-    script = script_of(profile, plan.recomputed)
-    clock = _Clock(script, moves_of(script, plan), hardware, plan.capacity_nbytes)
-    return clock.play(), np.array(clock.resident)
+class Do(IntEnum):
+    """What is to be done before a position, in this order."""
+
+    PACK = auto()
+    USE_UP = auto()
+    RELEASE = auto()
+    BEGIN = auto()  # backward
+    ASK = auto()
 
 
-def play(script: Script, moves: Moves, hardware: Hardware, capacity_nbytes: int | None) -> Outcome:
-    """One micro-batch with its update; see [Note: when memory is free and when it is taken]."""
-    return _Clock(script, moves, hardware, capacity_nbytes).play()
+class Clock:
+    """One play of ``moves``.
 
+    Attributes:
+        resident: Bytes of device memory at the beginning of each position; after the play.
+    """
 
-def moves_of(script: Script, plan: ActivationPlan) -> Moves:
-    """The plan's decisions in the numbers of ``script``."""
-    index = {saved.key: i for i, saved in enumerate(script.saved)}
-    named = {*plan.places, *(load.slot for load in plan.loads), *(load.after for load in plan.loads)} - {None}
-    strange = sorted(key for key in named if key is not None and key not in index)
-    if strange:
-        raise RecipeError(f"the plan names saved storages that the profile lacks: {strange[:5]}; plan again")
-    loads = [
-        (
-            script.backward if load.after is None else script.saved[index[load.after]].needed_at,
-            index[load.slot],
-        )
-        for load in plan.loads
-    ]
-    away = {index[key]: place for key, place in plan.places.items() if place is not Place.KEEP}
-    return Moves(away, loads)
+    def __init__(
+        self, script: Script, moves: Moves, hardware: Hardware, recorder: Recorder | None = None
+    ) -> None:
+        self._script, self._moves, self._recorder = script, moves, recorder
+        self._lanes = Lanes(hardware, recorder)
+        self._cache = Cache(script, moves, self._lanes)
+        self._agenda = _agenda(script, moves)
+        self._stall_s = self._recompute_s = 0.0
+        self._peak_nbytes = 0
+        self.resident = script.memory
+        _check(moves, self._lanes)
 
+    @property
+    def most_backlog_nbytes(self) -> int:
+        """The most that has waited to be stored."""
+        return self._cache.backlog.peak_nbytes
 
-class _Clock:
-    def __init__(self, script: Script, moves: Moves, hardware: Hardware, capacity_nbytes: int | None) -> None:
-        self._script, self._moves = script, moves
-        self._capacity = capacity_nbytes
-        self._lanes = Lanes(hardware)
-        self._packs = _by(lambda saved: saved.packed_at, script.saved, moves.places)
-        self._needs = _by(lambda saved: saved.needed_at, script.saved, moves.places)
-        self._starts: dict[int, list[int]] = {}
-        for at, index in moves.loads:
-            self._starts.setdefault(at, []).append(index)
-        self._storing: set[int] = set()
-        self._stored: set[int] = set()  # whose store has ended, and memory is not yet free
-        self._loading: set[int] = set()
-        self._away = self._on_host = self._at = 0
-        self._now_s = self._stall_s = 0.0
-        self._host_peak = 0
-        self._moved = [0, 0]  # stored on NVMe, loaded from it
-        self.resident: list[int] = []
+    @property
+    def now_s(self) -> float:
+        return self._lanes.now_s
 
     def play(self) -> Outcome:
+        """Play it, once."""
+        script, end = self._script, len(self._script.times)
+        every = range(end) if self._recorder is not None else ()
+        again = (each for at in script.again for each in (at, at + 1))
+        for at, following in pairwise(sorted({0, end, *self._agenda, *script.traffic, *again, *every})):
+            self._stop(at)
+            began_s = self.now_s
+            self._run(at, following)
+            if at in script.again:
+                self._recompute_s += self.now_s - began_s
+                if self._recorder is not None:
+                    self._recorder.recomputed(at, began_s, self.now_s)
+        self._stop(end)
+        step_s = self.now_s
+        self._drain(end)
+        return self._outcome(step_s)
+
+    # --- between positions -------------------------------------------------------------------
+
+    def _stop(self, at: int) -> None:
+        """Do what is to be done before position ``at``."""
+        cache = self._cache
+        for do, index in self._agenda.get(at, ()):
+            if do is Do.PACK:
+                cache.pack(index)
+                self._wait(at, None, self._is_stored)
+            elif do is Do.USE_UP:
+                cache.use_up(index, at)
+            elif do is Do.RELEASE:
+                cache.release(index)
+            elif do is Do.BEGIN:
+                if self._recorder is not None:
+                    self._recorder.began_backward(self.now_s)
+                cache.foresee(None, at)
+            elif cache.ask(index, at):
+                self._note(self._between(at))
+                self._wait(at, index, partial(cache.is_there, index))
+        if at in self._script.traffic:
+            self._lanes.submit_units(*self._script.traffic[at])
+
+    def _is_stored(self) -> bool:
+        """Is no more waiting to be stored than may?"""
+        most_nbytes = self._moves.backlog_nbytes
+        return most_nbytes is None or self._cache.backlog.nbytes <= most_nbytes
+
+    def _wait(self, at: int, name: int | None, until: Callable[[], bool]) -> None:
+        began_s, between = self.now_s, self._between(at)
+        while not until():
+            self._pass(self._lanes.next_s(), at, at, between)
+        if self.now_s > began_s:
+            self._stall_s += self.now_s - began_s
+            if self._recorder is not None:
+                self._recorder.waited(name, began_s, self.now_s)
+
+    def _between(self, at: int) -> int:
+        """Bytes before position ``at`` if nothing were away: no more than its neighbours take."""
+        memory = self._script.memory
+        return int(min(memory[at - 1], memory[at])) if 0 < at < len(memory) else 0
+
+    def _drain(self, end: int) -> None:
+        self._note(0)
+        while self._lanes.next_s() < float("inf"):
+            self._pass(self._lanes.next_s(), end, end, 0)
+
+    # --- compute -----------------------------------------------------------------------------
+
+    def _run(self, at: int, following: int) -> None:
+        """Compute the positions from ``at`` up to ``following``."""
+        until_s = self._script.until_s
+        if self._recorder is None:
+            self._compute(at, following, until_s[at], until_s[following], 0)
+            return
+        done_s = until_s[at]
+        for nbytes, work_s in self._parts(at):
+            self._note(nbytes)
+            self._compute(at, following, done_s, done_s + work_s, nbytes)
+            done_s += work_s
+
+    def _parts(self, at: int) -> Iterator[tuple[int, float]]:
+        """Bytes and seconds of a position, or of the operators that it computes again."""
         script = self._script
-        memory, times = script.memory.tolist(), script.times.tolist()
-        for at in range(len(times)):
-            self._at = at
-            self._free_used()
-            for index in self._starts.get(at, ()):
-                self._load(index)
-            if at in script.traffic:
-                self._lanes.submit_units(*script.traffic[at])
-            self._wait_for_room(memory[at])
-            self._wait_for_loads(self._needs.get(at, ()))
-            self.resident.append(memory[at] - self._away)
-            self._compute(times[at])
-            for index in self._packs.get(at, ()):
-                self._store(index)
+        again = script.again.get(at)
+        if again is None:
+            yield int(script.memory[at]), float(script.times[at])
+        else:
+            yield from zip(again.memory.tolist(), again.times.tolist(), strict=True)
+
+    def _compute(self, at: int, following: int, done_s: float, goal_s: float, nbytes: int) -> None:
+        """Let compute get on from ``done_s`` to ``goal_s`` of its time; it holds ``nbytes`` with all."""
+        lanes, until_s = self._lanes, self._script.until_s
+        while done_s < goal_s:
+            speed, next_s = lanes.speed(), lanes.next_s()
+            left_s = (goal_s - done_s) / speed
+            done_s = goal_s if left_s <= next_s else done_s + next_s * speed
+            first = bisect_left(until_s, done_s, at, following)
+            self._pass(min(left_s, next_s), max(at, first - 1), first, nbytes)
+
+    def _pass(self, passed_s: float, running: int, first: int, nbytes: int) -> None:
+        """Let time pass while ``running`` runs; ``first`` is the first position that finds what has ended."""
+        before = self._cache.away_nbytes
+        for lane, index in self._lanes.advance(passed_s):
+            self._cache.end(lane, index, running, first)
+        if self._recorder is not None and self._cache.away_nbytes != before:
+            self._note(nbytes)
+
+    # --- the outcome -------------------------------------------------------------------------
+
+    def _note(self, nbytes: int) -> None:
+        """The device holds ``nbytes`` without what is away."""
+        there = nbytes - self._cache.away_nbytes
+        self._peak_nbytes = max(self._peak_nbytes, there)
+        if self._recorder is not None:
+            self._recorder.holds(self.now_s, there)
+
+    def _outcome(self, step_s: float) -> Outcome:
+        cache, change = self._cache, np.zeros(len(self._script.memory) + 1, dtype=np.int64)
+        for at, nbytes in cache.changes:
+            change[at] += nbytes
+        self.resident = self._script.memory - np.cumsum(change[:-1])
         return Outcome(
-            step_s=self._now_s,
+            step_s=step_s,
             stall_s=self._stall_s,
-            recompute_s=script.recompute_s,
-            peak_nbytes=max(self.resident, default=0),
-            host_peak_nbytes=self._host_peak,
-            nbytes_stored=self._moved[0],
-            nbytes_loaded=self._moved[1],
+            recompute_s=self._recompute_s,
+            peak_nbytes=max(self._peak_nbytes, int(self.resident.max(initial=0))),
+            host_peak_nbytes=cache.host.peak_nbytes,
+            nbytes_stored=cache.nbytes_stored,
+            nbytes_loaded=cache.nbytes_loaded,
         )
 
-    def _store(self, index: int) -> None:
-        place, nbytes = self._moves.places[index], self._script.saved[index].nbytes
-        self._storing.add(index)
-        self._lanes.submit(STORING[place], index, nbytes)
-        if place is Place.HOST:
-            self._on_host += nbytes
-            self._host_peak = max(self._host_peak, self._on_host)
 
-    def _load(self, index: int) -> None:
-        """Start a load; what is still being stored is forwarded: it stays, and needs none."""
-        place, nbytes = self._moves.places[index], self._script.saved[index].nbytes
-        if index in self._storing:
-            self._storing.discard(index)
-            if self._lanes.cancel(STORING[place], index):
-                self._on_host -= nbytes if place is Place.HOST else 0
-            return
-        if index in self._stored:  # its memory was not free yet
-            self._stored.discard(index)
-            self._on_host -= nbytes if place is Place.HOST else 0
-            return
-        self._away -= nbytes
-        self._loading.add(index)
-        self._lanes.submit(LOADING[place], index, nbytes)
-
-    def _free_used(self) -> None:
-        """Forward is done with some of what is stored."""
-        for index in [i for i in self._stored if self._script.saved[i].free_at <= self._at]:
-            self._stored.discard(index)
-            self._away += self._script.saved[index].nbytes
-
-    def _wait_for_room(self, nbytes: int) -> None:
-        while self._capacity is not None and nbytes - self._away > self._capacity and self._storing:
-            if not self._stall():
-                return
-
-    def _wait_for_loads(self, indices: Sequence[int]) -> None:
-        while any(index in self._loading for index in indices):
-            if not self._stall():
-                raise RecipeError("the plan loads from a channel that moves no bytes; plan again")
-
-    def _stall(self) -> bool:
-        """Let time pass until something ends; False if nothing moves."""
-        passed_s = self._lanes.next_s()
-        if passed_s == float("inf"):
-            return False
-        self._pass(passed_s)
-        self._stall_s += passed_s
-        return True
-
-    def _compute(self, work_s: float) -> None:
-        while work_s > 0 and not self._lanes.is_idle():
-            speed = self._lanes.speed()
-            passed_s = min(work_s / speed, self._lanes.next_s())
-            self._pass(passed_s)
-            work_s = work_s - passed_s * speed if passed_s < work_s / speed else 0.0
-        self._now_s += work_s
-
-    def _pass(self, passed_s: float) -> None:
-        self._now_s += passed_s
-        for lane, index in self._lanes.advance(passed_s):
-            saved = self._script.saved[index]
-            if lane in (WRITE, TO_HOST):
-                self._moved[0] += saved.nbytes if lane == WRITE else 0
-                if index in self._storing:
-                    self._storing.discard(index)
-                    self._stored.add(index)
-                elif lane == TO_HOST:  # it was forwarded
-                    self._on_host -= saved.nbytes
-            else:
-                self._loading.discard(index)
-                self._count_loaded(index, saved)
-        self._free_used()
-
-    def _count_loaded(self, index: int, saved: Saved) -> None:
-        if self._moves.places[index] is Place.HOST:
-            self._on_host -= saved.nbytes
-        else:
-            self._moved[1] += saved.nbytes
-
-
-def _by(
-    position: Callable[[Saved], int], saved: Sequence[Saved], indices: Iterable[int]
-) -> dict[int, list[int]]:
-    """Indices by position, what is packed first first."""
-    found: dict[int, list[int]] = {}
-    for index in sorted(indices, key=lambda i: saved[i].key):
-        found.setdefault(position(saved[index]), []).append(index)
+def _agenda(script: Script, moves: Moves) -> dict[int, list[tuple[Do, int]]]:
+    """What is to be done before each position, in order."""
+    found: dict[int, list[tuple[Do, int]]] = {}
+    asked = {after for after, _ in moves.loads if after is not None} | moves.places.keys()
+    for index in sorted(moves.places, key=lambda index: script.saved[index].key):
+        saved = script.saved[index]
+        found.setdefault(saved.packed_at + 1, []).append((Do.PACK, index))
+        found.setdefault(saved.free_at, []).append((Do.USE_UP, index))
+        if moves.places[index] is Place.HOST:
+            found.setdefault(max(saved.packed_at, saved.released_at) + 1, []).append((Do.RELEASE, index))
+    found.setdefault(script.backward, []).append((Do.BEGIN, -1))
+    for index in sorted(asked):
+        found.setdefault(script.saved[index].needed_at, []).append((Do.ASK, index))
+    for do in found.values():
+        do.sort(key=lambda each: each[0])
     return found
+
+
+def _check(moves: Moves, lanes: Lanes) -> None:
+    for place in set(moves.places.values()):
+        for lane in (STORING[place], LOADING[place]):
+            if not lanes.rate(lane) > 0:
+                raise RecipeError(
+                    f"the plan moves activations by {NAMES[lane]}, whose bandwidth is not above 0; plan again"
+                )

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinity.core.plan import ActivationPlan, Hardware, Load, Outcome
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Block, Profile
-from infinity.planner.clock import Moves, play, predict
-from infinity.planner.loading import with_loads
-from infinity.planner.placing import lowest_peak, places_for
+from infinity.planner.clock import play
+from infinity.planner.loading import least_memory, with_loads, within
+from infinity.planner.moves import Moves, moves_of, plan_of
+from infinity.planner.placing import all_places, places_for
 from infinity.planner.script import Script, script_of
 
 #: Budgets of the ladder, from the smallest that can be met to what keeping everything takes.
@@ -44,7 +45,7 @@ class Point:
 
 def keep_point(profile: Profile, hardware: Hardware) -> Point:
     """Everything stays."""
-    return Point(ActivationPlan("plan"), play(script_of(profile), Moves(), hardware, None))
+    return Point(ActivationPlan("plan"), play(script_of(profile), Moves(), hardware))
 
 
 def frontier(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> Iterator[Point]:
@@ -76,12 +77,11 @@ def without_slowdown(profile: Profile, hardware: Hardware) -> Point:
     low, high, at = 0, len(rungs), 0  # the smallest may do
     while low < high:
         point = search.best(rungs[at])
-        free = None if point is None else replace(point.plan, capacity_nbytes=None)
-        outcome = None if free is None else predict(profile, free, hardware)
-        if free is None or outcome is None or outcome.step_s > allowed_s:
+        free = None if point is None else search.without_budget(point)
+        if free is None or free.outcome.step_s > allowed_s:
             low = at + 1
         else:
-            best, high = Point(free, outcome), at
+            best, high = free, at
         at = (low + high) // 2
     return best
 
@@ -89,24 +89,7 @@ def without_slowdown(profile: Profile, hardware: Hardware) -> Point:
 def floor_of(profile: Profile, hardware: Hardware) -> tuple[Script, np.ndarray]:
     """The script with the lowest peak that a plan can reach, and its memory by position."""
     search = _Search(profile, hardware)
-    scripts = [search.script(frozenset(blocks)) for blocks in search.some_sets()]
-    memories = [lowest_peak(script, hardware) for script in scripts]
-    best = min(range(len(scripts)), key=lambda i: (int(memories[i].max(initial=0)), i))
-    return scripts[best], memories[best]
-
-
-def plan_of(policy: str, script: Script, moves: Moves, recomputed: frozenset[int]) -> ActivationPlan:
-    """The plan that plays ``moves``; without a budget."""
-    named = {saved.needed_at: saved.key for saved in reversed(script.saved) if saved.is_named}
-    return ActivationPlan(
-        policy,
-        {script.saved[index].key: moves.places[index] for index in sorted(moves.places)},
-        tuple(
-            Load(None if at == script.backward else named[at], script.saved[index].key)
-            for at, index in moves.loads
-        ),
-        recomputed,
-    )
+    return search.floor()
 
 
 class _Search:
@@ -114,7 +97,7 @@ class _Search:
         self._profile, self._hardware = profile, hardware
         self._scripts: dict[frozenset[int], Script] = {}
         self._orders = list(_orders(profile))
-        self._lowest: dict[frozenset[int], int] = {}
+        self._everything: dict[frozenset[int], dict[int, Place]] = {}
         self._count = 0
         self._keep_s = keep_point(profile, hardware).outcome.step_s
 
@@ -131,9 +114,22 @@ class _Search:
             order = self._orders[0]
             yield from (frozenset(order[:count]) for count in range(1, len(order) + 1))
 
+    def everything(self, recomputed: frozenset[int]) -> dict[int, Place]:
+        """Where all goes that can leave beside these recomputed blocks."""
+        if recomputed not in self._everything:
+            self._everything[recomputed] = all_places(self.script(recomputed), self._hardware)
+        return self._everything[recomputed]
+
+    def floor(self) -> tuple[Script, np.ndarray]:
+        """See :func:`floor_of`."""
+        sets = list(self.some_sets())
+        memories = [least_memory(self.script(blocks), self.everything(blocks)) for blocks in sets]
+        best = min(range(len(sets)), key=lambda i: (int(memories[i].max(initial=0)), i))
+        return self.script(sets[best]), memories[best]
+
     def rungs(self) -> list[int]:
         """Budgets, growing; the first is the smallest that can be met."""
-        _, lowest = floor_of(self._profile, self._hardware)
+        _, lowest = self.floor()
         least = int(lowest.max(initial=0))
         most = max(least, int(self.script(frozenset()).memory.max(initial=0)))
         return sorted({least + (most - least) * rung // RUNGS for rung in range(RUNGS)})
@@ -147,6 +143,12 @@ class _Search:
         if best is not None and thorough and len(self._orders[0]) <= FEW:
             best = self._improved(best, rung)
         return best
+
+    def without_budget(self, point: Point) -> Point:
+        """The same plan where nobody waits for stores."""
+        plan = replace(point.plan, capacity_nbytes=None, backlog_nbytes=None)
+        script = self.script(plan.recomputed)
+        return Point(plan, play(script, moves_of(script, plan), self._hardware))
 
     def is_fast(self, point: Point | None) -> bool:
         """Is it about as fast as keeping everything?"""
@@ -184,15 +186,13 @@ class _Search:
         return second if second.outcome.step_s < first.outcome.step_s else first
 
     def _point(self, rung: int, recomputed: frozenset[int]) -> Point | None:
-        script, best = self.script(recomputed), None
-        if recomputed not in self._lowest:
-            self._lowest[recomputed] = int(lowest_peak(script, self._hardware).max(initial=0))
-        if self._lowest[recomputed] > rung:
+        script, everything, best = self.script(recomputed), self.everything(recomputed), None
+        if int(least_memory(script, everything).max(initial=0)) > rung:
             return None
-        for places in places_for(script, self._hardware, rung):
+        for places in places_for(script, self._hardware, rung, everything):
             moves = with_loads(script, places, self._hardware, rung)
-            outcome = play(script, moves, self._hardware, rung)
-            if best is None or outcome.step_s < best.outcome.step_s:
+            moves, outcome = within(script, moves, self._hardware, rung)
+            if outcome.peak_nbytes <= rung and (best is None or outcome.step_s < best.outcome.step_s):
                 made = replace(plan_of("plan", script, moves, recomputed), capacity_nbytes=rung)
                 best = Point(made, outcome)
             if self.is_fast(best):

@@ -1,20 +1,37 @@
 """Transfers in flight, played in time: what :mod:`infinity.planner.clock` moves its bytes on.
 
-Each lane is a queue, first come, first served; the units' own bytes go before those of activations. Reads
-and writes of NVMe that run together share the drive as :func:`infinity.planner.channels.mixed_rates` says.
+[Note: rates]
+Between two events every rate is constant. A lane moves one transfer after the other, in the order in which
+they were asked for, as the executor's queues do. NVMe that reads and writes at once moves what
+:func:`infinity.planner.channels.mixed_rates` says. A transfer's first byte moves ``latency_s`` after it was
+asked for, also if it had to wait for others meanwhile: the executor has several of them on their way.
+Compute beside transfers loses ``compute_s_per_byte`` for each of their bytes, but it never stands: the
+operating system gives it a share of the cores.
+
+[Note: units go first]
+What units move goes before the bytes of activations. The executor's engine serves both in the order of
+asking; but there compute waits for a unit that is late, and here it does not, since the measured step has
+waited for units already. So they come when they came, and activations bear the whole delay. They slow
+compute no more than they did when it was measured.
 """
 
 from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
 
 from infinity.core.plan import Hardware, Place
 from infinity.planner.channels import mixed_rates
 
 WRITE, READ, TO_HOST, FROM_HOST = range(4)
+#: For people.
+NAMES = ("NVMe write", "NVMe read", "device to host", "host to device")
 STORING = {Place.NVME: WRITE, Place.HOST: TO_HOST}
 LOADING = {Place.NVME: READ, Place.HOST: FROM_HOST}
 
 #: Compute that runs beside transfers keeps at least this share of its speed.
 LEAST_SPEED = 0.1
+#: What begins in less than this begins now, or rounding would make it wait again and again (s).
+_NOW_S = 1e-12
 
 
 def delay_s_per_byte(hardware: Hardware) -> float:
@@ -25,95 +42,123 @@ def delay_s_per_byte(hardware: Hardware) -> float:
     return min(hardware.compute_s_per_byte, (1 - LEAST_SPEED) / most if most else 0.0)
 
 
-class Lanes:
-    """Four queues of transfers; time passes in :meth:`advance`."""
+class Listener(Protocol):
+    """Learns what lanes move."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        self._alone = (
-            hardware.write_bytes_per_s,
-            hardware.read_bytes_per_s,
-            hardware.host_bytes_per_s,
-            hardware.host_bytes_per_s,
-        )
-        read, write = mixed_rates(hardware)
-        self._mixed = (write, read)
-        self._latency_s = hardware.latency_s
-        self._queues: tuple[deque[int], ...] = (deque(), deque(), deque(), deque())
-        self._left: list[float] = [0.0] * 4  # of the first of each queue, bytes
-        self._units = [0.0, 0.0]  # bytes that units still have to write and read
-        self._nbytes: dict[tuple[int, int], int] = {}
+    def moved(self, lane: int, name: int | None, begin_s: float, end_s: float) -> None:
+        """A transfer has ended; ``name`` is None if units moved."""
+        ...
+
+
+@dataclass(slots=True)
+class _Move:
+    """Bytes on their way; ``began_s`` is when the first of them moved."""
+
+    name: int
+    left_nbytes: float
+    ready_s: float
+    began_s: float | None = None
+
+
+class Lanes:
+    """Four queues of transfers, and time, which passes in :meth:`advance`; see [Note: rates].
+
+    Attributes:
+        now_s: Since the step began (s).
+    """
+
+    def __init__(self, hardware: Hardware, listener: Listener | None = None) -> None:
+        host = hardware.host_bytes_per_s
+        self.now_s = 0.0
+        self._alone = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
+        self._mixed = mixed_rates(hardware)
+        self._latency_s, self._listener = hardware.latency_s, listener
         self._delay_s_per_byte = delay_s_per_byte(hardware)
+        self._queues: tuple[deque[_Move], ...] = (deque(), deque(), deque(), deque())
+        self._units = [_Move(-1, 0.0, 0.0), _Move(-1, 0.0, 0.0)]  # written and read
+        self._moving: list[tuple[int, _Move, float]] | None = None  # with its rate; None: has changed
+        self._next_s = self._speed = 0.0
+
+    def rate(self, lane: int) -> float:
+        """What the lane moves alone (bytes per second)."""
+        return self._alone[lane]
 
     def submit(self, lane: int, name: int, nbytes: int) -> None:
         """Queue a transfer, which :meth:`advance` names when it has ended."""
-        self._nbytes[lane, name] = nbytes
-        self._queues[lane].append(name)
-        if len(self._queues[lane]) == 1:
-            self._begin(lane)
+        self._queues[lane].append(_Move(name, float(nbytes), self.now_s + self._latency_s))
+        self._moving = None
 
     def submit_units(self, nbytes_read: int, nbytes_written: int) -> None:
-        """Queue what units move, before everything else."""
-        self._units[WRITE] += nbytes_written
-        self._units[READ] += nbytes_read
+        """Queue what units move; see [Note: units go first]."""
+        self._units[READ].left_nbytes += nbytes_read
+        self._units[WRITE].left_nbytes += nbytes_written
+        self._moving = None
 
     def cancel(self, lane: int, name: int) -> bool:
-        """Take a transfer from the queue if no byte of it has moved; else it goes on."""
+        """Take a transfer back that waits for another one. The first one's bytes are on their way."""
         queue = self._queues[lane]
-        if queue and queue[0] == name:
-            return False
-        queue.remove(name)
-        return True
+        for at, move in enumerate(queue):
+            if move.name == name and at:
+                del queue[at]
+                return True
+        return False
 
     def speed(self) -> float:
         """How fast compute runs beside what moves now, of 1."""
-        if not self._delay_s_per_byte:
-            return 1.0
-        rates = self._rates()
-        moving = sum(rates[lane] for lane in range(4) if self._queues[lane] and not self._is_with_units(lane))
-        return max(LEAST_SPEED, 1 - self._delay_s_per_byte * moving)
-
-    def is_idle(self) -> bool:
-        return not any(self._queues) and not any(self._units)
+        self._settle()
+        return self._speed
 
     def next_s(self) -> float:
         """Until a transfer ends, or rates change (s); infinite if nothing moves."""
-        soonest = float("inf")
-        for lane, rate in enumerate(self._rates()):
-            nbytes = self._units[lane] if self._is_with_units(lane) else self._left[lane]
-            if rate and (self._queues[lane] or self._is_with_units(lane)):
-                soonest = min(soonest, nbytes / rate)
-        return soonest
+        self._settle()
+        return self._next_s
 
     def advance(self, passed_s: float) -> list[tuple[int, int]]:
         """Let time pass, at most :meth:`next_s`; lane and name of what ended."""
-        ended = []
-        for lane, rate in enumerate(self._rates()):
-            moved = rate * passed_s
-            if self._is_with_units(lane):
-                self._units[lane] = _less(self._units[lane], moved)
-            elif self._queues[lane]:
-                self._left[lane] = _less(self._left[lane], moved)
-                if not self._left[lane] and rate:
-                    ended.append((lane, self._queues[lane].popleft()))
-                    self._begin(lane)
+        moving, ended = self._settle(), []
+        self.now_s += passed_s
+        if passed_s >= self._next_s:
+            self._moving = None
+        self._next_s -= passed_s
+        for lane, move, rate in moving:
+            move.left_nbytes -= rate * passed_s
+            # Less than half a byte is nothing, or rounding would leave crumbs that never end.
+            if move.left_nbytes <= 0.5:
+                move.left_nbytes, self._moving = 0.0, None
+                if self._listener is not None:
+                    self._listener.moved(lane, *_span(move, self.now_s))
+                if move.name < 0:
+                    move.began_s = None
+                else:
+                    self._queues[lane].popleft()
+                    ended.append((lane, move.name))
         return ended
 
-    def _begin(self, lane: int) -> None:
-        if self._queues[lane]:
-            nbytes = self._nbytes[lane, self._queues[lane][0]]
-            self._left[lane] = nbytes + self._latency_s * self._alone[lane]
+    def _settle(self) -> list[tuple[int, _Move, float]]:
+        """What moves now, at which rate; and with it speed, and the time until that changes."""
+        if self._moving is not None:
+            return self._moving
+        first: list[_Move | None] = [queue[0] if queue else None for queue in self._queues]
+        next_s = float("inf")
+        for lane, move in enumerate(first):
+            if lane < 2 and self._units[lane].left_nbytes:
+                first[lane] = self._units[lane]
+            elif move is not None and move.ready_s - self.now_s > _NOW_S:
+                next_s, first[lane] = min(next_s, move.ready_s - self.now_s), None
+        read, write = self._mixed
+        both = first[WRITE] is not None and first[READ] is not None
+        rates = (write, read, *self._alone[2:]) if both else self._alone
+        self._moving, beside = [], 0.0
+        for lane, move in enumerate(first):
+            if move is not None and rates[lane] > 0:
+                self._moving.append((lane, move, rates[lane]))
+                move.began_s = self.now_s if move.began_s is None else move.began_s
+                next_s = min(next_s, move.left_nbytes / rates[lane])
+                beside += rates[lane] if move.name >= 0 else 0.0
+        self._next_s, self._speed = next_s, max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
+        return self._moving
 
-    def _is_with_units(self, lane: int) -> bool:
-        return lane < 2 and self._units[lane] > 0
 
-    def _rates(self) -> tuple[float, float, float, float]:
-        writing = bool(self._queues[WRITE]) or self._units[WRITE] > 0
-        reading = bool(self._queues[READ]) or self._units[READ] > 0
-        write, read = self._mixed if writing and reading else self._alone[:2]
-        return write, read, self._alone[TO_HOST], self._alone[FROM_HOST]
-
-
-def _less(nbytes: float, moved: float) -> float:
-    """What is left; less than half a byte is nothing, or rounding would leave crumbs that never end."""
-    left = nbytes - moved
-    return left if left > 0.5 else 0.0
+def _span(move: _Move, end_s: float) -> tuple[int | None, float, float]:
+    assert move.began_s is not None
+    return (None if move.name < 0 else move.name), move.began_s, end_s

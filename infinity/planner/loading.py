@@ -1,24 +1,35 @@
-"""When each stored storage comes back: as late as its channel allows, or later where room is short."""
+"""When each stored storage comes back: as late as its channel allows, or later where room is short.
+
+[Note: room]
+Nothing keeps compute back for want of memory but the bound on what waits to be stored. So a plan that would
+need more than its budget, because stores end later than they should, gets such a bound.
+"""
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from infinity.core.plan import Hardware, Place
+from infinity.core.plan import Hardware, Outcome, Place
 from infinity.planner.channels import Channels
-from infinity.planner.clock import Moves
+from infinity.planner.clock import Clock, play
+from infinity.planner.moves import Moves
 from infinity.planner.script import Script
+
+#: Backlogs that are tried between one that is safe and none.
+TRIES = 6
 
 
 def least_memory(script: Script, places: Mapping[int, Place]) -> np.ndarray:
     """Bytes by position if every store took no time and every load started when it is needed."""
-    memory = script.memory.copy()
+    change = np.zeros(len(script.memory) + 1, dtype=np.int64)
     for index in places:
         saved = script.saved[index]
         if saved.free_at < saved.needed_at:
-            memory[saved.free_at : saved.needed_at] -= saved.nbytes
-    return memory
+            change[saved.free_at] -= saved.nbytes
+            change[saved.needed_at] += saved.nbytes
+    return script.memory + np.cumsum(change[:-1])
 
 
 def with_loads(
@@ -29,7 +40,11 @@ def with_loads(
     With a capacity, memory stays within it, if :func:`least_memory` does: what is needed first has the
     first right to room, and a load without room starts later, at worst when it is needed.
     """
-    asks = sorted({script.backward} | {s.needed_at for s in script.saved if s.is_named})
+    first: dict[int, int | None] = {
+        saved.needed_at: i for i, saved in reversed([*enumerate(script.saved)]) if saved.is_named
+    }
+    first[script.backward] = None
+    asks = sorted(first)
     desired = _desired(script, places, hardware)
     memory = least_memory(script, places)
     loads = []
@@ -44,21 +59,60 @@ def with_loads(
             wanted += int(full[-1]) + 1 if len(full) else 0
         start = min(start, asks[bisect_left(asks, wanted)])
         memory[start : saved.needed_at] += saved.nbytes
-        loads.append((start, index))
+        loads.append((first[start], index))
         earliest = start
     return Moves(dict(places), loads)
+
+
+def within(script: Script, moves: Moves, hardware: Hardware, capacity_nbytes: int) -> tuple[Moves, Outcome]:
+    """``moves``, with a backlog that keeps the capacity if they need one; see [Note: room].
+
+    What they cost is above the capacity only if no backlog helps.
+    """
+    clock = Clock(script, moves, hardware)
+    outcome = clock.play()
+    if outcome.peak_nbytes <= capacity_nbytes:
+        return moves, outcome
+    least = least_memory(script, moves.places) + _early(script, moves)
+    low = max(0, capacity_nbytes - int(least.max(initial=0)))
+    high = max(low, clock.most_backlog_nbytes)
+    found = replace(moves, backlog_nbytes=low)
+    outcome = play(script, found, hardware)
+    for _ in range(TRIES if outcome.peak_nbytes <= capacity_nbytes else 0):
+        tried = replace(moves, backlog_nbytes=(low + high) // 2)
+        cost = play(script, tried, hardware)
+        if cost.peak_nbytes <= capacity_nbytes:
+            low = (low + high) // 2
+            found, outcome = (tried, cost) if cost.step_s < outcome.step_s else (found, outcome)
+        else:
+            high = (low + high) // 2
+    return found, outcome
+
+
+def _early(script: Script, moves: Moves) -> np.ndarray:
+    """Bytes by position that are there because their loads start before they are needed."""
+    change = np.zeros(len(script.memory) + 1, dtype=np.int64)
+    for after, index in moves.loads:
+        saved = script.saved[index]
+        start = script.backward if after is None else script.saved[after].needed_at
+        change[max(start, min(saved.free_at, saved.needed_at))] += saved.nbytes
+        change[saved.needed_at] -= saved.nbytes
+    return np.cumsum(change[:-1])
 
 
 def _desired(script: Script, places: Mapping[int, Place], hardware: Hardware) -> dict[int, int]:
     """The latest positions from which the loads need not be waited for, in the order of need."""
     channels = Channels.of(script.times, hardware, script.units())
+    ways = {Place.NVME: channels.nvme_read, Place.HOST: channels.from_host}
+    until = {place: way.until() for place, way in ways.items()}
+    left = {place: int(until[place][-1]) for place in ways}  # before the loads that are needed later
     found: dict[int, int] = {}
     before = len(script.times)
     for index in sorted(places, reverse=True):
-        saved = script.saved[index]
-        channel = channels.from_host if places[index] is Place.HOST else channels.nvme_read
-        start = channel.latest_start(saved.needed_at, saved.nbytes)
-        channel.take_until(saved.needed_at, saved.nbytes)
-        before = min(before, script.backward if start is None else start)
+        saved, place = script.saved[index], places[index]
+        room = min(left[place], int(until[place][saved.needed_at])) - ways[place].booked_nbytes(saved.nbytes)
+        left[place] = max(0, room)
+        start = int(np.searchsorted(until[place], room, "right")) - 1
+        before = max(script.backward, min(before, start, saved.needed_at))
         found[index] = before
     return found

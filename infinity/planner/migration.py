@@ -11,6 +11,7 @@ Source: TeraIO (arXiv:2506.06472), section 3.3, algorithm 1.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,8 +71,9 @@ def migrate(
         if heap and choice.value < -NEARLY_BEST * heap[0][0]:
             heapq.heappush(heap, (-choice.value, index))
             continue
-        chooser.take(choice.migration)
-        chosen.append(choice.migration)
+        migration = Migration(index, choice.place, choice.gone, choice.back)
+        chooser.take(migration)
+        chosen.append(migration)
     return chosen
 
 
@@ -88,7 +90,7 @@ class Pressure:
         buckets = max(1, -(-len(memory) // self._width))
         self._excess = np.zeros((buckets, self._width), dtype=np.int64)
         self._excess.ravel()[: len(memory)] = np.maximum(memory - capacity, 0)
-        self._times = Sums(np.where(memory > capacity, times, 0.0).tolist())
+        self._times = Sums(np.where(memory > capacity, times, 0.0))
         self._counts = np.count_nonzero(self._excess, axis=1)
         self._above = int(self._counts.sum())
         self._lowered = np.zeros(buckets, dtype=np.int64)  # of a bucket as a whole, not yet in its operators
@@ -102,7 +104,7 @@ class Pressure:
         """How long memory is above capacity in [begin, end), which may go on in the next step (s)."""
         if end > self._length:
             return self.high_s(begin, self._length) + self.high_s(0, end - self._length)
-        return self._times.below(end) - self._times.below(begin)
+        return self._times.between(begin, end)
 
     def lower(self, begin: int, end: int, nbytes: int) -> None:
         """Take ``nbytes`` away in [begin, end), which may go on in the next step."""
@@ -153,10 +155,13 @@ def _least_above(excess: np.ndarray) -> int:
     return int(above.min()) if len(above) else int(np.iinfo(np.int64).max)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    migration: Migration
+class _Choice(NamedTuple):
+    """A migration that is possible now, and its benefit per cost."""
+
     value: float
+    place: Place
+    gone: int
+    back: int
 
 
 class _Chooser:
@@ -195,7 +200,7 @@ class _Chooser:
         if benefit <= 0:
             return None
         cost_s = away.time_s(period.nbytes) + back.time_s(period.nbytes)
-        return _Choice(Migration(index, place, gone, start), benefit / cost_s)
+        return _Choice(benefit / cost_s, place, gone, start)
 
     def _least_cost_s(self, nbytes: int) -> float:
         channels = self._channels

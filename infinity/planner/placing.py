@@ -12,23 +12,21 @@ from infinity.planner.migration import migrate
 from infinity.planner.script import Saved, Script
 
 
-def places_for(script: Script, hardware: Hardware, capacity_nbytes: int) -> Iterator[dict[int, Place]]:
-    """Ways to keep ``capacity_nbytes``: hidden transfers first; all transfers alike; all that can leave."""
+def places_for(
+    script: Script, hardware: Hardware, capacity_nbytes: int, everything: dict[int, Place]
+) -> Iterator[dict[int, Place]]:
+    """Ways to keep ``capacity_nbytes``: hidden transfers first; all transfers alike; ``everything``."""
     seen: list[dict[int, Place]] = []
-    for capacity, first in (
-        (capacity_nbytes, _hidden(script, hardware, capacity_nbytes)),
-        (capacity_nbytes, {}),
-        (0, {}),
-    ):
-        places = _forced(script, hardware, capacity, first)
+    for first in (_hidden(script, hardware, capacity_nbytes), {}, everything):
+        places = first if first is everything else _forced(script, hardware, capacity_nbytes, first)
         if places not in seen and int(least_memory(script, places).max(initial=0)) <= capacity_nbytes:
             seen.append(places)
             yield places
 
 
-def lowest_peak(script: Script, hardware: Hardware) -> np.ndarray:
-    """Bytes by position when everything that can leave does, and compute waits for it."""
-    return least_memory(script, _forced(script, hardware, 0, {}))
+def all_places(script: Script, hardware: Hardware) -> dict[int, Place]:
+    """Where all that can leave goes, if that frees memory."""
+    return _forced(script, hardware, 0, {})
 
 
 def _hidden(script: Script, hardware: Hardware, capacity_nbytes: int) -> dict[int, Place]:
@@ -52,29 +50,22 @@ def _forced(
     """Add to ``places``, worst position first, until memory fits or nothing can leave any more."""
     chosen = dict(places)
     lanes = _Loads(script.saved, hardware, chosen)
-    memory = least_memory(script, chosen)
-    waiting = [i for i, saved in enumerate(script.saved) if _gains(saved) and i not in chosen]
     # The longest gap first: it helps the most positions for the same bytes.
+    waiting = [i for i, saved in enumerate(script.saved) if _gains(saved) and i not in chosen]
     waiting.sort(key=lambda i: (script.saved[i].free_at - script.saved[i].needed_at, i))
-    over = np.flatnonzero(memory > capacity_nbytes)
-    hopeless = np.zeros(len(memory), dtype=bool)
-    while len(over):
-        at = int(over[np.argmax(memory[over])])
-        index = next(
-            (
-                i
-                for i in waiting
-                if script.saved[i].free_at <= at < script.saved[i].needed_at and lanes.place(i) is not None
-            ),
-            None,
-        )
-        if index is None:
-            hopeless[at] = True
-        else:
-            waiting.remove(index)
-            chosen[index] = lanes.put(index)
-            memory[script.saved[index].free_at : script.saved[index].needed_at] -= script.saved[index].nbytes
-        over = np.flatnonzero((memory > capacity_nbytes) & ~hopeless)
+    gaps = np.array([(script.saved[i].free_at, script.saved[i].needed_at) for i in waiting]).reshape(-1, 2)
+    over = least_memory(script, chosen) - capacity_nbytes
+    while over.max(initial=0) > 0:
+        at = int(np.argmax(over))
+        helpful = np.flatnonzero((gaps[:, 0] <= at) & (at < gaps[:, 1])).tolist()
+        number = next((n for n in helpful if lanes.place(waiting[n]) is not None), None)
+        if number is None:
+            over[at] = 0  # nothing helps here
+            continue
+        saved = script.saved[waiting[number]]
+        chosen[waiting[number]] = lanes.put(waiting[number])
+        over[saved.free_at : saved.needed_at] -= saved.nbytes
+        gaps[number] = 0  # it is gone
     return chosen
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Profile
 from infinity.planner.channels import Channels
-from infinity.planner.clock import Moves, play
 from infinity.planner.floor import budget_error, smallest_budget
-from infinity.planner.frontier import frontier, keep_point, plan_of, without_slowdown
-from infinity.planner.loading import with_loads
+from infinity.planner.frontier import frontier, keep_point, without_slowdown
+from infinity.planner.loading import with_loads, within
+from infinity.planner.moves import Moves, plan_of
 from infinity.planner.script import Script, script_of
 
 Policy = Callable[[Profile, Hardware, int | None], ActivationPlan]
@@ -95,12 +95,11 @@ def _fixed(
     """A plan whose places are given; checked against the budget."""
     script = script_of(profile, recomputed)
     moves = with_loads(script, places, hardware, capacity_nbytes) if places else Moves()
-    made = replace(plan_of(policy, script, moves, recomputed), capacity_nbytes=capacity_nbytes)
     if capacity_nbytes is not None:
-        peak_nbytes = play(script, moves, hardware, capacity_nbytes).peak_nbytes
-        if peak_nbytes > capacity_nbytes:
-            raise budget_error(profile, hardware, capacity_nbytes, policy, peak_nbytes)
-    return made
+        moves, outcome = within(script, moves, hardware, capacity_nbytes)
+        if outcome.peak_nbytes > capacity_nbytes:
+            raise budget_error(profile, hardware, capacity_nbytes, policy, outcome.peak_nbytes)
+    return replace(plan_of(policy, script, moves, recomputed), capacity_nbytes=capacity_nbytes)
 
 
 def _last_block(profile: Profile, script: Script, hardware: Hardware) -> int:

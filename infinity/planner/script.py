@@ -7,7 +7,7 @@ a storage into a region that does not recompute, the numbers of that region are 
 has run: its storages are then kept, and nothing is named by them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,9 @@ class Saved:
         free_at: The first position at which its memory is free if it could be stored in no time.
         packed_at: After this position it may be stored.
         needed_at: The first position of backward that needs it.
-        can_leave: Storing it frees memory, and a plan can name it.
+        released_at: The last one.
+        is_freed: Storing it frees memory: it is the step's own, and no other code holds it.
+        can_leave: That is so, and a plan can name it.
         is_named: Its key is known.
     """
 
@@ -33,8 +35,24 @@ class Saved:
     packed_at: int
     free_at: int
     needed_at: int
+    released_at: int
+    is_freed: bool
     can_leave: bool
     is_named: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A block that runs its forward again.
+
+    Attributes:
+        times: Seconds of each of its operators.
+        memory: Bytes of what the step makes, during each of them, when nothing is stored.
+    """
+
+    block: Block
+    times: np.ndarray
+    memory: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +61,29 @@ class Script:
 
     Attributes:
         times: Seconds of each position.
-        memory: Bytes of what the step makes, during each position, when nothing is stored.
+        until_s: Seconds before each position, and of all of them.
+        memory: Bytes of what the step makes, during each position, when nothing is stored; at the fullest
+            operator of a recomputation.
         saved: In the order of need.
-        backward: The first position of backward.
+        backward: The first position of backward, recomputations included.
         traffic: Bytes that units read and write, by position.
         operators: The operator of each position; of a recomputation, the one before which it runs.
-        recompute_s: What recomputation costs in all (s).
+        again: What is computed again, by position.
     """
 
     times: np.ndarray
+    until_s: list[float]
     memory: np.ndarray
     saved: tuple[Saved, ...]
     backward: int
     traffic: dict[int, tuple[int, int]]
     operators: np.ndarray
-    recompute_s: float
+    again: Mapping[int, Recomputation]
+
+    @property
+    def recompute_s(self) -> float:
+        """What recomputation costs in all (s)."""
+        return float(sum(self.times[at] for at in self.again))
 
     def units(self) -> list[Traffic]:
         """What units move, at the script's positions."""
@@ -83,7 +109,9 @@ class _Writer:
 
     def __init__(self, profile: Profile, recomputed: frozenset[int]) -> None:
         self._profile = profile
-        self._blocks = [block for block in profile.blocks if block.region in recomputed]
+        self._blocks = sorted(
+            (block for block in profile.blocks if block.region in recomputed), key=lambda block: block.region
+        )
         self._slots = {slot.storage: slot for slot in profile.slots}
         self._packed: dict[int, _Packing] = {}
         self._dropped: list[tuple[Slot, Block]] = []
@@ -109,26 +137,25 @@ class _Writer:
         times[position] = of_operators
         resident = np.zeros(length, dtype=np.int64)
         resident[position] = self._memory()
-        again = {block.region: self._position_of(block, position) for block in self._blocks}
-        for block in self._blocks:
-            at = again[block.region]
-            operators[at] = block.backward[0]
-            times[at] = float(of_operators[slice(*block.forward)].sum())
-            resident[at] = self._memory_again(block, resident[at + 1])
+        again = {}
+        for block in self._blocks:  # the first one's recomputation is the last one before its operator
+            at = int(position[block.backward[0]]) - 1
+            while at in again:
+                at -= 1
+            work = of_operators[slice(*block.forward)]
+            again[at] = Recomputation(block, work, self._memory_again(block, resident[at + 1]))
+            operators[at], times[at] = block.backward[0], work.sum()
+            resident[at] = again[at].memory.max(initial=0)
         return Script(
             times=times,
+            until_s=[0.0, *np.cumsum(times).tolist()],
             memory=resident,
             saved=tuple(sorted(self._saved(position, again), key=lambda s: (s.needed_at, s.key))),
-            backward=int(position[self._forward_end]) if self._forward_end < len(position) else length,
+            backward=int(position[self._forward_end - 1]) + 1 if self._forward_end else 0,
             traffic={int(position[k]): moved for k, moved in self._traffic().items()},
             operators=operators,
-            recompute_s=float(sum(times[at] for at in again.values())),
+            again=again,
         )
-
-    def _position_of(self, block: Block, position: np.ndarray) -> int:
-        """Of the block's recomputation; several may stand before one operator."""
-        before = [b for b in self._blocks if b.backward[0] == block.backward[0] and b.region < block.region]
-        return int(position[block.backward[0]]) - 1 - len(before)
 
     def _last_uses(self) -> dict[int, int]:
         """The last operator of forward that touches each storage."""
@@ -208,7 +235,7 @@ class _Writer:
                 resident[counted[storage].dies + 1 : max(packing.needed_by) + 1] += counted[storage].nbytes
         return resident
 
-    def _memory_again(self, block: Block, following: int) -> int:
+    def _memory_again(self, block: Block, following: int) -> np.ndarray:
         """While the block's forward runs again: its slots are there, and its working storages as well."""
         storages = self._profile.storages
         begin, end = block.forward
@@ -219,7 +246,7 @@ class _Writer:
             if index not in slots and storages[index].kind in MADE:
                 working[storages[index].born - begin] += storages[index].nbytes
                 working[min(storages[index].dies + 1, end) - begin] -= storages[index].nbytes
-        return int(following - fresh + np.cumsum(working[:-1]).max(initial=0))
+        return np.asarray(following - fresh + np.cumsum(working[:-1]))
 
     def _made_in(self, block: Block) -> Iterator[int]:
         begin, end = block.forward
@@ -227,21 +254,25 @@ class _Writer:
             if begin <= storage.born < end:
                 yield index
 
-    def _saved(self, position: np.ndarray, again: dict[int, int]) -> Iterator[Saved]:
-        first = {block.backward[0]: again[block.region] for block in self._blocks}
+    def _saved(self, position: np.ndarray, again: Mapping[int, Recomputation]) -> Iterator[Saved]:
+        first = {recomputation.block.backward[0]: at for at, recomputation in again.items()}
         for storage, packing in self._packed.items():
             slot, use = packing.slot, self._profile.storages[storage]
             packed_at = max(slot.packed_at, use.born)
             free_at = max(packed_at, self._last_use.get(storage, 0)) + 1
-            needed = min([int(position[slot.unpacked_at]), *(first[k] for k in packing.needed_by)])
-            can_leave = packing.is_named and not slot.held and slot.nbytes > 0 and use.kind in MADE
+            asked = [first[k] for k in packing.needed_by]
+            needed = min([int(position[slot.unpacked_at]), *asked])
+            is_freed = not slot.held and use.kind in MADE and int(position[packed_at]) < needed
+            can_leave = is_freed and packing.is_named and slot.nbytes > 0
             yield Saved(
                 key=slot.key,
                 nbytes=slot.nbytes,
                 packed_at=int(position[packed_at]),
                 free_at=int(position[free_at]) if free_at < len(position) else needed,
                 needed_at=needed,
-                can_leave=can_leave and packed_at < self._forward_end and needed > int(position[packed_at]),
+                released_at=max([int(position[slot.released_at]), *asked]),
+                is_freed=is_freed,
+                can_leave=can_leave and packed_at < self._forward_end,
                 is_named=packing.is_named,
             )
 

@@ -3,25 +3,26 @@
 Source: Fenwick, "A new data structure for cumulative frequency tables", 1994.
 """
 
-from collections.abc import Iterable
-from itertools import accumulate
+import numpy as np
 
 
 class Sums:
     """Numbers >= 0 by position; :meth:`below` adds up, the searches invert it."""
 
-    def __init__(self, numbers: Iterable[float]) -> None:
-        self.numbers = list(numbers)
-        until = [0, *accumulate(self.numbers)]
-        # Entry i holds the sum of the last (i & -i) numbers before position i.
-        self._tree = [until[i] - until[i - (i & -i)] for i in range(len(until))]
-        self._top = 1 << len(self.numbers).bit_length()
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.numbers: list[float] = numbers.tolist()
+        until, i = np.zeros(len(numbers) + 1, numbers.dtype), np.arange(len(numbers) + 1)
+        np.cumsum(numbers, out=until[1:])
+        # Entry i holds the sum of the last (i & -i) numbers before position i; searches never pass the last.
+        self._top = 1 << len(numbers).bit_length() >> 1
+        self._tree: list[float] = (until - until[i - (i & -i)]).tolist()
+        self._tree += [float("inf")] * (2 * self._top - len(self._tree))
 
     def add(self, at: int, number: float) -> None:
         """Change the number at ``at``."""
         self.numbers[at] += number
-        tree, i = self._tree, at + 1
-        while i < len(tree):
+        tree, i, end = self._tree, at + 1, len(self.numbers)
+        while i <= end:
             tree[i] += number
             i += i & -i
 
@@ -30,7 +31,18 @@ class Sums:
         tree, total = self._tree, self._tree[0]
         while end:
             total += tree[end]
-            end -= end & -end
+            end &= end - 1
+        return total
+
+    def between(self, begin: int, end: int) -> float:
+        """The sum of the numbers from position ``begin`` on before ``end``, which is not before it."""
+        tree, total = self._tree, 0.0
+        while end > begin:
+            total += tree[end]
+            end &= end - 1
+        while begin > end:  # what both have below is left out
+            total -= tree[begin]
+            begin &= begin - 1
         return total
 
     def first_end(self, amount: float) -> int:
@@ -39,9 +51,10 @@ class Sums:
         if amount <= 0:
             return 0
         while step:
-            if at + step < len(tree) and tree[at + step] < amount:
+            number = tree[at + step]
+            if number < amount:
                 at += step
-                amount -= tree[at]
+                amount -= number
             step >>= 1
         return at + 1
 
@@ -49,8 +62,9 @@ class Sums:
         """The largest end with ``below(end) <= amount``."""
         tree, at, step = self._tree, 0, self._top
         while step:
-            if at + step < len(tree) and tree[at + step] <= amount:
+            number = tree[at + step]
+            if number <= amount:
                 at += step
-                amount -= tree[at]
+                amount -= number
             step >>= 1
         return at

@@ -1,171 +1,91 @@
-"""Play a plan on a clock: what a step under it takes, and what it holds.
+"""Play a plan on the planner's clock, and write down what happens when."""
 
-[Note: a play]
-Compute runs the operators in order, and between them it does what the tensor cache does. A slot is stored
-when it has been packed; while more than the plan's backlog is not stored, compute waits. Its memory is free
-when the store has ended and forward has used it for the last time. When backward asks for a slot, the loads
-that the plan ties to it start, and take memory from then on. A slot that has not left is served from where
-it is, and its store is called off if it has not begun. A slot that other code holds is stored in vain.
-
-Units' reads and writes (:class:`infinity.core.profile.Traffic`) keep the channels busy; compute does not
-wait for them, since the measured step has waited already.
-"""
-
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from infinity.core.plan import ActivationPlan, Hardware, Outcome
-from infinity.core.profile import Phase, Profile, SlotKey, Traffic
-from infinity.simulate.cache import Cache
-from infinity.simulate.clock import Channel, Clock
-from infinity.simulate.events import events_of
-from infinity.simulate.saved import MADE, Recomputation, saved_under
-from infinity.simulate.timeline import Interval, Timeline
+from infinity.core.profile import Profile
+from infinity.planner.clock import Clock
+from infinity.planner.lanes import NAMES
+from infinity.planner.moves import moves_of
+from infinity.planner.script import Script, script_of
+from infinity.simulate.timeline import Interval, Sample, Timeline
 
 
 def play(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Outcome:
     """What one micro-batch with its update costs under ``plan``.
 
     Raises:
-        ValueError: The plan was made for another profile, or needs a channel that ``hardware`` lacks.
+        RecipeError: The plan was made for another profile, or needs a channel that ``hardware`` lacks.
     """
-    return play_in_detail(profile, plan, hardware)[0]
+    return _clock(profile, plan, hardware).play()
 
 
 def play_in_detail(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> tuple[Outcome, Timeline]:
     """The same, and what happened when; errors as :func:`play`."""
-    return _Play(profile, plan, hardware).run()
+    script = script_of(profile, plan.recomputed)
+    notes = _Notes(script)
+    clock = Clock(script, moves_of(script, plan), hardware, notes)
+    outcome = clock.play()
+    return outcome, notes.timeline(clock)
 
 
 def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
     """``plan`` with a bound on what may wait to be stored: on a slower drive compute waits, and memory holds.
 
-    As much may wait as does when nothing is slower than measured, and what the budget has to spare.
+    As much may wait as does when nothing is slower than measured, and what the budget has to spare. A plan
+    that has a bound keeps it.
     """
-    outcome, timeline = play_in_detail(profile, plan, hardware)
-    most_nbytes = timeline.most_backlog_nbytes
+    if plan.backlog_nbytes is not None:
+        return plan
+    clock = _clock(profile, plan, hardware)
+    outcome = clock.play()
+    most_nbytes = clock.most_backlog_nbytes
     spare_nbytes = most_nbytes if plan.capacity_nbytes is None else plan.capacity_nbytes - outcome.peak_nbytes
     return replace(plan, backlog_nbytes=most_nbytes + max(0, spare_nbytes))
 
 
-class _Play:
-    """See [Note: a play]."""
+def _clock(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Clock:
+    script = script_of(profile, plan.recomputed)
+    return Clock(script, moves_of(script, plan), hardware)
 
-    def __init__(self, profile: Profile, plan: ActivationPlan, hardware: Hardware) -> None:
-        self.profile, self.plan = profile, plan
-        saved = saved_under(profile, plan)
-        self.events = events_of(profile, plan, saved)
-        self.clock = Clock(hardware)
-        self.cache = Cache(self.clock, plan, saved)
-        self.stalls: list[Interval] = []
-        self.recomputed: list[Interval] = []
-        self.work_s = _work_s(profile)
-        self.traffic = defaultdict[int, list[Traffic]](list)
-        for traffic in profile.traffic:
-            self.traffic[traffic.at].append(traffic)
 
-    def run(self) -> tuple[Outcome, Timeline]:
-        operators = self.profile.operators
-        begin = next((at for at, o in enumerate(operators) if o.phase is Phase.BACKWARD), len(operators))
-        for at in range(begin):
-            self._operate(at)
-        backward_s = self.clock.now_s
-        self.cache.foresee(None)
-        for at in range(begin, len(operators)):
-            self._operate(at)
-        step_s = self.clock.now_s
-        self.clock.drain()
-        return self._outcome(step_s), self._timeline(backward_s)
+class _Notes:
+    """What the clock tells of one play; a :class:`~infinity.planner.clock.Recorder`."""
 
-    def _operate(self, at: int) -> None:
-        event, cache = self.events[at], self.cache
-        for key in event.asks:
-            self._ask(key)
-        for recomputation in event.recomputes:
-            self._recompute(recomputation)
-        cache.device.add(event.comes_nbytes)
-        for traffic in self.traffic.get(at, ()):
-            self._move_units(traffic)
-        self.clock.compute(self.work_s[at])
-        cache.device.add(-event.goes_nbytes)
-        for key in event.packs:
-            self._pack(key)
-        for key in event.used_up:
-            cache.use_up(key)
-        for key in event.releases:
-            cache.release(key)
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._memory = [Sample(0.0, 0)]
+        self._channels: dict[str, list[Interval]] = {}
+        self._stalls: list[Interval] = []
+        self._recomputed: list[Interval] = []
+        self._backward_s = 0.0
 
-    def _pack(self, key: SlotKey) -> None:
-        self.cache.pack(key)
-        most_nbytes = self.plan.backlog_nbytes
-        if most_nbytes is not None:
-            self._wait(lambda: self.cache.backlog_nbytes <= most_nbytes, "stores")
+    def holds(self, at_s: float, nbytes: int) -> None:
+        if nbytes != self._memory[-1].nbytes:
+            self._memory.append(Sample(at_s, nbytes))
 
-    def _ask(self, key: SlotKey) -> None:
-        move = self.cache.ask(key)
-        if move is not None:
-            self._wait(lambda: move.ended, move.name)
+    def moved(self, lane: int, name: int | None, begin_s: float, end_s: float) -> None:
+        called = "units" if name is None else self._name(name)
+        self._channels.setdefault(NAMES[lane], []).append(Interval(begin_s, end_s, called))
 
-    def _wait(self, until: Callable[[], bool], name: str) -> None:
-        began_s = self.clock.now_s
-        self.clock.wait(until)
-        if self.clock.now_s > began_s:
-            self.stalls.append(Interval(began_s, self.clock.now_s, name))
+    def waited(self, name: int | None, begin_s: float, end_s: float) -> None:
+        called = "stores" if name is None else self._name(name)
+        self._stalls.append(Interval(begin_s, end_s, called))
 
-    def _recompute(self, recomputation: Recomputation) -> None:
-        """Run a block's forward again; what it made for the rest of forward is made once more, in vain."""
-        storages, (first, end) = self.profile.storages, recomputation.block.forward
-        device, began_s = self.cache.device, self.clock.now_s
-        device.add(sum(storages[index].nbytes for index in recomputation.dropped))
-        comes, goes = [0] * (end - first), [0] * (end - first)
-        dropped = set(recomputation.dropped)
-        for index, storage in enumerate(storages):
-            if first <= storage.born < end and storage.kind in MADE and index not in dropped:
-                comes[storage.born - first] += storage.nbytes
-                goes[min(storage.dies, end - 1) - first] += storage.nbytes
-        for at in range(first, end):
-            device.add(comes[at - first])
-            self.clock.compute(self.work_s[at])
-            device.add(-goes[at - first])
-        self.recomputed.append(Interval(began_s, self.clock.now_s, recomputation.block.name))
+    def recomputed(self, at: int, begin_s: float, end_s: float) -> None:
+        self._recomputed.append(Interval(begin_s, end_s, self._script.again[at].block.name))
 
-    def _move_units(self, traffic: Traffic) -> None:
-        for channel, nbytes in (
-            (Channel.READ, traffic.nbytes_read),
-            (Channel.WRITE, traffic.nbytes_written),
-        ):
-            if nbytes:
-                self.clock.submit(channel, "units", nbytes, lambda: None, slows=False)
+    def began_backward(self, at_s: float) -> None:
+        self._backward_s = at_s
 
-    def _outcome(self, step_s: float) -> Outcome:
-        return Outcome(
-            step_s=step_s,
-            stall_s=_length_s(self.stalls),
-            recompute_s=_length_s(self.recomputed),
-            peak_nbytes=self.cache.device.peak_nbytes,
-            host_peak_nbytes=self.cache.host.peak_nbytes,
-            nbytes_stored=self.cache.nbytes_stored,
-            nbytes_loaded=self.cache.nbytes_loaded,
-        )
-
-    def _timeline(self, backward_s: float) -> Timeline:
-        channels = {str(channel): tuple(moves) for channel, moves in self.clock.busy.items() if moves}
-        memory = tuple(self.cache.device.samples)
+    def timeline(self, clock: Clock) -> Timeline:
+        """All of it, after the play."""
+        channels = {name: tuple(self._channels[name]) for name in NAMES if name in self._channels}
         return Timeline(
-            memory, channels, tuple(self.stalls), tuple(self.recomputed), backward_s,
-            self.cache.most_backlog_nbytes,
+            tuple(self._memory), channels, tuple(self._stalls), tuple(self._recomputed),
+            self._backward_s, clock.most_backlog_nbytes,
         )  # fmt: skip
 
-
-def _work_s(profile: Profile) -> list[float]:
-    """Seconds of each operator; what the step took between operators is spread over them."""
-    times_s = [operator.time_s for operator in profile.operators]
-    total_s, step_s = sum(times_s), profile.step_s
-    if total_s <= 0:
-        return [step_s / len(times_s)] * len(times_s)
-    return [time_s * max(1.0, step_s / total_s) for time_s in times_s]
-
-
-def _length_s(intervals: Iterable[Interval]) -> float:
-    return sum(interval.end_s - interval.begin_s for interval in intervals)
+    def _name(self, index: int) -> str:
+        key = self._script.saved[index].key
+        return f"{key.region}.{key.ordinal}"

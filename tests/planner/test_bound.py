@@ -8,14 +8,14 @@ from infinity.core.errors import BudgetError
 from infinity.core.plan import Hardware
 from infinity.core.profile import Profile
 from infinity.planner.bound import bound
-from infinity.planner.clock import predict
 from infinity.planner.policies import keep_all, plan, smallest_budget
+from infinity.simulate import play
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
 
 
 def budget(profile: Profile, channels: Hardware, share: float) -> int:
     least = smallest_budget(profile, channels)
-    most = predict(profile, keep_all(profile, channels), channels).peak_nbytes
+    most = play(profile, keep_all(profile, channels), channels).peak_nbytes
     return least + int(share * (most - least))
 
 
@@ -23,7 +23,7 @@ def budget(profile: Profile, channels: Hardware, share: float) -> int:
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: float) -> None:
     capacity = budget(profile, channels, share)
-    outcome = predict(profile, plan(profile, channels, capacity), channels)
+    outcome = play(profile, plan(profile, channels, capacity), channels)
     assert outcome.step_s >= bound(profile, channels, capacity) * (1 - 1e-6) - 1e-9
 
 
@@ -35,7 +35,7 @@ def test_plans_for_transformers_are_within_a_twentieth_of_the_bound(
 ) -> None:
     profile, channels = transformer(layers), hardware(gib_per_s)
     capacity = budget(profile, channels, share)
-    planned = predict(profile, plan(profile, channels, capacity), channels)
+    planned = play(profile, plan(profile, channels, capacity), channels)
     least_s = bound(profile, channels, capacity)
     print(f"{planned.step_s / least_s - 1:.1%} above the bound")
     assert least_s * (1 - 1e-6) <= planned.step_s <= 1.05 * least_s

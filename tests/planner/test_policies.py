@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Profile
-from infinity.planner.clock import moves_of, predict, trace_of
 from infinity.planner.policies import (
     POLICIES,
     adaptive,
@@ -20,6 +19,7 @@ from infinity.planner.policies import (
     smallest_budget,
 )
 from infinity.planner.script import script_of
+from infinity.simulate import play, play_in_detail
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
 
 fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
@@ -28,7 +28,7 @@ fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthChe
 def budget(profile: Profile, channels: Hardware, share: float) -> int:
     """Between the smallest budget (0) and what keeping everything takes (1)."""
     least = smallest_budget(profile, channels)
-    most = predict(profile, keep_all(profile, channels), channels).peak_nbytes
+    most = play(profile, keep_all(profile, channels), channels).peak_nbytes
     return least + int(share * (most - least))
 
 
@@ -64,12 +64,12 @@ def test_memory_is_never_above_the_budget(profile: Profile, channels: Hardware, 
     capacity = budget(profile, channels, share)
     made = plan(profile, channels, capacity)
     well_formed(profile, made)
-    outcome, memory = trace_of(profile, made, channels)
+    outcome, timeline = play_in_detail(profile, made, channels)
     assert made.capacity_nbytes is not None
     assert made.capacity_nbytes <= capacity
-    assert outcome.peak_nbytes == memory.max() <= made.capacity_nbytes
+    assert outcome.peak_nbytes == max(sample.nbytes for sample in timeline.memory) <= made.capacity_nbytes
     assert outcome.host_peak_nbytes <= channels.host_nbytes
-    assert outcome.step_s >= predict(profile, keep_all(profile, channels), channels).step_s - 1e-9
+    assert outcome.step_s >= play(profile, keep_all(profile, channels), channels).step_s - 1e-9
 
 
 @given(random_profiles(), random_hardware(), st.floats(0, 1), st.floats(0, 1))
@@ -78,7 +78,7 @@ def test_a_larger_budget_is_never_slower(
     profile: Profile, channels: Hardware, first: float, second: float
 ) -> None:
     less, more = sorted(budget(profile, channels, share) for share in (first, second))
-    slow, quick = (predict(profile, plan(profile, channels, size), channels).step_s for size in (less, more))
+    slow, quick = (play(profile, plan(profile, channels, size), channels).step_s for size in (less, more))
     assert quick <= slow * (1 + 2e-6)
 
 
@@ -112,8 +112,8 @@ def test_a_policy_that_does_not_keep_a_budget_says_that_a_plan_does() -> None:
 
 def test_keep_and_recompute_are_what_they_say() -> None:
     profile, channels = transformer(8), hardware()
-    kept = predict(profile, keep_all(profile, channels), channels)
-    again = predict(profile, recompute_all(profile, channels), channels)
+    kept = play(profile, keep_all(profile, channels), channels)
+    again = play(profile, recompute_all(profile, channels), channels)
     assert kept.step_s == pytest.approx(profile.step_s)
     assert kept.stall_s == kept.recompute_s == kept.nbytes_stored == 0
     assert again.peak_nbytes < 0.5 * kept.peak_nbytes
@@ -125,7 +125,7 @@ def test_keep_and_recompute_are_what_they_say() -> None:
 def test_offloading_everything_moves_each_byte_there_and_back_once() -> None:
     profile, channels = transformer(8), hardware(100.0)
     made = offload_all(profile, channels)
-    outcome = predict(profile, made, channels)
+    outcome = play(profile, made, channels)
     nbytes = {slot.key: slot.nbytes for slot in profile.slots}
     assert outcome.nbytes_stored == outcome.nbytes_loaded == sum(nbytes[key] for key in made.places)
     assert outcome.stall_s == 0
@@ -133,7 +133,7 @@ def test_offloading_everything_moves_each_byte_there_and_back_once() -> None:
 
 def test_on_a_quick_drive_the_peak_falls_at_no_slowdown() -> None:
     profile, channels = transformer(12), hardware(8.0)
-    kept, planned = (predict(profile, p(profile, channels), channels) for p in (keep_all, plan))
+    kept, planned = (play(profile, p(profile, channels), channels) for p in (keep_all, plan))
     assert planned.peak_nbytes < 0.3 * kept.peak_nbytes
     assert planned.step_s <= 1.005 * kept.step_s
     assert plan(profile, channels).capacity_nbytes is None
@@ -144,7 +144,7 @@ def test_the_adaptive_rule_offloads_as_much_as_the_drive_can_take_and_no_more() 
     regions = []
     for rate in (0.01, 0.5, 1.0, 8.0):
         made = adaptive(profile, hardware(rate))
-        outcome = predict(profile, made, hardware(rate))
+        outcome = play(profile, made, hardware(rate))
         assert outcome.step_s <= 1.02 * profile.step_s
         regions.append({key.region for key in made.places})
     assert regions[0] == set()
@@ -160,7 +160,7 @@ def test_a_slow_drive_is_helped_by_the_host_and_by_recomputation() -> None:
     helped = plan(profile, beside, capacity)
     assert alone.recomputed
     assert Place.HOST in helped.places.values()
-    assert predict(profile, helped, beside).step_s < predict(profile, alone, slow).step_s
+    assert play(profile, helped, beside).step_s < play(profile, alone, slow).step_s
 
 
 def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> None:
@@ -169,14 +169,14 @@ def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> 
     made = plan(profile, none, least)
     assert made.places == {}
     assert made.recomputed
-    assert predict(profile, made, none).peak_nbytes <= least
+    assert play(profile, made, none).peak_nbytes <= least
 
 
 def test_units_traffic_leaves_less_of_the_drive_to_activations() -> None:
     channels = hardware(1.5)
     free, busy = transformer(6), transformer(6, weight_nbytes=8 * MIB)
     capacity = budget(free, channels, 0.3)
-    slower, quicker = (predict(p, plan(p, channels, capacity), channels).step_s for p in (busy, free))
+    slower, quicker = (play(p, plan(p, channels, capacity), channels).step_s for p in (busy, free))
     assert slower > 1.01 * quicker
 
 
@@ -184,7 +184,7 @@ def test_bytes_that_delay_compute_are_paid_for() -> None:
     profile, free = transformer(8), hardware(8.0)
     charged = replace(free, compute_s_per_byte=0.2 / 8e9)
     made = offload_all(profile, free)
-    outcome = predict(profile, made, charged)
+    outcome = play(profile, made, charged)
     moved = outcome.nbytes_stored + outcome.nbytes_loaded
     assert outcome.step_s == pytest.approx(profile.step_s + moved * charged.compute_s_per_byte, rel=1e-3)
 
@@ -192,4 +192,4 @@ def test_bytes_that_delay_compute_are_paid_for() -> None:
 def test_a_plan_for_another_profile_is_refused() -> None:
     made = offload_all(transformer(4), hardware())
     with pytest.raises(ValueError, match="plan again"):
-        moves_of(script_of(transformer(2)), made)
+        play(transformer(2), made, hardware())

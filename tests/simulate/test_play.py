@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from infinity.core.plan import ActivationPlan, Hardware, Load, Place
 from infinity.core.profile import Block, Kind, Operator, Phase, Profile, Slot, SlotKey, StorageUse, Traffic
+from infinity.planner.script import Saved, script_of
 from infinity.simulate import Timeline, bounded, play, play_in_detail
-from infinity.simulate.saved import saved_under
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
 KEEP = ActivationPlan("keep")
@@ -18,19 +18,22 @@ MADE = (Kind.ACTIVATION, Kind.WORKING)
 ENDLESS = Hardware(1e30, 1e30, 2e30, 1e30)
 
 
+def saved_under(profile: Profile, plan: ActivationPlan) -> list[Saved]:
+    """What a plan may name."""
+    return [saved for saved in script_of(profile, plan.recomputed).saved if saved.is_named]
+
+
 @st.composite
 def random_plans(draw: st.DrawFn, profile: Profile) -> ActivationPlan:
     """Any decisions that the profile allows, wise or not; some slots have no load, some loads no use."""
     recomputed = frozenset(block.region for block in profile.blocks if draw(st.booleans()))
     bare = ActivationPlan("random", recomputed=recomputed)
-    slots = saved_under(profile, bare).slots
+    slots = saved_under(profile, bare)
     places = {slot.key: draw(st.sampled_from(list(Place))) for slot in slots}
     loads = []
     for slot in slots:
         if draw(st.integers(0, 4)):
-            after = draw(
-                st.sampled_from([None, *(s.key for s in slots if s.unpacked_at <= slot.unpacked_at)])
-            )
+            after = draw(st.sampled_from([None, *(s.key for s in slots if s.needed_at <= slot.needed_at)]))
             loads.append(Load(after, slot.key))
     backlog = draw(st.sampled_from([None, 0, 50_000]))
     return replace(bare, places=places, loads=tuple(loads), backlog_nbytes=backlog)
@@ -104,7 +107,7 @@ def test_endless_channels_never_stall(case: tuple[Profile, ActivationPlan]) -> N
 def test_bytes_are_conserved(case: tuple[Profile, ActivationPlan, Hardware]) -> None:
     profile, plan, channels = case
     outcome, timeline = play_in_detail(profile, plan, channels)
-    sizes = {f"{s.key.region}.{s.key.ordinal}": s.nbytes for s in saved_under(profile, plan).slots}
+    sizes = {f"{s.key.region}.{s.key.ordinal}": s.nbytes for s in saved_under(profile, plan)}
     moved = {name: [sizes[i.name] for i in moves] for name, moves in timeline.channels.items()}
     assert outcome.nbytes_stored == sum(moved.get("NVMe write", ()))
     assert outcome.nbytes_loaded == sum(moved.get("NVMe read", ())) <= outcome.nbytes_stored
@@ -262,8 +265,8 @@ def test_a_recomputed_block_pays_its_forward_and_its_slot_is_gone_meanwhile() ->
 def test_the_input_of_a_recomputed_block_is_its_slot() -> None:
     plan = ActivationPlan("hand", {SlotKey(3, 0): Place.NVME}, recomputed=frozenset({1, 3}))
     saved = saved_under(chain(), plan)
-    assert [(slot.key, slot.storage) for slot in saved.slots] == [((3, 0), 0), ((5, 0), 2)]
-    assert [recomputation.dropped for recomputation in saved.recomputations] == [(), (1,)]
+    # The last block's before all, then x0 when block 3 runs again, which is position 4.
+    assert [(each.key, each.needed_at) for each in saved] == [((5, 0), 3), ((3, 0), 4)]
     outcome = play(chain(), plan, SLOW)
     assert outcome.nbytes_stored == outcome.nbytes_loaded == 100
     assert outcome.step_s == 6.0 + 2 + 2  # both blocks again, and the read at the second one's beginning
@@ -280,8 +283,8 @@ def test_memory_goes_when_it_is_stored_and_forward_is_done_with_it() -> None:
 
 def test_the_inputs_of_a_recomputed_block_are_there_when_it_runs_again() -> None:
     plan = ActivationPlan("hand", {FIRST: Place.NVME}, recomputed=frozenset({3}))
-    (slot,) = [slot for slot in saved_under(chain(), plan).slots if slot.key == FIRST]
-    assert slot.unpacked_at == 4  # block 3 reads it, an operator before its own backward
+    (saved,) = [saved for saved in saved_under(chain(), plan) if saved.key == FIRST]
+    assert saved.needed_at == 4  # block 3 reads it before its own backward
     outcome, timeline = play_in_detail(chain(), plan, SLOW)
     assert times(timeline, "NVMe read") == [(4.0, 6.0)]
     assert timeline.recomputed[0].begin_s == 6.0
@@ -322,8 +325,9 @@ def test_a_recomputed_forward_needs_its_working_memory_again() -> None:
     profile = Profile(5.0, operators, storages, slots, (Block("block", 1, (0, 3), (4, 5), ()),))
     outcome, timeline = play_in_detail(profile, ActivationPlan("hand", recomputed=frozenset({1})), SLOW)
     assert play(profile, KEEP, SLOW).peak_nbytes == 140
-    assert outcome.peak_nbytes == 240  # x comes back at once, then w and v
-    assert [sample.nbytes for sample in timeline.memory if sample.at_s >= 4.0] == [100, 200, 240, 140, 100, 0]
+    assert outcome.peak_nbytes == 240  # x is there from the beginning, then w and v
+    there = [(sample.at_s, sample.nbytes) for sample in timeline.memory if sample.at_s >= 4.0]
+    assert there == [(4.0, 200), (5.0, 240), (6.0, 140), (7.0, 100), (8.0, 0)]
 
 
 def test_storing_what_other_code_holds_frees_nothing_and_loads_nothing() -> None:
