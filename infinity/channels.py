@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from infinity.activation.landing import Landings
 from infinity.activation.shelf import DirectShelf, Shelf, Space, StagedShelf
 from infinity.core.plan import Hardware, Place
 from infinity.core.transfer import Pool, TransferEngine
+from infinity.nvme.buffers import HostBuffer, rounded
 from infinity.nvme.probe import measure
 
 _MIB = 2**20
@@ -34,7 +36,7 @@ def open_shelves(
     if space is not None and engine is not None:
         direct = device.type == "cpu"
         shelves[Place.NVME] = (
-            DirectShelf(space, engine)
+            DirectShelf(space, engine, Landings(lambda nbytes: HostBuffer(rounded(nbytes), pin=False)))
             if direct
             else StagedShelf(device, pool, space, engine, piece_nbytes=piece_nbytes)
         )
@@ -52,9 +54,10 @@ def measure_hardware(device: torch.device, directories: Sequence[str | Path], ho
     Raises:
         DiskError: A file system is full, or a drive reports an error.
     """
-    speeds = [measure(Path(directory)) for directory in directories]
-    threads = max(1, torch.get_num_threads())
     on_cpu = device.type == "cpu"
+    # Without an accelerator activations are written from where they lie, and not from a buffer of ours.
+    speeds = [measure(Path(directory), from_allocator=on_cpu) for directory in directories]
+    threads = max(1, torch.get_num_threads())
     return Hardware(
         read_bytes_per_s=sum(speed.read_bytes_per_s for speed in speeds),
         write_bytes_per_s=sum(speed.write_bytes_per_s for speed in speeds),

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from infinity.core.extent import BLOCK_NBYTES
 from infinity.nvme.buffers import HostBuffer, rounded
-from infinity.nvme.engines.threads_engine import ThreadsEngine
+from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 
 #: Bytes per parameter and step that are read and written with everything on NVMe.
@@ -32,8 +35,13 @@ class Speed:
         return (_READ + _WRITTEN) / (_READ / self.read_bytes_per_s + _WRITTEN / self.write_bytes_per_s)
 
 
-def measure(directory: Path, nbytes: int = 64 * 2**20) -> Speed:
+def measure(directory: Path, nbytes: int = 64 * 2**20, *, from_allocator: bool = False) -> Speed:
     """Write a file of ``nbytes``, write it again, read it, and remove it.
+
+    Args:
+        nbytes: Of the file.
+        from_allocator: Write from memory of torch's allocator, as activations are written, in place of one of
+            our buffers.
 
     Raises:
         DirectoryError: The directory cannot be written.
@@ -42,16 +50,17 @@ def measure(directory: Path, nbytes: int = 64 * 2**20) -> Speed:
     path = Path(directory) / f".probe-{os.getpid()}-{threading.get_ident()}"
     volume = Volume([path])
     try:
-        engine = ThreadsEngine(volume)
+        engine = make_engine("auto", volume)
         try:
             extent = volume.allocate(nbytes, what="the probe of the drive's speed")
             buffer = HostBuffer(rounded(nbytes), pin=False)
             buffer.tensor.fill_(1)  # memory that nobody touched is one page of zeros, which is no test
             memory = buffer.memory[:nbytes]
-            engine.write(extent, memory).wait()  # finds the blocks their place: not timed
+            source = _allocated(nbytes) if from_allocator else memory
+            engine.write(extent, source).wait()  # finds the blocks their place: not timed
             processor_s = -time.process_time()
             began = time.perf_counter()
-            engine.write(extent, memory).wait()
+            engine.write(extent, source).wait()
             written = time.perf_counter()
             engine.read(extent, memory).wait()
             ended = time.perf_counter()
@@ -62,6 +71,13 @@ def measure(directory: Path, nbytes: int = 64 * 2**20) -> Speed:
         volume.close()
         path.unlink(missing_ok=True)
     return Speed(nbytes / (ended - written), nbytes / (written - began), processor_s / (2 * nbytes))
+
+
+def _allocated(nbytes: int) -> memoryview:
+    """Whole blocks of a tensor's memory, which lives as long as this does."""
+    tensor = torch.ones(nbytes + BLOCK_NBYTES, dtype=torch.uint8)
+    start = -tensor.data_ptr() % BLOCK_NBYTES
+    return tensor.numpy().data[start : start + nbytes]
 
 
 def stripe_weights(directories: Sequence[Path]) -> list[float]:

@@ -13,10 +13,12 @@ from torch import Tensor
 from infinity.activation.blocks import find_blocks, watched
 from infinity.activation.cache import Record, TensorCache
 from infinity.activation.identity import storages_of
+from infinity.activation.landing import Landings
 from infinity.activation.script import Alike, Script
 from infinity.activation.shelf import DirectShelf, StagedShelf
 from infinity.activation.slot import Slot
 from infinity.core.plan import Place
+from infinity.nvme.buffers import HostBuffer, rounded
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.pool import HostPool
 from infinity.nvme.volume import Volume
@@ -38,8 +40,9 @@ class Stage:
         self.volume = Volume([folder / "a.bin"])
         self.engine = FaultyEngine(ThreadsEngine(self.volume, threads=2))
         self.pool = HostPool(2**24, patience_s=2)
+        self.landings = Landings(lambda nbytes: HostBuffer(rounded(nbytes), pin=False))
         if shelf == "direct":
-            made: Any = DirectShelf(self.volume, self.engine)
+            made: Any = DirectShelf(self.volume, self.engine, self.landings)
         elif shelf == "disk":
             made = StagedShelf(CPU, self.pool, self.volume, self.engine, piece_nbytes=8192)
         else:
