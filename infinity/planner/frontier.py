@@ -139,7 +139,7 @@ class _Search:
         best = self._counted(rung)
         if best is None:
             for recomputed in self.some_sets():
-                best = self._faster(best, self._point(rung, recomputed))
+                best = self._faster(best, rung, recomputed)
         if best is not None and thorough and len(self._orders[0]) <= FEW:
             best = self._improved(best, rung)
         return best
@@ -157,12 +157,12 @@ class _Search:
     def _counted(self, rung: int) -> Point | None:
         """Search the number of recomputed blocks around that of the rung below."""
         order = self._orders[0]
-        found = self._point(rung, frozenset(order[: self._count]))
+        found = self._faster(None, rung, frozenset(order[: self._count]))
         step = max(1, len(order) // 32 if self._count else len(order) // 4)
         while step and order and not self.is_fast(found):
             for count in (self._count + step, self._count - step):
                 if 0 <= count <= len(order):
-                    point = self._faster(found, self._point(rung, frozenset(order[:count])))
+                    point = self._faster(found, rung, frozenset(order[:count]))
                     if point is not found:
                         found, self._count = point, count
                         break
@@ -177,24 +177,22 @@ class _Search:
         sets += [best.plan.recomputed ^ {region} for region in self._orders[0]]
         for recomputed in sets:
             if not self.is_fast(best):
-                best = self._faster(best, self._point(rung, recomputed)) or best
+                best = self._faster(best, rung, recomputed) or best
         return best
 
-    def _faster(self, first: Point | None, second: Point | None) -> Point | None:
-        if first is None or second is None:
-            return first or second
-        return second if second.outcome.step_s < first.outcome.step_s else first
-
-    def _point(self, rung: int, recomputed: frozenset[int]) -> Point | None:
-        script, everything, best = self.script(recomputed), self.everything(recomputed), None
-        if int(least_memory(script, everything).max(initial=0)) > rung:
-            return None
+    def _faster(self, best: Point | None, rung: int, recomputed: frozenset[int]) -> Point | None:
+        """The fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
+        script, everything = self.script(recomputed), self.everything(recomputed)
+        limit_s = float("inf") if best is None else best.outcome.step_s
+        if script.until_s[-1] >= limit_s or int(least_memory(script, everything).max(initial=0)) > rung:
+            return best
         for places in places_for(script, self._hardware, rung, everything):
             moves = with_loads(script, places, self._hardware, rung)
-            moves, outcome = within(script, moves, self._hardware, rung)
-            if outcome.peak_nbytes <= rung and (best is None or outcome.step_s < best.outcome.step_s):
-                made = replace(plan_of("plan", script, moves, recomputed), capacity_nbytes=rung)
-                best = Point(made, outcome)
+            found = within(script, moves, self._hardware, rung, limit_s)
+            if found is not None:
+                made = plan_of("plan", script, found[0], recomputed)
+                best = Point(replace(made, capacity_nbytes=rung), found[1])
+                limit_s = best.outcome.step_s
             if self.is_fast(best):
                 break
         return best

@@ -17,8 +17,8 @@ from infinity.planner.clock import Clock, play
 from infinity.planner.moves import Moves
 from infinity.planner.script import Script
 
-#: Backlogs that are tried between one that is safe and none.
-TRIES = 6
+#: Backlogs that are tried: one that is safe, then by halves up to none.
+TRIES = 7
 
 
 def least_memory(script: Script, places: Mapping[int, Place]) -> np.ndarray:
@@ -64,29 +64,33 @@ def with_loads(
     return Moves(dict(places), loads)
 
 
-def within(script: Script, moves: Moves, hardware: Hardware, capacity_nbytes: int) -> tuple[Moves, Outcome]:
-    """``moves``, with a backlog that keeps the capacity if they need one; see [Note: room].
+def within(
+    script: Script, moves: Moves, hardware: Hardware, capacity_nbytes: int, limit_s: float = float("inf")
+) -> tuple[Moves, Outcome] | None:
+    """``moves``, with a backlog if they need one to keep the capacity, and what they cost; see [Note: room].
 
-    What they cost is above the capacity only if no backlog helps.
+    None: no backlog helps, or a step takes ``limit_s`` or more.
     """
     clock = Clock(script, moves, hardware)
     outcome = clock.play()
+    if outcome.step_s >= limit_s:
+        return None
     if outcome.peak_nbytes <= capacity_nbytes:
         return moves, outcome
     least = least_memory(script, moves.places) + _early(script, moves)
-    low = max(0, capacity_nbytes - int(least.max(initial=0)))
-    high = max(low, clock.most_backlog_nbytes)
-    found = replace(moves, backlog_nbytes=low)
-    outcome = play(script, found, hardware)
-    for _ in range(TRIES if outcome.peak_nbytes <= capacity_nbytes else 0):
-        tried = replace(moves, backlog_nbytes=(low + high) // 2)
-        cost = play(script, tried, hardware)
-        if cost.peak_nbytes <= capacity_nbytes:
-            low = (low + high) // 2
-            found, outcome = (tried, cost) if cost.step_s < outcome.step_s else (found, outcome)
+    low, high = max(0, capacity_nbytes - int(least.max(initial=0))), clock.most_backlog_nbytes
+    found, tried_nbytes = None, low  # more than which is never there beside ``least``
+    for _ in range(TRIES):
+        bounded = replace(moves, backlog_nbytes=tried_nbytes)
+        outcome = play(script, bounded, hardware)
+        if outcome.peak_nbytes > capacity_nbytes:
+            high = tried_nbytes
         else:
-            high = (low + high) // 2
-    return found, outcome
+            low = tried_nbytes
+            if outcome.step_s < limit_s:
+                found, limit_s = (bounded, outcome), outcome.step_s
+        tried_nbytes = (low + high) // 2
+    return found
 
 
 def _early(script: Script, moves: Moves) -> np.ndarray:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Profile
 from infinity.planner.channels import Channels
+from infinity.planner.clock import play
 from infinity.planner.floor import budget_error, smallest_budget
 from infinity.planner.frontier import frontier, keep_point, without_slowdown
 from infinity.planner.loading import with_loads, within
@@ -96,9 +97,11 @@ def _fixed(
     script = script_of(profile, recomputed)
     moves = with_loads(script, places, hardware, capacity_nbytes) if places else Moves()
     if capacity_nbytes is not None:
-        moves, outcome = within(script, moves, hardware, capacity_nbytes)
-        if outcome.peak_nbytes > capacity_nbytes:
-            raise budget_error(profile, hardware, capacity_nbytes, policy, outcome.peak_nbytes)
+        found = within(script, moves, hardware, capacity_nbytes)
+        if found is None:
+            needed_nbytes = play(script, moves, hardware).peak_nbytes
+            raise budget_error(profile, hardware, capacity_nbytes, policy, needed_nbytes)
+        moves, _ = found
     return replace(plan_of(policy, script, moves, recomputed), capacity_nbytes=capacity_nbytes)
 
 
