@@ -9,7 +9,7 @@ before it asks for the next one. The time of what is still stored at the end is 
 
 [Note: marks]
 The clock stops only where something is to be done; in between it lets compute run as far as transfers allow.
-A :class:`Recorder` makes it stop at every position, and otherwise changes nothing.
+A :class:`~infinity.planner.lanes.Recorder` makes it stop at every position, and changes nothing else.
 """
 
 from bisect import bisect_left
@@ -17,34 +17,15 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum, auto
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
 from infinity.core.errors import RecipeError
 from infinity.core.plan import Hardware, Outcome, Place
 from infinity.planner.cache import Cache
-from infinity.planner.lanes import LOADING, NAMES, STORING, Lanes, Listener
+from infinity.planner.lanes import LOADING, NAMES, STORING, Lanes, Recorder
 from infinity.planner.moves import Moves
 from infinity.planner.script import Script
-
-
-class Recorder(Listener, Protocol):
-    """Learns what a play looks like; storages are indices into the script's saved ones."""
-
-    def holds(self, at_s: float, nbytes: int) -> None:
-        """From ``at_s`` on, ``nbytes`` are in device memory."""
-        ...
-
-    def began_backward(self, at_s: float) -> None: ...
-
-    def waited(self, name: int | None, begin_s: float, end_s: float) -> None:
-        """Compute has waited for a load; None: for stores."""
-        ...
-
-    def recomputed(self, at: int, begin_s: float, end_s: float) -> None:
-        """The recomputation at position ``at`` has run."""
-        ...
 
 
 def play(script: Script, moves: Moves, hardware: Hardware) -> Outcome:
@@ -67,22 +48,18 @@ class Do(IntEnum):
 
 
 class Clock:
-    """One play of ``moves``.
-
-    Attributes:
-        resident: Bytes of device memory at the beginning of each position; after the play.
-    """
+    """One play of ``moves``; see [Note: a play] and [Note: marks]."""
 
     def __init__(
         self, script: Script, moves: Moves, hardware: Hardware, recorder: Recorder | None = None
     ) -> None:
-        self._script, self._moves, self._recorder = script, moves, recorder
-        self._lanes = Lanes(hardware, recorder)
+        self._script, self._moves, self._in_detail = script, moves, recorder is not None
+        self._recorder = recorder or Recorder()
+        self._lanes = Lanes(hardware, self._recorder)
         self._cache = Cache(script, moves, self._lanes)
         self._agenda = _agenda(script, moves)
         self._stall_s = self._recompute_s = 0.0
         self._peak_nbytes = 0
-        self.resident = script.memory
         _check(moves, self._lanes)
 
     @property
@@ -97,7 +74,7 @@ class Clock:
     def play(self) -> Outcome:
         """Play it, once."""
         script, end = self._script, len(self._script.times)
-        every = range(end) if self._recorder is not None else ()
+        every = range(end if self._in_detail else 0)
         again = (each for at in script.again for each in (at, at + 1))
         for at, following in pairwise(sorted({0, end, *self._agenda, *script.traffic, *again, *every})):
             self._stop(at)
@@ -105,8 +82,7 @@ class Clock:
             self._run(at, following)
             if at in script.again:
                 self._recompute_s += self.now_s - began_s
-                if self._recorder is not None:
-                    self._recorder.recomputed(at, began_s, self.now_s)
+                self._recorder.recomputed(at, began_s, self.now_s)
         self._stop(end)
         step_s = self.now_s
         self._drain(end)
@@ -126,8 +102,7 @@ class Clock:
             elif do is Do.RELEASE:
                 cache.release(index)
             elif do is Do.BEGIN:
-                if self._recorder is not None:
-                    self._recorder.began_backward(self.now_s)
+                self._recorder.began_backward(self.now_s)
                 cache.foresee(None, at)
             elif cache.ask(index, at):
                 self._note(self._between(at))
@@ -146,8 +121,7 @@ class Clock:
             self._pass(self._lanes.next_s(), at, at, between)
         if self.now_s > began_s:
             self._stall_s += self.now_s - began_s
-            if self._recorder is not None:
-                self._recorder.waited(name, began_s, self.now_s)
+            self._recorder.waited(name, began_s, self.now_s)
 
     def _between(self, at: int) -> int:
         """Bytes before position ``at`` if nothing were away: no more than its neighbours take."""
@@ -163,24 +137,24 @@ class Clock:
 
     def _run(self, at: int, following: int) -> None:
         """Compute the positions from ``at`` up to ``following``."""
-        until_s = self._script.until_s
-        if self._recorder is None:
-            self._compute(at, following, until_s[at], until_s[following], 0)
-            return
-        done_s = until_s[at]
-        for nbytes, work_s in self._parts(at):
+        done_s = self._script.until_s[at]
+        for nbytes, work_s in self._parts(at, following):
             self._note(nbytes)
             self._compute(at, following, done_s, done_s + work_s, nbytes)
             done_s += work_s
 
-    def _parts(self, at: int) -> Iterator[tuple[int, float]]:
-        """Bytes and seconds of a position, or of the operators that it computes again."""
+    def _parts(self, at: int, following: int) -> Iterator[tuple[int, float]]:
+        """Bytes and seconds of a position, or of the operators that it computes again; or of several ones.
+
+        Bytes of several ones are left out: see :meth:`_highest`.
+        """
         script = self._script
-        again = script.again.get(at)
-        if again is None:
-            yield int(script.memory[at]), float(script.times[at])
-        else:
+        if at in script.again:
+            again = script.again[at]
             yield from zip(again.memory.tolist(), again.times.tolist(), strict=True)
+        else:
+            nbytes = int(script.memory[at]) if following == at + 1 else 0
+            yield nbytes, script.until_s[following] - script.until_s[at]
 
     def _compute(self, at: int, following: int, done_s: float, goal_s: float, nbytes: int) -> None:
         """Let compute get on from ``done_s`` to ``goal_s`` of its time; it holds ``nbytes`` with all."""
@@ -197,7 +171,7 @@ class Clock:
         before = self._cache.away_nbytes
         for lane, index in self._lanes.advance(passed_s):
             self._cache.end(lane, index, running, first)
-        if self._recorder is not None and self._cache.away_nbytes != before:
+        if self._cache.away_nbytes != before:
             self._note(nbytes)
 
     # --- the outcome -------------------------------------------------------------------------
@@ -206,23 +180,28 @@ class Clock:
         """The device holds ``nbytes`` without what is away."""
         there = nbytes - self._cache.away_nbytes
         self._peak_nbytes = max(self._peak_nbytes, there)
-        if self._recorder is not None:
-            self._recorder.holds(self.now_s, there)
+        self._recorder.holds(self.now_s, there)
 
     def _outcome(self, step_s: float) -> Outcome:
-        cache, change = self._cache, np.zeros(len(self._script.memory) + 1, dtype=np.int64)
-        for at, nbytes in cache.changes:
-            change[at] += nbytes
-        self.resident = self._script.memory - np.cumsum(change[:-1])
+        cache = self._cache
         return Outcome(
             step_s=step_s,
             stall_s=self._stall_s,
             recompute_s=self._recompute_s,
-            peak_nbytes=max(self._peak_nbytes, int(self.resident.max(initial=0))),
+            peak_nbytes=max(self._peak_nbytes, self._highest()),
             host_peak_nbytes=cache.host.peak_nbytes,
             nbytes_stored=cache.nbytes_stored,
             nbytes_loaded=cache.nbytes_loaded,
         )
+
+    def _highest(self) -> int:
+        """The most bytes at the beginning of a position; recomputations have been noted."""
+        away = np.zeros(len(self._script.memory) + 1, dtype=np.int64)
+        for at, nbytes in self._cache.changes:
+            away[at] += nbytes
+        there = self._script.memory - np.cumsum(away[:-1])
+        there[list(self._script.again)] = 0
+        return int(there.max(initial=0))
 
 
 def _agenda(script: Script, moves: Moves) -> dict[int, list[tuple[Do, int]]]:

@@ -88,8 +88,7 @@ def without_slowdown(profile: Profile, hardware: Hardware) -> Point:
 
 def floor_of(profile: Profile, hardware: Hardware) -> tuple[Script, np.ndarray]:
     """The script with the lowest peak that a plan can reach, and its memory by position."""
-    search = _Search(profile, hardware)
-    return search.floor()
+    return _Search(profile, hardware).floor()
 
 
 class _Search:

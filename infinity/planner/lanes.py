@@ -17,7 +17,6 @@ compute no more than they did when it was measured.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from infinity.core.plan import Hardware, Place
 from infinity.planner.channels import mixed_rates
@@ -42,19 +41,30 @@ def delay_s_per_byte(hardware: Hardware) -> float:
     return min(hardware.compute_s_per_byte, (1 - LEAST_SPEED) / most if most else 0.0)
 
 
-class Listener(Protocol):
-    """Learns what lanes move."""
+class Recorder:
+    """Learns what a play looks like; this one forgets it. Names are indices of a script's saved storages."""
 
     def moved(self, lane: int, name: int | None, begin_s: float, end_s: float) -> None:
-        """A transfer has ended; ``name`` is None if units moved."""
-        ...
+        """A transfer has ended; None: units moved."""
+
+    def holds(self, at_s: float, nbytes: int) -> None:
+        """From ``at_s`` on, ``nbytes`` are in device memory."""
+
+    def began_backward(self, at_s: float) -> None:
+        """Forward has ended."""
+
+    def waited(self, name: int | None, begin_s: float, end_s: float) -> None:
+        """Compute has waited for a load; None: for stores."""
+
+    def recomputed(self, at: int, begin_s: float, end_s: float) -> None:
+        """The recomputation at position ``at`` has run."""
 
 
 @dataclass(slots=True)
 class _Move:
-    """Bytes on their way; ``began_s`` is when the first of them moved."""
+    """Bytes on their way; None is the name of what units move, and ``began_s`` when the first byte moved."""
 
-    name: int
+    name: int | None
     left_nbytes: float
     ready_s: float
     began_s: float | None = None
@@ -67,15 +77,15 @@ class Lanes:
         now_s: Since the step began (s).
     """
 
-    def __init__(self, hardware: Hardware, listener: Listener | None = None) -> None:
+    def __init__(self, hardware: Hardware, recorder: Recorder) -> None:
         host = hardware.host_bytes_per_s
         self.now_s = 0.0
         self._alone = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
         self._mixed = mixed_rates(hardware)
-        self._latency_s, self._listener = hardware.latency_s, listener
+        self._latency_s, self._recorder = hardware.latency_s, recorder
         self._delay_s_per_byte = delay_s_per_byte(hardware)
         self._queues: tuple[deque[_Move], ...] = (deque(), deque(), deque(), deque())
-        self._units = [_Move(-1, 0.0, 0.0), _Move(-1, 0.0, 0.0)]  # written and read
+        self._units = [_Move(None, 0.0, 0.0), _Move(None, 0.0, 0.0)]  # written and read
         self._moving: list[tuple[int, _Move, float]] | None = None  # with its rate; None: has changed
         self._next_s = self._speed = 0.0
 
@@ -125,14 +135,18 @@ class Lanes:
             # Less than half a byte is nothing, or rounding would leave crumbs that never end.
             if move.left_nbytes <= 0.5:
                 move.left_nbytes, self._moving = 0.0, None
-                if self._listener is not None:
-                    self._listener.moved(lane, *_span(move, self.now_s))
-                if move.name < 0:
-                    move.began_s = None
-                else:
-                    self._queues[lane].popleft()
+                self._end(lane, move)
+                if move.name is not None:
                     ended.append((lane, move.name))
         return ended
+
+    def _end(self, lane: int, move: _Move) -> None:
+        assert move.began_s is not None
+        self._recorder.moved(lane, move.name, move.began_s, self.now_s)
+        if move.name is None:
+            move.began_s = None  # units will move again
+        else:
+            self._queues[lane].popleft()
 
     def _settle(self) -> list[tuple[int, _Move, float]]:
         """What moves now, at which rate; and with it speed, and the time until that changes."""
@@ -154,11 +168,6 @@ class Lanes:
                 self._moving.append((lane, move, rates[lane]))
                 move.began_s = self.now_s if move.began_s is None else move.began_s
                 next_s = min(next_s, move.left_nbytes / rates[lane])
-                beside += rates[lane] if move.name >= 0 else 0.0
+                beside += rates[lane] if move.name is not None else 0.0
         self._next_s, self._speed = next_s, max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
         return self._moving
-
-
-def _span(move: _Move, end_s: float) -> tuple[int | None, float, float]:
-    assert move.began_s is not None
-    return (None if move.name < 0 else move.name), move.began_s, end_s

@@ -78,9 +78,10 @@ def within(
     if outcome.peak_nbytes <= capacity_nbytes:
         return moves, outcome
     least = least_memory(script, moves.places) + _early(script, moves)
-    low, high = max(0, capacity_nbytes - int(least.max(initial=0))), clock.most_backlog_nbytes
-    found, tried_nbytes = None, low  # more than which is never there beside ``least``
-    for _ in range(TRIES):
+    # Beside these bytes there is never more than the backlog, however late stores end.
+    low, high = capacity_nbytes - int(least.max(initial=0)), clock.most_backlog_nbytes
+    found, tried_nbytes = None, low
+    for _ in range(TRIES if low >= 0 else 0):
         bounded = replace(moves, backlog_nbytes=tried_nbytes)
         outcome = play(script, bounded, hardware)
         if outcome.peak_nbytes > capacity_nbytes:

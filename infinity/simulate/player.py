@@ -5,7 +5,7 @@ from dataclasses import replace
 from infinity.core.plan import ActivationPlan, Hardware, Outcome
 from infinity.core.profile import Profile
 from infinity.planner.clock import Clock
-from infinity.planner.lanes import NAMES
+from infinity.planner.lanes import NAMES, Recorder
 from infinity.planner.moves import moves_of
 from infinity.planner.script import Script, script_of
 from infinity.simulate.timeline import Interval, Sample, Timeline
@@ -49,8 +49,8 @@ def _clock(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Clock:
     return Clock(script, moves_of(script, plan), hardware)
 
 
-class _Notes:
-    """What the clock tells of one play; a :class:`~infinity.planner.clock.Recorder`."""
+class _Notes(Recorder):
+    """What the clock tells of one play."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
