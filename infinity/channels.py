@@ -8,9 +8,10 @@ import torch
 
 from infinity.activation.landing import Landings
 from infinity.activation.shelf import DirectShelf, Shelf, Space, StagedShelf
+from infinity.core.extent import aligned
 from infinity.core.plan import Hardware, Place
 from infinity.core.transfer import Pool, TransferEngine
-from infinity.nvme.buffers import HostBuffer, rounded
+from infinity.nvme.buffers import HostBuffer
 from infinity.nvme.probe import measure
 
 _MIB = 2**20
@@ -36,7 +37,7 @@ def open_shelves(
     if space is not None and engine is not None:
         direct = device.type == "cpu"
         shelves[Place.NVME] = (
-            DirectShelf(space, engine, Landings(lambda nbytes: HostBuffer(rounded(nbytes), pin=False)))
+            DirectShelf(space, engine, Landings(lambda nbytes: HostBuffer(aligned(nbytes), pin=False)))
             if direct
             else StagedShelf(device, pool, space, engine, piece_nbytes=piece_nbytes)
         )

@@ -65,7 +65,7 @@ class Landings:
             self._tidy(0)
 
     def _suits(self, memory: Memory, nbytes: int) -> bool:
-        return nbytes <= memory.nbytes < nbytes + LEAST_NBYTES
+        return nbytes <= memory.nbytes < nbytes + nbytes // 16
 
     def _tidy(self, most_nbytes: int) -> None:
         while self._returned:
