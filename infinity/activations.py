@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from infinity.activation.blocks import NamedBlock, find_blocks, watched
 from infinity.activation.cache import Record, TensorCache
 from infinity.activation.identity import storages_of
+from infinity.activation.passes import Passes
 from infinity.activation.script import Alike, Planned, Script
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
@@ -27,7 +28,6 @@ from infinity.core.profile import Phase, Profile
 from infinity.observe.memory_meter import MemoryMeter
 from infinity.observe.profiler import Profiler
 from infinity.observe.timed import WatchedEngine
-from infinity.passes import Passes
 from infinity.planner.policies import plan as make_plan
 from infinity.planning import Planning
 from infinity.simulate import bounded, play
@@ -115,9 +115,9 @@ class Activations:
     def measured(self) -> Outcome | None:
         """What a pass under the plan took, to be compared with what was predicted; None: too few of them.
 
-        Time and bytes are medians, see [Note: passes that can be compared] in :mod:`infinity.passes`; the
-        peak is that of the metered pass. Stalls and recomputation cannot be told from other compute here:
-        they are those that were predicted.
+        Time and bytes are medians, see [Note: passes that can be compared] in
+        :mod:`infinity.activation.passes`; the peak is that of the metered pass. Stalls and recomputation
+        cannot be told from other compute here: they are those that were predicted.
         """
         typical = self.passes.typical(METERED + 1, updates=self._profile_updates)
         if self.planning is None or self.metered_nbytes is None or typical is None:

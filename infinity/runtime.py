@@ -32,10 +32,11 @@ from infinity.core.tier import Tier
 from infinity.core.transfer import Transfer
 from infinity.division import Beside, Division
 from infinity.hooks import Hooks, dress
-from infinity.listener import Listener
 from infinity.machine import agree, decide, free_host_nbytes, join_ranks
 from infinity.nvme.pool import BufferPool, DevicePool, HostPool
 from infinity.nvme.run_directory import leftovers_line, new_run_id
+from infinity.observe.listener import Listener
+from infinity.observe.stalls import CountingPool, Stalls
 from infinity.observe.timed import TimedRule
 from infinity.observe.timeline import Timeline
 from infinity.optim.norm import clip_coefficient
@@ -51,7 +52,6 @@ from infinity.partition.unit import Unit
 from infinity.prefetch.prefetcher import Prefetcher
 from infinity.recipe import Recipe
 from infinity.registry import opened, served
-from infinity.stalls import CountingPool, Stalls
 from infinity.storage import Storage
 from infinity.tiers import Tiers
 from infinity.updates import Updates

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from infinity import budget
-from infinity.commits import Commits
 from infinity.core.config import MemoryConfig
 from infinity.core.transfer import TransferEngine
+from infinity.nvme.commits import Commits
 from infinity.nvme.engines import make_engine
 from infinity.nvme.pool import HostPool
 from infinity.nvme.probe import stripe_weights

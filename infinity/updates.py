@@ -22,17 +22,17 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.commits import Commits
 from infinity.core.errors import StateError
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Transfer
+from infinity.nvme.commits import Commits
 from infinity.nvme.journal import CommitRecord
 from infinity.nvme.store import Version
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
+from infinity.optim.tickets import After, Ticket
 from infinity.partition.unit import Unit
-from infinity.tickets import After, Ticket
 from infinity.tiers import Tiers
 
 

@@ -50,7 +50,7 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    from infinity.commits import Commits
+    from infinity.nvme.commits import Commits
 
     commits = Commits(tmp_path / "record", lambda: None)
     good, bad = Ticket(), Ticket()

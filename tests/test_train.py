@@ -15,8 +15,8 @@ import infinity
 from infinity import train as train_module
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.inputs import _short
-from infinity.listener import Listener
 from infinity.observe.events import StepReport
+from infinity.observe.listener import Listener
 from infinity.observe.timeline import Timeline, read_trace
 from infinity.optim.config import OptimConfig
 from infinity.recipe import Recipe, load_recipe

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infinity.optim.ahead import RESERVE, Expected
 from infinity.optim.layout import GRAIN_NUMEL
 from infinity.optim.pipeline import StateLayout
-from infinity.tickets import Ticket
+from infinity.optim.tickets import Ticket
 from tests.helpers.fakes import FakeEngine
 from tests.optim.test_pipeline import DTYPES, make_shard, playing
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from infinity import passes as module
+from infinity.activation import passes as module
 from infinity.activation.ledger import Ledger
-from infinity.passes import Passes
+from infinity.activation.passes import Passes
 
 
 @pytest.fixture
