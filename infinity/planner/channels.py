@@ -76,24 +76,23 @@ class Channel:
 
     def take_from(self, begin: int, nbytes: int) -> None:
         """Carry ``nbytes`` as early as may be from operator ``begin`` on; what finds no room is dropped."""
-        wanted = min(nbytes + self._latency_nbytes, self._total)
+        wanted, at = min(nbytes + self._latency_nbytes, self._total), begin % self._length
         while wanted > 0:
-            following = self._free.first_end(self._free.below(begin % self._length) + 1) - 1
-            if following >= self._length:
-                begin = 0
-                continue
-            wanted -= self._take(following, wanted)
+            if not self._free.numbers[at]:
+                at = self._free.first_end(self._free.below(at) + 1) - 1
+            if at < self._length:
+                wanted -= self._take(at, wanted)
+            at = at + 1 if at + 1 < self._length else 0
 
     def take_until(self, end: int, nbytes: int) -> None:
         """Carry ``nbytes`` as late as may be before operator ``end``; what finds no room is dropped."""
-        wanted = min(nbytes + self._latency_nbytes, self._total)
-        end = (end - 1) % self._length + 1
+        wanted, at = min(nbytes + self._latency_nbytes, self._total), (end - 1) % self._length
         while wanted > 0:
-            before = self._free.below(end)
-            if not before:
-                end = self._length
-                continue
-            wanted -= self._take(self._free.first_end(before) - 1, wanted)
+            if not self._free.numbers[at]:
+                at = self._free.first_end(self._free.below(at)) - 1
+            if at >= 0:
+                wanted -= self._take(at, wanted)
+            at = at - 1 if at > 0 else self._length - 1
 
     def _take(self, at: int, wanted: int) -> int:
         taken = self._drop(at, wanted)

@@ -127,22 +127,20 @@ class Pressure:
 
     def _lower_in(self, bucket: int, begin: int, end: int, nbytes: int) -> None:
         """The same for a part of one bucket."""
-        if not self._counts[bucket]:
-            return
-        self._settle(bucket)
-        first = bucket * self._width
-        self._excess[bucket, begin - first : end - first] -= nbytes
-        self._settle(bucket)
+        if self._counts[bucket]:
+            first = bucket * self._width
+            self._settle(bucket, slice(begin - first, end - first), nbytes)
 
-    def _settle(self, bucket: int) -> None:
+    def _settle(self, bucket: int, part: slice = slice(0), nbytes: int = 0) -> None:
         """Write down what the bucket was lowered by, and forget the operators that are no longer above."""
         excess = self._excess[bucket]
+        was_above = excess > 0
         excess -= self._lowered[bucket]
+        excess[part] -= nbytes
         self._lowered[bucket] = 0
         first = bucket * self._width
-        for at in np.flatnonzero(excess <= 0).tolist():
-            if first + at < self._length and self._times.numbers[first + at]:
-                self._times.add(first + at, -self._times.numbers[first + at])
+        for at in np.flatnonzero(was_above & (excess <= 0)).tolist():
+            self._times.add(first + at, -self._times.numbers[first + at])
         np.maximum(excess, 0, out=excess)
         count = int(np.count_nonzero(excess))
         self._above += count - int(self._counts[bucket])
