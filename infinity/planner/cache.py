@@ -3,9 +3,10 @@
 [Note: where bytes are]
 A storage that is packed is queued to be stored. Its memory is free when its store has ended and forward has
 used it for the last time, and is taken again from the moment its load is asked for. What has not gone when
-its load is asked for stays, and is not loaded; a store that still waits for others is called off. Storing
-what other code holds frees nothing. Host memory is taken when a storage is packed, and given back when
-backward has used it for the last time, or its store is called off.
+its load is asked for stays, and is not loaded; a store that still waits for others is called off (here all
+but the first wait; the executor has a few of them on their way). Storing what other code holds frees nothing.
+Host memory is taken when a storage is packed, and given back when backward has used it for the last time, or
+its store is called off.
 """
 
 from collections import defaultdict

@@ -118,6 +118,7 @@ class Clock:
     def _wait(self, at: int, name: int | None, until: Callable[[], bool]) -> None:
         began_s, between = self.now_s, self._between(at)
         while not until():
+            assert self._lanes.next_s() < float("inf"), "nothing moves, and somebody waits"
             self._pass(self._lanes.next_s(), at, at, between)
         if self.now_s > began_s:
             self._stall_s += self.now_s - began_s

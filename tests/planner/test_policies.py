@@ -19,7 +19,7 @@ from infinity.planner.policies import (
     smallest_budget,
 )
 from infinity.planner.script import script_of
-from infinity.simulate import play, play_in_detail
+from infinity.simulate import bounded, play, play_in_detail
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
 
 fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
@@ -67,6 +67,7 @@ def test_memory_is_never_above_the_budget(profile: Profile, channels: Hardware, 
     outcome, timeline = play_in_detail(profile, made, channels)
     assert made.capacity_nbytes is not None
     assert made.capacity_nbytes <= capacity
+    assert play(profile, bounded(profile, made, channels), channels).peak_nbytes <= capacity
     assert outcome.peak_nbytes == max(sample.nbytes for sample in timeline.memory) <= made.capacity_nbytes
     assert outcome.host_peak_nbytes <= channels.host_nbytes
     assert outcome.step_s >= play(profile, keep_all(profile, channels), channels).step_s - 1e-9
@@ -161,6 +162,16 @@ def test_a_slow_drive_is_helped_by_the_host_and_by_recomputation() -> None:
     assert alone.recomputed
     assert Place.HOST in helped.places.values()
     assert play(profile, helped, beside).step_s < play(profile, alone, slow).step_s
+
+
+def test_a_plan_for_a_drive_that_is_too_slow_bounds_what_waits_for_it() -> None:
+    profile, slow = transformer(8), hardware(0.1)
+    least = smallest_budget(profile, slow)
+    made = plan(profile, slow, least)
+    assert made.backlog_nbytes is not None
+    assert play(profile, made, slow).peak_nbytes <= least
+    assert play(profile, replace(made, backlog_nbytes=None), slow).peak_nbytes > least
+    assert bounded(profile, made, slow) == made
 
 
 def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> None:
