@@ -6,12 +6,9 @@ from pathlib import Path
 
 import torch
 
-from infinity.activation.landing import Landings
 from infinity.activation.shelf import DirectShelf, Shelf, Space, StagedShelf
-from infinity.core.extent import aligned
 from infinity.core.plan import Hardware, Place
 from infinity.core.transfer import Pool, TransferEngine
-from infinity.nvme.buffers import HostBuffer
 from infinity.nvme.probe import measure
 
 _MIB = 2**20
@@ -37,7 +34,7 @@ def open_shelves(
     if space is not None and engine is not None:
         direct = device.type == "cpu"
         shelves[Place.NVME] = (
-            DirectShelf(space, engine, Landings(lambda nbytes: HostBuffer(aligned(nbytes), pin=False)))
+            DirectShelf(space, engine)
             if direct
             else StagedShelf(device, pool, space, engine, piece_nbytes=piece_nbytes)
         )
@@ -56,16 +53,15 @@ def measure_hardware(device: torch.device, directories: Sequence[str | Path], ho
         DiskError: A file system is full, or a drive reports an error.
     """
     on_cpu = device.type == "cpu"
-    # Without an accelerator activations are written from where they lie, and not from a buffer of ours.
-    speeds = [measure(Path(directory), from_allocator=on_cpu) for directory in directories]
-    threads = max(1, torch.get_num_threads())
+    # Without an accelerator activations move from and to where the allocator puts them.
+    speeds = [measure(Path(directory), in_allocated=on_cpu) for directory in directories]
     return Hardware(
         read_bytes_per_s=sum(speed.read_bytes_per_s for speed in speeds),
         write_bytes_per_s=sum(speed.write_bytes_per_s for speed in speeds),
         mixed_bytes_per_s=sum(speed.mixed_bytes_per_s for speed in speeds),
         host_bytes_per_s=0.0 if on_cpu else _host_bytes_per_s(device),
         host_nbytes=0 if on_cpu else host_nbytes,
-        compute_s_per_byte=max((s.processor_s_per_byte for s in speeds), default=0.0) / threads * on_cpu,
+        compute_s_per_byte=max((s.processor_s_per_byte for s in speeds), default=0.0) * on_cpu,
     )
 
 

@@ -71,6 +71,7 @@ class Record:
         self.positions: dict[SlotKey, int] = {}  # in ``packed``
         self.region_nbytes: Counter[int] = Counter()
         self.asked: set[SlotKey] = set()  # by the backward pass
+        self.fetched: set[SlotKey] = set()  # for it
         self._empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self.backward = -1  # that runs now, by the number that autograd gave it
 
@@ -274,6 +275,7 @@ class TensorCache:
         if record.backward != backward:
             record.backward = backward
             record.asked.clear()
+            record.fetched.clear()
             self._load(record, record.script.loads(None) or ())
         if key not in record.asked:
             record.asked.add(key)
@@ -284,8 +286,9 @@ class TensorCache:
 
     def _load(self, record: Record, keys: Iterable[SlotKey]) -> None:
         for key in keys:
-            slot = record.slots.get(key)
+            slot = None if key in record.fetched else record.slots.get(key)
             if slot is not None:
+                record.fetched.add(key)
                 self.queue.call_off(slot)
                 self._fetch(slot)
 

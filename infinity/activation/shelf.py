@@ -3,9 +3,8 @@
 [Note: no copy]
 Without an accelerator the engine writes an activation from where it lies. The drive wants whole blocks at
 addresses that are multiples of a block, and an allocator gives neither: so the few bytes before the first
-and after the last whole block stay in memory, and the rest moves as it is. It comes back into other memory
-(:mod:`infinity.activation.landing`), and begins there at the same place of a block, so that alignment, which
-some kernels look at, stays what it was.
+and after the last whole block stay in memory, and the rest moves as it is. It comes back into fresh memory
+that begins at the same place of a block, so that alignment, which some kernels look at, stays what it was.
 
 [Note: staging]
 Other ways go through host memory, pinned beside an accelerator, or with GPUDirect Storage past it. One thread
@@ -24,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from infinity.activation.landing import Landings
 from infinity.activation.lane import Lane
 from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
@@ -103,19 +101,16 @@ class DirectShelf:
     Args:
         space: Where extents come from.
         engine: Reaches them.
-        landings: Where loads land.
     """
 
-    def __init__(self, space: Space, engine: TransferEngine, landings: Landings) -> None:
-        self.space, self.engine, self.landings = space, engine, landings
+    def __init__(self, space: Space, engine: TransferEngine) -> None:
+        self.space, self.engine = space, engine
 
     def take(self, storage: Storage, who: str) -> Stored:
-        self.landings.clear()  # a forward runs: nothing is loaded for a while
         return _Direct(self, storage, who)
 
     def close(self) -> None:
-        """Space and engine belong to others."""
-        self.landings.clear()
+        """Nothing: space and engine belong to others."""
 
 
 class _Direct:
@@ -134,7 +129,7 @@ class _Direct:
         return self._room.busy(transfer, storage)
 
     def load(self) -> Filled:
-        storage = self._shelf.landings.take(self._nbytes + BLOCK_NBYTES)
+        storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8).untyped_storage()
         offset = -(storage.data_ptr() + self._head) % BLOCK_NBYTES
         target = _bytes(storage)[offset : offset + self._nbytes]
         assert self._ends is not None

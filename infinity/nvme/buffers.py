@@ -53,7 +53,7 @@ class HostBuffer:
     """A private anonymous mapping, on huge pages where it is that large.
 
     Args:
-        nbytes: Whole pages; :func:`rounded` gives whole huge ones, which are pinned the soonest.
+        nbytes: As :func:`rounded` gives it.
         pin: Page-lock it for the accelerator.
     """
 
@@ -67,8 +67,8 @@ class HostBuffer:
         self._map.madvise(mmap.MADV_DONTFORK)
         start = 0
         if huge:
+            self._advise_huge()
             start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % HUGE_NBYTES
-            self._advise_huge(start, nbytes // HUGE_NBYTES * HUGE_NBYTES)
         self._memory = memoryview(self._map)[start : start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
         if pin:
@@ -78,9 +78,9 @@ class HostBuffer:
     def memory(self) -> memoryview:
         return self._memory
 
-    def _advise_huge(self, start: int, nbytes: int) -> None:
+    def _advise_huge(self) -> None:
         try:
-            self._map.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         except (OSError, AttributeError):  # a kernel without them: slower, and right
             return
 

@@ -13,13 +13,10 @@ from torch import Tensor
 from infinity.activation.blocks import find_blocks, watched
 from infinity.activation.cache import Record, TensorCache
 from infinity.activation.identity import storages_of
-from infinity.activation.landing import Landings
 from infinity.activation.script import Alike, Script
 from infinity.activation.shelf import DirectShelf, StagedShelf
 from infinity.activation.slot import Slot
-from infinity.core.extent import aligned
 from infinity.core.plan import Place
-from infinity.nvme.buffers import HostBuffer
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.pool import HostPool
 from infinity.nvme.volume import Volume
@@ -41,9 +38,8 @@ class Stage:
         self.volume = Volume([folder / "a.bin"])
         self.engine = FaultyEngine(ThreadsEngine(self.volume, threads=2))
         self.pool = HostPool(2**24, patience_s=2)
-        self.landings = Landings(lambda nbytes: HostBuffer(aligned(nbytes), pin=False))
         if shelf == "direct":
-            made: Any = DirectShelf(self.volume, self.engine, self.landings)
+            made: Any = DirectShelf(self.volume, self.engine)
         elif shelf == "disk":
             made = StagedShelf(CPU, self.pool, self.volume, self.engine, piece_nbytes=8192)
         else:

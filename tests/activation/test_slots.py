@@ -365,7 +365,7 @@ def test_a_shelf_takes_its_room_or_nothing(tmp_path):
 
 
 def test_direct_shelves_close_nothing_of_others(stage):
-    DirectShelf(stage.volume, stage.engine, stage.landings).close()
+    DirectShelf(stage.volume, stage.engine).close()
     stage.volume.free(stage.volume.allocate(BLOCK_NBYTES, what="still open"))
 
 
