@@ -30,6 +30,7 @@ from torch import Tensor, nn
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.
 WARMUP, PROFILED = 5, 2
 BESIDE = "keep, fio beside"
+AS_RECOMPUTE = "plan, recompute's peak"
 TARGET_PEAK, TARGET_TIME, TARGET_PREDICTED, TARGET_BOUND = 0.53, 1.03, 0.10, 1.05
 
 
@@ -194,6 +195,7 @@ class Bench:
                 self.measure(BESIDE, "keep", moves=rates)
             self.measure("plan, no budget", "plan")
             self.measure("plan, 53 %", "plan", int(TARGET_PEAK * self.rows["keep"].peak))
+            self.measure(AS_RECOMPUTE, "plan", self.rows["recompute"].peak)
 
     def measure(
         self, title: str, way: str, budget: int | None = None, moves: tuple[float, float] | None = None
@@ -221,17 +223,17 @@ class Bench:
     def claims(self) -> list[Claim]:
         rows, name = self.rows, self.job.model
         beside = max(rows[title].median_s for title in ("keep", BESIDE) if title in rows)
-        best, free, recompute = rows["plan, 53 %"], rows["plan, no budget"], rows["recompute"]
+        best, small, recompute = rows["plan, 53 %"], rows[AS_RECOMPUTE], rows["recompute"]
         claims = [
             _at_most(f"{name}: peak of plan / keep", best.peak / rows["keep"].peak, TARGET_PEAK),
             _at_most(f"{name}: step of plan / keep beside fio", best.median_s / beside, TARGET_TIME),
             _at_most(
                 f"{name}: step of offload / keep beside fio", rows["offload"].median_s / beside, TARGET_TIME
             ),
-            _at_most(f"{name}: peak of plan, no budget / recompute", free.peak / recompute.peak, 1.0),
-            _at_most(f"{name}: step of plan, no budget / recompute", free.median_s / recompute.median_s, 1.0),
+            _at_most(f"{name}: peak of {AS_RECOMPUTE} / recompute", small.peak / recompute.peak, 1.0),
+            _at_most(f"{name}: step of {AS_RECOMPUTE} / recompute", small.median_s / recompute.median_s, 1.0),
         ]
-        for title in ("plan, no budget", "plan, 53 %"):
+        for title in ("plan, no budget", "plan, 53 %", AS_RECOMPUTE):
             row = rows[title]
             said = row.last["predicted"]
             off_s, off_peak = said["step_s"] / row.median_s - 1, said["peak_nbytes"] / row.peak - 1

