@@ -70,7 +70,7 @@ def offload_activations(
         model: Any module. Blocks that can be recomputed are members of its ``nn.ModuleList``.
         budget: Device memory for all that a step makes: activations and what operators work with, not
             weights, gradients and states of the optimizer. Bytes, or text as ``"6GiB"``. None: as little as
-            can be had without making the step slower.
+            can be had for at most 3 % of the step's time, as predicted.
         policy: ``plan``; or ``keep``, ``offload`` or ``recompute`` for everything.
         nvme: One directory for each drive; by default the system's directory for temporary files.
         host: Pinned host memory beside an accelerator; by default half of what is free.

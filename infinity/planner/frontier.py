@@ -30,7 +30,7 @@ RUNGS = 32
 #: Blocks are few if they are no more than this.
 FEW = 12
 #: A step that is slower than keeping everything by no more than this share counts as not slowed down.
-NO_SLOWDOWN = 0.005
+NO_SLOWDOWN = 0.03
 #: One that is slower by no more than this share is not worth a search for a faster one.
 NEGLIGIBLE = 0.002
 

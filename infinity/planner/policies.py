@@ -55,7 +55,7 @@ def adaptive(profile: Profile, hardware: Hardware, capacity_nbytes: int | None =
 
 
 def plan(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:
-    """The fastest plan that was found within the budget; without one, the lowest peak at no slowdown.
+    """The fastest plan that was found within the budget; without one, the lowest peak for 3 % of the step.
 
     The plan's ``capacity_nbytes`` is the rung of the ladder that it was made for, at most the budget: see
     [Note: one ladder for every budget] in :mod:`infinity.planner.frontier`.

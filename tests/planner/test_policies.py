@@ -132,11 +132,11 @@ def test_offloading_everything_moves_each_byte_there_and_back_once() -> None:
     assert outcome.stall_s == 0
 
 
-def test_on_a_quick_drive_the_peak_falls_at_no_slowdown() -> None:
+def test_on_a_quick_drive_the_peak_falls_for_three_percent_of_the_step() -> None:
     profile, channels = transformer(12), hardware(8.0)
     kept, planned = (play(profile, p(profile, channels), channels) for p in (keep_all, plan))
     assert planned.peak_nbytes < 0.3 * kept.peak_nbytes
-    assert planned.step_s <= 1.005 * kept.step_s
+    assert planned.step_s <= 1.03 * kept.step_s
     assert plan(profile, channels).capacity_nbytes is None
 
 
