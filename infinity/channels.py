@@ -61,6 +61,7 @@ def measure_hardware(device: torch.device, directories: Sequence[str | Path], ho
         mixed_bytes_per_s=sum(speed.mixed_bytes_per_s for speed in speeds),
         host_bytes_per_s=0.0 if on_cpu else _host_bytes_per_s(device),
         host_nbytes=0 if on_cpu else host_nbytes,
+        # Not shared among threads: those of a parallel region wait for the one whose core I/O takes.
         compute_s_per_byte=max((s.processor_s_per_byte for s in speeds), default=0.0) * on_cpu,
     )
 

@@ -97,7 +97,7 @@ def script_of(profile: Profile, recomputed: frozenset[int] = frozenset()) -> Scr
 
 @dataclass(slots=True)
 class _Packing:
-    """A slot as the executor packs it; positions are operators, ``recomputed_at`` a block's first."""
+    """A slot as the executor packs it; positions are operators."""
 
     slot: Slot
     is_named: bool
