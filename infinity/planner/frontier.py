@@ -70,7 +70,7 @@ def frontier(profile: Profile, hardware: Hardware, capacity_nbytes: int | None =
 
 
 def without_slowdown(profile: Profile, hardware: Hardware) -> Point:
-    """The plan of the smallest rung, its budget left out, that does not slow the step down, as we count it."""
+    """The plan of the smallest rung, its budget left out, that does not slow the step down as we count."""
     search, best = _Search(profile, hardware), keep_point(profile, hardware)
     allowed_s = best.outcome.step_s * (1 + NO_SLOWDOWN)
     rungs = search.rungs()
