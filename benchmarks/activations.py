@@ -27,8 +27,10 @@ import torch
 from report import Claim, print_table, write_json
 from torch import Tensor, nn
 
+from infinity.activations import METERED, PROFILED
+
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.
-WARMUP, PROFILED = 5, 2
+WARMUP = METERED + 1
 BESIDE = "keep, fio beside"
 AS_RECOMPUTE = "plan, recompute's peak"
 TARGET_PEAK, TARGET_TIME, TARGET_PREDICTED, TARGET_BOUND = 0.53, 1.03, 0.10, 1.05

@@ -2,10 +2,15 @@
 
 [Note: the first passes]
 Under ``plan`` nothing is known before the model has run, and everything kept may not fit. So the first
-passes store all they can. The third one, when all that is compiled has been, is profiled, as if everything
-were kept; then a plan is made: rank 0's for all, since ranks that recompute different blocks would gather
-different units. The second pass under the plan is metered, so that what was predicted can be told beside
-what was measured.
+passes store all they can. The fifth one is profiled, as if everything were kept; then a plan is made: rank
+0's for all, since ranks that recompute different blocks would gather different units. The second pass under
+the plan is metered, so that what was predicted can be told beside what was measured.
+
+[Note: the pace of a step]
+A recorded pass is slower than others: operators pass through Python there, and wait for its lock while
+other threads store and load. So the step is taken to last as long as the quickest of the passes that end
+alike, from the first one on that found everything compiled and every buffer made; each without its waits
+and without what moving its bytes cost it.
 """
 
 import time
@@ -33,8 +38,8 @@ from infinity.planning import Planning
 from infinity.simulate import bounded, play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]
-#: Passes of a plan: profiled, made, metered; see [Note: the first passes].
-_PROFILED, METERED = 2, 4
+#: Passes: warm, profiled, metered under a plan; see [Note: the first passes].
+_WARM, PROFILED, METERED = 2, 4, 6
 
 
 class Room(Protocol):
@@ -163,7 +168,7 @@ class Activations:
     def _equip(self) -> None:
         """Enter what records or meters this pass and what follows it."""
         plans = self.policy == "plan" and self.planning is None
-        if plans and self.passes.begun >= _PROFILED:  # again, where one was left without its backward
+        if plans and self.passes.begun >= PROFILED:  # again, where one was left without its backward
             profiler = Profiler(weights=self._weights, device=self.cache.device)
             self._instrument = profiler.__enter__()
             self.cache.observer = profiler
@@ -189,11 +194,18 @@ class Activations:
 
     def _make_plan(self, profile: Profile) -> None:
         began_s, hardware = time.perf_counter(), self._hardware()
+        profile = profile.at_pace(self._pace_s(profile.step_s, hardware.compute_s_per_byte))
         plan = ActivationPlan.from_json(self._decide(lambda: self._choose(profile, hardware).to_json()))
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
         self.room.settle(plan.capacity_nbytes, predicted.peak_nbytes)
         self.cache.backlog_nbytes = plan.backlog_nbytes
+
+    def _pace_s(self, recorded_s: float, s_per_byte: float) -> float:
+        """How long a pass takes when everything is kept; see [Note: the pace of a step]."""
+        alike = self.passes.alike(_WARM, updates=self._profile_updates)
+        recorded_s -= alike[-1].moving_s(s_per_byte)  # its waits are left out
+        return min(recorded_s, *(each.compute_s(s_per_byte) for each in alike))
 
     def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
         """The plan for the first of the room's capacities that one meets."""

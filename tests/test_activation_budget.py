@@ -1,20 +1,24 @@
 """``memory.device`` holds units and activations: one budget, kept by a plan, and never a wrong bit."""
 
+import contextlib
 import re
+import time
 
 import pytest
 import torch
 
 import infinity
 from infinity.activation import cache
+from infinity.activations import METERED, PROFILED
 from infinity.models.config import GPTConfig
 from infinity.models.gpt import GPT
+from infinity.observe.profiler import Profiler
 from infinity.planner.policies import smallest_budget
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
 
-STEPS = 8
+STEPS = METERED + 4
 
 
 LEAST_NBYTES = 32 * 2**10
@@ -57,7 +61,7 @@ def steps(overrides, count=STEPS):
 def measured(_small_slots, tmp_path_factory):
     """Peak of what a step makes when all is kept, the least that a plan can do, and what units need."""
     activations, division = steps(
-        streaming(tmp_path_factory.mktemp("measured"), "memory.activations=plan"), 4
+        streaming(tmp_path_factory.mktemp("measured"), "memory.activations=plan"), PROFILED + 2
     )
     planning = activations.planning
     return planning.kept.peak_nbytes, smallest_budget(planning.profile, planning.hardware), division.least
@@ -94,9 +98,27 @@ def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path
 
 def test_every_run_packs_the_same_slots(tmp_path):
     """Else a plan, which names them, would be another run's on every rank but the first."""
-    runs = [steps(streaming(tmp_path, "memory.activations=plan"), 4)[0].planning.profile for _ in range(2)]
+    overrides = streaming(tmp_path, "memory.activations=plan")
+    runs = [steps(overrides, PROFILED + 2)[0].planning.profile for _ in range(2)]
     first, second = ([(slot.key, slot.nbytes) for slot in profile.slots] for profile in runs)
     assert first == second
+
+
+def test_recording_does_not_make_the_predicted_step_longer(tmp_path, monkeypatch):
+    """The profiled pass is slowed by 0.3 s; the passes before it tell how long the step takes."""
+    packed = Profiler.packed
+
+    def slowly(profiler, key, tensor):
+        time.sleep(0.01)
+        packed(profiler, key, tensor)
+
+    monkeypatch.setattr(Profiler, "packed", slowly)
+    monkeypatch.setattr(cache.TensorCache, "_unobserved", lambda self: contextlib.nullcontext())
+    activations, _ = steps(streaming(tmp_path, "memory.activations=plan"), PROFILED + 2)
+    *_, before, recorded, _ = activations.passes.ended
+    assert recorded.number == PROFILED
+    assert recorded.time_s > 0.3
+    assert activations.planning.kept.step_s <= before.time_s < recorded.time_s
 
 
 def test_what_a_plan_does_not_need_is_left_to_units(tmp_path, measured):

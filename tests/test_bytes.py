@@ -194,5 +194,5 @@ def test_the_memory_of_the_process_grows_by_the_budgets_and_not_by_the_model(tmp
     assert host <= 24 * mib
     assert device <= 24 * mib
     activations = 16 * mib  # 64 tokens, 16 layers of width 256: about 20 values of each width, bf16 and fp32
-    slack = 40 * mib  # one unit while it is built in fp32, malloc, threads' stacks, torch's lazy parts
+    slack = 48 * mib  # one unit while it is built in fp32, malloc, threads' stacks, torch's lazy parts
     assert growth <= 48 * mib + activations + slack, f"{growth / mib:.0f} MiB"

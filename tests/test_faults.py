@@ -447,8 +447,16 @@ def test_a_rank_that_leaves_ends_the_other(tmp_path, how, error, says):
     assert not files(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["forward", "backward", "waiting"])
-@pytest.mark.parametrize("world", [1, 2])
+#: A rank that waits for another one, and one that computes; the others are long tests.
+FEW_INTERRUPTS = {("waiting", 2), ("backward", 1)}
+INTERRUPTS = [
+    pytest.param(how, world, marks=[] if (how, world) in FEW_INTERRUPTS else pytest.mark.slow)
+    for how in ("forward", "backward", "waiting")
+    for world in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("how", "world"), INTERRUPTS)
 def test_ctrl_c_ends_every_rank_and_removes_the_files(tmp_path, how, world):
     *others, interrupted = ends_of(tmp_path, how, signal.SIGINT, world)
     assert interrupted.error_type == "KeyboardInterrupt", interrupted

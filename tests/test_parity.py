@@ -87,8 +87,15 @@ def test_dropout_draws_the_same_numbers(tmp_path):
     assert_bitwise(train(factory, batch, placements(tmp_path)["nvme"]), plain)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize(
+    ("reentrant", "clip"),
+    [
+        (True, 1.0),
+        (False, None),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_recomputation_of_blocks(tmp_path, reentrant, clip):
     factory, batch = models.build("llama", seed=8)
     rule = Rule(max_grad_norm=clip)

@@ -111,4 +111,4 @@ def test_a_point_whose_process_is_killed_says_so(tmp_path: Path, monkeypatch: py
     asked = load_recipe(tmp_path / "point" / "recipe.yaml")
     assert asked.train.batch_size == 6
     assert (asked.memory.activations, asked.memory.device) == ("keep", None)
-    assert asked.train.steps == 3 + 3  # five passes, two a step, before those that are timed
+    assert asked.train.steps == 4 + 3  # seven passes, two a step, before those that are timed

@@ -10,6 +10,7 @@ Several operators save one storage. It is loaded once, held until each of them h
 go. A graph that is kept (``retain_graph``) reads again: then it is loaded again.
 """
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -212,7 +213,7 @@ class TensorCache:
         if place is not Place.KEEP:
             self.queue.put(slot, self.shelves[place])
             if self.backlog_nbytes is not None and self.queue.nbytes > self.backlog_nbytes:
-                self._wait(lambda: self.queue.wait_below(self.backlog_nbytes or 0))
+                self._count_wait(lambda: self.queue.wait_below(self.backlog_nbytes or 0))
         return slot
 
     # --- backward ----------------------------------------------------------------------------
@@ -267,7 +268,14 @@ class TensorCache:
         arriving = slot.arriving()
         if arriving is not None and not arriving.done():
             with suppress(Exception):  # which read() raises, too
-                self._wait(arriving.wait)
+                self._count_wait(arriving.wait)
+
+    def _count_wait(self, wait: Callable[[], None]) -> None:
+        began_s = time.perf_counter()
+        try:
+            self._wait(wait)
+        finally:
+            self.ledger.waited_s += time.perf_counter() - began_s
 
     def _foresee(self, record: Record, key: SlotKey) -> None:
         """Start what should be on its way when backward asks for ``key``."""

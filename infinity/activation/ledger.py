@@ -16,12 +16,14 @@ class Ledger:
         nbytes_loaded: Taken from them.
         forwarded: Reads that found their bytes before these had been stored.
         on_demand: Loads that no plan had started.
+        waited_s: Of the training thread, for stores and loads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.resident_nbytes = self.peak_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
         self.forwarded = self.on_demand = 0
+        self.waited_s = 0.0
         self._left: deque[tuple[Stored | None, int]] = deque()
 
     def came(self, nbytes: int) -> None:

@@ -23,6 +23,7 @@ class Pass:
 
     Attributes:
         nbytes_stored: Activations given to shelves; likewise ``nbytes_loaded``.
+        waited_s: For them.
         updates: The step ended with it.
     """
 
@@ -30,7 +31,16 @@ class Pass:
     time_s: float
     nbytes_stored: int
     nbytes_loaded: int
+    waited_s: float
     updates: bool
+
+    def moving_s(self, s_per_byte: float) -> float:
+        """How long what moved delayed compute, if each byte does by ``s_per_byte``."""
+        return s_per_byte * (self.nbytes_stored + self.nbytes_loaded)
+
+    def compute_s(self, s_per_byte: float) -> float:
+        """What it takes when nothing moves (s)."""
+        return self.time_s - self.waited_s - self.moving_s(s_per_byte)
 
 
 class Passes:
@@ -48,32 +58,24 @@ class Passes:
         self.begun = 0
         self.ended = deque[Pass](maxlen=REMEMBERED)
         self._ledger = ledger
-        self._mark: tuple[float, int, int] | None = None
+        self._mark: tuple[float, int, int, float] | None = None
 
     def begin(self) -> None:
         """The next pass begins."""
         self.begun += 1
-        self._mark = time.perf_counter(), self._ledger.nbytes_stored, self._ledger.nbytes_loaded
+        self._mark = self._figures()
 
     def end(self, *, updates: bool) -> None:
         """The pass is over; if none runs, nothing happens."""
         if self._mark is None:
             return
-        began_s, stored, loaded = self._mark
+        time_s, stored, loaded, waited_s = (now - then for now, then in zip(self._figures(), self._mark))
         self._mark = None
-        self.ended.append(
-            Pass(
-                self.begun - 1,
-                time.perf_counter() - began_s,
-                self._ledger.nbytes_stored - stored,
-                self._ledger.nbytes_loaded - loaded,
-                updates,
-            )
-        )
+        self.ended.append(Pass(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
 
     def typical(self, first: int, *, updates: bool) -> Pass | None:
         """A pass of the medians of those from number ``first`` on that end so; None: there is none."""
-        alike = [each for each in self.ended if each.number >= first and each.updates is updates]
+        alike = self.alike(first, updates=updates)
         if not alike:
             return None
         return Pass(
@@ -81,5 +83,14 @@ class Passes:
             median(each.time_s for each in alike),
             round(median(each.nbytes_stored for each in alike)),
             round(median(each.nbytes_loaded for each in alike)),
+            median(each.waited_s for each in alike),
             updates,
         )
+
+    def alike(self, first: int, *, updates: bool) -> list[Pass]:
+        """Those from number ``first`` on that end so."""
+        return [each for each in self.ended if each.number >= first and each.updates is updates]
+
+    def _figures(self) -> tuple[float, int, int, float]:
+        ledger = self._ledger
+        return time.perf_counter(), ledger.nbytes_stored, ledger.nbytes_loaded, ledger.waited_s

@@ -9,7 +9,7 @@ has the same key in every micro-batch: that is how a plan names it.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +148,13 @@ class Profile:
     slots: tuple[Slot, ...]
     blocks: tuple[Block, ...]
     traffic: tuple[Traffic, ...] = field(default=())
+
+    def at_pace(self, step_s: float) -> "Profile":
+        """The same step when it takes ``step_s``; operators that would take longer shrink in proportion."""
+        operators_s = sum(operator.time_s for operator in self.operators)
+        shrink = min(1.0, step_s / operators_s) if operators_s else 1.0
+        operators = tuple(replace(operator, time_s=operator.time_s * shrink) for operator in self.operators)
+        return replace(self, step_s=step_s, operators=operators)
 
     def save(self, path: Path) -> None:
         """Write it as JSON, which :meth:`load` reads on any machine."""

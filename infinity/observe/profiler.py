@@ -158,19 +158,15 @@ class Profiler(TorchDispatchMode):
             if not self._pauses:
                 self._own_s += time.perf_counter() - began_s
 
-    def finish(self, step_s: float | None = None) -> Profile:
+    def finish(self) -> Profile:
         """The profile; call after ``with``.
 
-        Args:
-            step_s: What the step takes without the profiler (s), if that was measured. If not: the time
-                inside ``with``, less the time spent in the recording and the pauses. If the recorded
-                operators took longer than ``step_s``, the recording slowed them: their times shrink
-                in proportion.
+        The step takes the time inside ``with``, less the time spent in the recording and the pauses.
         """
         if self._marks.backward_end is None:
             self._end_backward()
         return Finished(self._calls, self._storages.lives, self._marks).profile(
-            self._seconds(), max(0.0, self._wall_s - self._own_s), step_s
+            self._seconds(), self._wall_s - self._own_s
         )
 
     # --- recording ---------------------------------------------------------------------------

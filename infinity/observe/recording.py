@@ -148,15 +148,11 @@ class Finished:
         self.last = max(0, len(calls) - 1)
         self.backward_end = len(calls) if marks.backward_end is None else marks.backward_end
 
-    def profile(self, seconds: list[float], measured_s: float, step_s: float | None) -> Profile:
-        total_s = sum(seconds)
-        if step_s is None:
-            step_s = max(measured_s, total_s)
-        scale = step_s / total_s if total_s > step_s else 1.0
+    def profile(self, seconds: list[float], step_s: float) -> Profile:
         slots = self._slots()
         return Profile(
-            max(step_s, sum(s * scale for s in seconds)),
-            tuple(self._operator(call, s * scale) for call, s in zip(self.calls, seconds)),
+            max(step_s, sum(seconds)),
+            tuple(self._operator(call, s) for call, s in zip(self.calls, seconds)),
             tuple(self._lifetimes(slots)),
             tuple(slots),
             tuple(self._blocks()),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import infinity
 from infinity import offloading
 from infinity.activation import cache
+from infinity.activations import METERED
 from infinity.core.errors import DiskError, InfinityError, StateError
 from tests.activation.stage import assert_same, live_slots
 from tests.activation.test_nested import Model, batch
@@ -58,9 +59,9 @@ def engines(monkeypatch) -> list[FaultyEngine]:
 @pytest.mark.parametrize("policy", [*MANUAL, "plan"])
 def test_losses_weights_and_buffers_are_those_of_the_plain_loop(tmp_path, policy):
     model = Model(dropout=0.1, norm=True)
-    plain = loop(copy.deepcopy(model), steps=5)
+    plain = loop(copy.deepcopy(model), steps=METERED)
     with infinity.offload_activations(model, policy=policy, nvme=tmp_path) as activations:
-        ours = loop(model, steps=5)
+        ours = loop(model, steps=METERED)
     assert_same(ours, plain)
     assert (activations.cache.ledger.nbytes_stored > 0) == (policy in ("offload", "plan"))
     assert not files(tmp_path)

@@ -20,6 +20,7 @@ def run(passes: Passes, ledger: Ledger, clock: list[float], time_s: float, *, up
     clock[0] += time_s
     ledger.nbytes_stored += 10
     ledger.nbytes_loaded += 7
+    ledger.waited_s += time_s / 4
     passes.end(updates=updates)
     clock[0] += 1000.0  # what lies between passes belongs to none
 
@@ -47,6 +48,16 @@ def test_the_first_passes_are_left_out(clock: list[float]) -> None:
     assert typical.time_s == 1.0
     assert passes.typical(3, updates=True) is None
     assert passes.begun == 3
+
+
+def test_a_pass_computes_while_it_does_not_wait_for_bytes_or_move_them(clock: list[float]) -> None:
+    ledger = Ledger()
+    passes = Passes(ledger)
+    for time_s in (8.0, 16.0):
+        run(passes, ledger, clock, time_s, updates=True)
+    run(passes, ledger, clock, 1.0, updates=False)
+    assert [each.compute_s(0.01) for each in passes.alike(0, updates=True)] == pytest.approx([5.83, 11.83])
+    assert [each.number for each in passes.alike(1, updates=True)] == [1]
 
 
 def test_a_pass_ends_once(clock: list[float]) -> None:

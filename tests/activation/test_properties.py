@@ -32,11 +32,17 @@ OPERATORS = {
     "detach": lambda a, b: b + a.detach(),
     "write": lambda a, b: a.clone().mul_(b),
     "write through a view": lambda a, b: _written(a.clone(), b),
-    "write in place": lambda a, b: a.add_(b) if a.grad_fn is not None and 0 not in a.stride() else a + b,
+    "write in place": lambda a, b: a.add_(b) if _may_be_written(a) else a + b,
     "half": lambda a, b: (a.bfloat16() @ b.bfloat16()).float(),
     "max": lambda a, b: a.max(0).values.expand(N, N),
     "drop": lambda a, b: torch.dropout(a, 0.3, train=True),
 }
+
+
+def _may_be_written(a: Tensor) -> bool:
+    """Whether plain PyTorch lets a write in place be recorded: not of a leaf, nor of a view of one."""
+    leaf = a if a._base is None else a._base
+    return leaf.grad_fn is not None and 0 not in a.stride()
 
 
 def _written(a: Tensor, b: Tensor) -> Tensor:

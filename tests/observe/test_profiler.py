@@ -293,7 +293,7 @@ def test_operators_never_take_longer_than_the_step() -> None:
         with profiler.paused():
             time.sleep(0.2)
             torch.ones(3)
-    measured, given = profiler.finish(), profiler.finish(step_s=1e-6)
+    measured, given = profiler.finish(), profiler.finish().at_pace(1e-6)
     assert sum(o.time_s for o in measured.operators) <= measured.step_s < 0.2
     assert [o.name for o in measured.operators] == ["aten.randn.default"] * 2 + ["aten.mm.default"]
     assert given.step_s == pytest.approx(1e-6)
