@@ -54,9 +54,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
     """
-    runtime = runtime_of(model)
-    runtime.accumulate()
-    backward = runtime.backward
+    connection = runtime_of(model).connected()
+    connection.accumulate()
+    backward = connection.backward
     before, backward.syncing = backward.syncing, False
     try:
         yield

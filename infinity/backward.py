@@ -143,7 +143,7 @@ class Backward:
 
     def _complete(self, unit: Unit, gradient: UnitGradient) -> None:
         if not self.syncing:
-            self.hooks.unpin_after_gradients(unit.index)
+            self.hooks.pins.unpin(unit.index)
             gradient.end_backward()
             if self.collectives is not None:
                 self._reduce(unit, self._open.pop(unit.index), self._add_up)
@@ -198,7 +198,7 @@ class Backward:
         """The weights of this rank's shard for the update, as far as they are at hand."""
         weights = Weights()
         if self.hooks.streams(unit):
-            self.hooks.forget_pin(unit.index)
+            self.hooks.pins.forget(unit.index)
             if self.hooks.prefetcher.stays(unit.index):
                 weights = Weights(self.mover.stay(unit.index), stay=True)
             elif (lease := self.mover.take(unit.index)) is not None:

@@ -12,7 +12,7 @@ most half of it, or what they cannot do without. The plan is made for the rest, 
 little, for what the least that units need leaves. What the plan does not use, units get.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from infinity import budget
@@ -79,7 +79,7 @@ class Division:
     def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
         runtime = self._runtime
         sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in runtime.units]
-        if runtime.device.type != "cpu":
+        if runtime.on_gpu:
             storage = runtime.storage
             itemsize = storage.layout.weight_nbytes(1) + storage.layout.state_nbytes(1)
             chunk_nbytes = storage.chunk_numel * itemsize if storage.volume else 0
@@ -120,24 +120,23 @@ class Beside:
 
     Args:
         runtime: Has the division.
-        resize: Divides ``memory.device`` anew beside that many bytes of activations.
     """
 
-    def __init__(self, runtime: "Runtime", resize: Callable[[int], None]) -> None:
-        self._runtime, self._resize = runtime, resize
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = runtime
 
     def capacities(self) -> Sequence[int | None]:
-        device_nbytes, division = self._runtime.recipe.memory.device, self._runtime.division
+        device_nbytes, division = self._runtime.recipe.memory.device, self._runtime.connected().division
         if device_nbytes is None:
             return [None]
         return [device_nbytes - total for total in dict.fromkeys((division.total, division.least))]
 
     def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
         if capacity_nbytes is not None:
-            self._resize(peak_nbytes)
+            self._runtime.connected().divide_beside(peak_nbytes)
 
     def refuse(self, error: BudgetError) -> BudgetError:
-        device_nbytes, least = self._runtime.recipe.memory.device, self._runtime.division.least
+        device_nbytes, least = self._runtime.recipe.memory.device, self._runtime.connected().division.least
         if device_nbytes is None:
             return error
         return BudgetError(

@@ -44,6 +44,7 @@ from infinity.activations import Activations
 from infinity.core.errors import StateError
 from infinity.partition.gradients import ReleasedGradient
 from infinity.partition.unit import Segment, Unit, placeholder
+from infinity.prefetch.pins import BackwardPins
 from infinity.prefetch.prefetcher import Prefetcher
 
 
@@ -93,17 +94,12 @@ class Hooks:
     def __init__(
         self, prefetcher: Prefetcher, sink: GradientSink, attached: dict[int, Unit], activations: Activations
     ) -> None:
-        self.prefetcher, self.sink, self.attached = prefetcher, sink, attached
         self.activations = activations
+        self.connect(prefetcher, sink, attached)
         self.places: dict[int, tuple[Unit, Segment]] = {}
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
         self._in_backward = False
-        #: Units kept until their gradients are complete, in the order in which they came, each with
-        #: the autograd node that reads it; None: a recomputed forward reads it.
-        self._backward_pins: dict[int, Any] = {}
-        self._node: Any = None  # the autograd node that unpacked last, and the frozen
-        self._node_pins: list[int] = []  # units that it keeps
         self._loose_pins: list[int] = []  # units touched outside any forward
         self._taken: dict[int, Segment] = {}  # whose gradient of this step the sink has, by id
         self._leaves: Mapping[nn.Module, tuple[Unit, ...]] = {}
@@ -111,6 +107,11 @@ class Hooks:
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
+
+    def connect(self, prefetcher: Prefetcher, sink: GradientSink, attached: dict[int, Unit]) -> None:
+        """Between steps: from now on these serve the model."""
+        self.prefetcher, self.sink, self.attached = prefetcher, sink, attached
+        self.pins = BackwardPins(prefetcher)
 
     def learn(self, units: list[Unit], leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
         """Where each parameter is, and which units are gathered as one."""
@@ -120,8 +121,8 @@ class Hooks:
 
     def completes(self, unit: Unit) -> bool:
         """Whether the unit's gradients are complete, and its weights unread, after the last one of them."""
-        recomputed = self._backward_pins.get(unit.index, self) is None
         frozen_in_part = len(unit.trainable) < len(unit.segments)
+        recomputed = self.pins.recomputed(unit.index)
         return unit.index not in self._leaf_of and not (recomputed and frozen_in_part)
 
     # --- forward -----------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Hooks:
         if self._reads[index]:
             self._reads[index] -= 1
             if not self._reads[index]:
-                self.unpin_after_gradients(index)
+                self.pins.unpin(index)
 
     def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -287,19 +288,13 @@ class Hooks:
         if leaf:
             for each in leaf:
                 if self.streams(each):
-                    self._keep_for_gradients(each, None)
-            return
-        if unit.trainable or recomputing:
-            self._keep_for_gradients(unit, None if recomputing else torch._C._current_autograd_node())
-            return
-        node = torch._C._current_autograd_node()
-        if node is not self._node:  # no operator reads what an earlier one unpacked
-            for index in self._node_pins:
-                self.prefetcher.unpin(index)
-            self._node, self._node_pins = node, []
-        if unit.index not in self._node_pins:
-            self._node_pins.append(unit.index)
-            self.prefetcher.use(unit.index)
+                    self.pins.keep(each.index, None)
+        elif recomputing:
+            self.pins.keep(unit.index, None)
+        elif unit.trainable:
+            self.pins.keep(unit.index, torch._C._current_autograd_node())
+        else:
+            self.pins.keep_for(torch._C._current_autograd_node(), unit.index)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
         """Backward is in ``leaf`` (or in none), and has left the one before."""
@@ -309,31 +304,7 @@ class Hooks:
         if left and self._leaf_calls[left] <= 1:
             self.sink.complete_together(left)
             for unit in left:  # those that are frozen
-                self.unpin_after_gradients(unit.index)
-
-    def _keep_for_gradients(self, unit: Unit, node: Any) -> None:
-        if unit.index in self._backward_pins:
-            if self._backward_pins[unit.index] is not None:
-                self._backward_pins[unit.index] = node
-            return
-        nbytes, room = self.prefetcher.nbytes, self.prefetcher.capacity_nbytes - unit.nbytes
-        for index, reader in list(self._backward_pins.items()):
-            if sum(nbytes[i] for i in self._backward_pins) <= room:
-                break
-            if reader is not None and reader is not node:  # kept for its update only, which can read it again
-                self.unpin_after_gradients(index)
-        self._backward_pins[unit.index] = node
-        self.prefetcher.use(unit.index)
-
-    def unpin_after_gradients(self, index: int) -> None:
-        """A unit's gradients are complete, and its weights stay (a micro-batch)."""
-        if index in self._backward_pins:
-            del self._backward_pins[index]
-            self.prefetcher.unpin(index)
-
-    def forget_pin(self, index: int) -> None:
-        """A unit's gradients are complete, and its weights are gone to the update."""
-        self._backward_pins.pop(index, None)
+                self.pins.unpin(unit.index)
 
     def _end_backward(self) -> None:
         self._move_to(())
@@ -341,20 +312,17 @@ class Hooks:
             if calls > 1:
                 self.sink.complete_together(leaf)
         self.sink.end_backward()
-        self._drop_backward_pins()
+        self._leave_backward()
 
     def _abort_backward(self) -> None:
         """The last backward pass raised; what it left behind must not be taken for gradients."""
         self.sink.abort_backward()
-        self._drop_backward_pins()
+        self._leave_backward()
 
-    def _drop_backward_pins(self) -> None:
+    def _leave_backward(self) -> None:
         self._in_backward, self._leaf = False, ()
         self._leaf_calls.clear()
-        for index in [*self._backward_pins, *self._node_pins]:
-            self.prefetcher.unpin(index)
-        self._backward_pins.clear()
-        self._node, self._node_pins = None, []
+        self.pins.drop()
 
     # --- parameters --------------------------------------------------------------------------
 

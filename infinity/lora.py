@@ -60,7 +60,7 @@ def add_lora(
     """
     peft = _peft()
     runtime = runtime_of(model)
-    if runtime.construction.active or runtime.hooks is not None:
+    if runtime.construction.active or runtime.connection is not None:
         raise StateError(
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"

@@ -46,8 +46,8 @@ class AdamW(torch.optim.Optimizer):
         self._check_parameters()
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.runtime.tiers.settle(self.runtime.units, movable=self.runtime.hooks is None)
-        self.runtime.connect_optimizer(self.param_groups, clips=max_grad_norm is not None)
+        self.runtime.tiers.settle(self.runtime.units, movable=self.runtime.connection is None)
+        self._connect()
         self.scaler = LossScaler(self.runtime.recipe.optim.loss_scale) if self._fp16 else None
         self._scaled = False
         #: Global norm of the last step's gradients before clipping; None before the first step.
@@ -57,6 +57,10 @@ class AdamW(torch.optim.Optimizer):
         self.steps = 0
         self._report_mark = _Mark(self.runtime)
 
+    def _connect(self) -> None:
+        connection = self.runtime.connected(clips=self.max_grad_norm is not None)
+        connection.updates.groups = self.param_groups
+
     # --- the loop ----------------------------------------------------------------------------
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -64,7 +68,7 @@ class AdamW(torch.optim.Optimizer):
         if self.scaler is None:
             return loss
         self._scaled = True
-        self.runtime.updates.loss_scale = self.scaler.scale
+        self.runtime.connected().updates.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
     @torch.no_grad()
@@ -81,9 +85,10 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.scaler is not None and not self._scaled and self.runtime.backward.synced:
+        synced = self.runtime.connected().backward.synced
+        if self.scaler is not None and not self._scaled and synced:
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
-        if self.runtime.backward.synced:
+        if synced:
             self._check_parameters()
             self.runtime.tiers.settle(self.runtime.units)
         norm = self.runtime.step(self.max_grad_norm)
@@ -108,8 +113,8 @@ class AdamW(torch.optim.Optimizer):
         """Figures of everything since the last report; call it once after every step."""
         before, now = self._report_mark, _Mark(self.runtime)
         self._report_mark = now
-        runtime = self.runtime
-        planned = runtime.planned
+        runtime, connection = self.runtime, self.runtime.connected()
+        planned = connection.planned
         return StepReport(
             step=self.steps, loss=loss, lr=float(self.param_groups[0]["lr"]), grad_norm=self.grad_norm,
             skipped=self.skipped, step_s=now.time_s - before.time_s, tokens=tokens,
@@ -117,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
             nbytes_read=now.read - before.read, nbytes_written=now.written - before.written,
             planned_nbytes_read=planned[0] if planned else None,
             planned_nbytes_written=planned[1] if planned else None,
-            on_demand=runtime.on_demand, peak_nbytes=runtime.peak_nbytes(),
+            on_demand=connection.on_demand, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property
@@ -169,10 +174,10 @@ class AdamW(torch.optim.Optimizer):
                 f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"
             )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.runtime.connect_optimizer(self.param_groups, clips=self.max_grad_norm is not None)
+        self._connect()
         fields = {id(p): state[i] for i, p in enumerate(params)}
         self.runtime.values.load_optimizer_fields(fields)
-        self.steps = self.runtime.updates.steps = int(state[0]["step"]) if params else 0
+        self.steps = self.runtime.connected().updates.steps = int(state[0]["step"]) if params else 0
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
 

@@ -50,7 +50,8 @@ def _units(runtime: Runtime, blocks: Blocks) -> Units:
 
 def _make_room(runtime: Runtime, blocks: str, units: Units) -> None:
     """Let the window hold a block; early updates lag less where that takes it."""
-    window, division = runtime.connected().prefetcher, runtime.division
+    connection = runtime.connected()
+    window, division = connection.prefetcher, connection.division
     weights = largest = 0
     for block in units:
         sizes = [window.nbytes.get(index, 0) for index in block]

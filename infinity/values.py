@@ -51,7 +51,8 @@ class Values:
 
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
-        hooks, prefetcher = self.runtime.connected(), self.runtime.prefetcher
+        connection = self.runtime.connected()
+        hooks, prefetcher = connection.hooks, connection.prefetcher
         streams = hooks.streams(unit)
         if streams:
             outer = prefetcher.running
@@ -83,14 +84,14 @@ class Values:
         unit.allow_writes()
 
     def _check_writable(self, unit: Unit) -> None:
-        if unit.index in self.runtime.updates.ready:
+        if unit.index in self.runtime.connected().updates.ready:
             raise StateError(
                 f"{unit.name} has gradients of a step that is not over; write weights after step(), or "
                 "drop the gradients with optimizer.zero_grad() first"
             )
 
     def _units(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        places = self.runtime.connected().places
+        places = self.runtime.connected().hooks.places
         units = {}
         for param in params:
             place = places.get(id(param))
@@ -136,7 +137,7 @@ class Values:
         if self.runtime.construction.active:
             units = self.runtime.construction.builder.units
             return {id(s.param): (u, s) for u in units for s in u.segments}
-        return self.runtime.connected().places
+        return self.runtime.connected().hooks.places
 
     def begin_load(self, module: nn.Module, assign: bool) -> None:
         """``load_state_dict`` is about to copy into this module's own parameters."""
@@ -177,7 +178,7 @@ class Values:
     def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
         """Replace exact weights and moments; the weights of the model follow."""
         self.runtime.synchronize()
-        self.runtime.prefetcher.forget()
+        self.runtime.connected().prefetcher.forget()
         for unit in self.runtime.units:
             trainable = [s for s in unit.trainable if id(s.param) in fields]
             if not trainable:

@@ -52,7 +52,7 @@ def steps(overrides, count=STEPS):
         for step in range(count):
             model(**batch(step)).loss.backward()
             optimizer.step()
-        return optimizer.runtime.activations, optimizer.runtime.division
+        return optimizer.runtime.activations, optimizer.runtime.connected().division
     finally:
         optimizer.close()
 

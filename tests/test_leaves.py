@@ -202,7 +202,7 @@ def test_one_rank_reads_only_the_experts_that_it_uses(tmp_path):
     runtime: Any = optimizer.runtime
     assert all(unit.home is Tier.NVME for unit in runtime.units)
     model(**batch(0))
-    used = {event.unit for event in runtime.prefetcher.training.trace.events}
+    used = {event.unit for event in runtime.connected().prefetcher.training.trace.events}
     assert len(used) < len(runtime.units)
     optimizer.close()
 

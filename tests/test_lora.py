@@ -203,14 +203,14 @@ def test_a_step_reads_the_base_twice_at_most_and_writes_nothing_but_adapters(tmp
         assert {unit.home for unit in runtime.units if unit.trainable} == {home}
         base = sum(unit.nbytes for unit in base_units(model) if unit.home is Tier.NVME)
         adapters = sum(unit.numel for unit in runtime.units if unit.trainable and unit.home is Tier.NVME)
-        assert base > runtime.division.window
+        assert base > runtime.connected().division.window
         for step in range(6):
             model(**batch(step)).loss.backward()
             optimizer.step()
             optimizer.synchronize()
             seen = optimizer.report()
             if step > 2:
-                fetches = Counter(runtime.prefetcher.training.plan.fetched())
+                fetches = Counter(runtime.connected().prefetcher.training.plan.fetched())
                 assert max(fetches[unit.index] for unit in base_units(model)) <= 2
                 assert seen.on_demand == 0
                 assert seen.nbytes_read == seen.planned_nbytes_read

@@ -344,12 +344,15 @@ except KeyboardInterrupt:
 def test_ctrl_c_ends_a_wait_and_the_engine_still_closes(name: str, tmp_path: Path, volume: Volume) -> None:
     make_engine("threads" if name == "threads" else "auto", volume).close()
     command = [sys.executable, "-c", _INTERRUPTED, name, str(tmp_path / "c.bin")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert (out, process.returncode) == ("ended\n", 0), err
 
 

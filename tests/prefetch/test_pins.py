@@ -1,0 +1,81 @@
+"""A backward pass lets go what nobody in it reads any more, and sooner where room is short."""
+
+import pytest
+
+from infinity.prefetch.pins import BackwardPins
+from infinity.prefetch.prefetcher import Prefetcher
+
+
+class Room:
+    """A mover that moves nothing."""
+
+    def start(self, unit: int) -> None: ...
+    def finish(self, unit: int) -> None: ...
+    def release(self, unit: int) -> None: ...
+
+
+@pytest.fixture
+def prefetcher() -> Prefetcher:
+    """Room for three units of one byte."""
+    return Prefetcher(Room(), dict.fromkeys(range(10), 1), 3)
+
+
+@pytest.fixture
+def pins(prefetcher: Prefetcher) -> BackwardPins:
+    return BackwardPins(prefetcher)
+
+
+def pinned(prefetcher: Prefetcher) -> list[int]:
+    return [unit for unit, count in prefetcher.pins.items() if count]
+
+
+def test_a_unit_is_kept_until_its_gradients_are_complete(prefetcher: Prefetcher, pins: BackwardPins) -> None:
+    for node in ("matmul", "add"):
+        pins.keep(4, node)
+    assert 4 in pins
+    assert prefetcher.pins[4] == 1
+    pins.unpin(4)
+    assert 4 not in pins
+    assert pinned(prefetcher) == []
+
+
+def test_where_room_is_short_the_earliest_that_no_node_reads_goes(
+    prefetcher: Prefetcher, pins: BackwardPins
+) -> None:
+    for unit in (1, 2, 3):
+        pins.keep(unit, f"node {unit}")
+    pins.keep(4, "node 4")
+    assert pinned(prefetcher) == [2, 3, 4]
+
+
+def test_what_a_recomputed_forward_or_the_same_node_reads_does_not_go(
+    prefetcher: Prefetcher, pins: BackwardPins
+) -> None:
+    pins.keep(1, None)
+    pins.keep(1, "an operator of its backward")
+    pins.keep(2, "matmul")
+    pins.keep(3, "another")
+    pins.keep(4, "matmul")
+    assert pinned(prefetcher) == [1, 2, 4]
+    assert pins.recomputed(1)
+    assert not pins.recomputed(2)
+    assert not pins.recomputed(9)
+
+
+def test_frozen_units_go_when_another_operator_reads_one(prefetcher: Prefetcher, pins: BackwardPins) -> None:
+    pins.keep_for("addmm", 1)
+    pins.keep_for("addmm", 2)
+    pins.keep_for("addmm", 1)
+    assert pinned(prefetcher) == [1, 2]
+    pins.keep_for("mm", 3)
+    assert pinned(prefetcher) == [3]
+    assert 3 not in pins
+
+
+def test_nothing_is_left_when_backward_ends(prefetcher: Prefetcher, pins: BackwardPins) -> None:
+    pins.keep(1, None)
+    pins.keep(2, "matmul")
+    pins.keep_for("addmm", 3)
+    pins.forget(2)  # the update has taken it
+    pins.drop()
+    assert pinned(prefetcher) == [2]
