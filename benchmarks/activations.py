@@ -1,36 +1,38 @@
 """What becomes of activations: the peak of a step and its time for keep, offload, recompute and plan.
 
-Plain PyTorch models under ``infinity.offload_activations``. Each row runs in processes of its own, and rows
-take turns in rounds. Beside them stands the step that keeps everything while ``fio`` moves, at the same rate,
-the bytes that offload moves: on a machine without an accelerator I/O takes its share of the cores. A peak
-is what operators make and still holds at one time, as counted; weights, gradients and states are left out.
+Plain PyTorch models under ``infinity.offload_activations``, each policy in a process of its own. All of them
+are in memory at once and take turns of some steps, and a ratio is the median of those of the rounds. Among
+the turns is the step that keeps everything while ``fio`` moves, at the same rate, the bytes that offload
+moves: on a machine without an accelerator I/O takes its share of the cores. A peak is what operators make
+and still holds at one time, as counted; weights, gradients and states are left out.
 
     python benchmarks/activations.py [--quick] [--json FILE] [--models llama,bert,t5] [--nvme DIR]
 """
 
 import argparse
 import contextlib
-import json
 import resource
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import fio
-import processes
 import torch
 from report import Claim, print_table, write_json
 from torch import Tensor, nn
+from turns import Actor
 
 from infinity.activations import METERED, PROFILED
 
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.
 WARMUP = METERED + 1
+#: Steps after those, with which a prediction is compared: the machine is as fast as when it was made.
+FRESH = 3
 BESIDE = "keep, fio beside"
 AS_RECOMPUTE = "plan, recompute's peak"
 TARGET_PEAK, TARGET_TIME, TARGET_PREDICTED, TARGET_BOUND = 0.53, 1.03, 0.10, 1.05
@@ -43,7 +45,6 @@ class Job:
     Attributes:
         way: The policy.
         budget_nbytes: For ``plan``.
-        moves: Bytes per second that fio reads and writes beside it; None: no fio.
     """
 
     way: str
@@ -53,30 +54,38 @@ class Job:
     layers: int
     hidden: int
     vocabulary: int
-    steps: int
     folder: str
     budget_nbytes: int | None = None
-    moves: tuple[float, float] | None = None
 
 
 @dataclass(slots=True)
 class Row:
-    """A policy's figures over all rounds."""
+    """A policy and its figures.
 
-    step_s: list[float] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        actor: Its process.
+        figures: What it said when it was warm.
+        turns: Seconds of the steps of each turn.
+        moves: Whether fio moves bytes meanwhile.
+    """
 
-    def add(self, found: dict[str, Any]) -> None:
-        self.step_s += found["step_s"]
-        self.last = found
+    actor: Actor
+    figures: dict[str, Any]
+    turns: list[list[float]] = field(default_factory=list)
+    moves: bool = False
 
     @property
     def median_s(self) -> float:
-        return statistics.median(self.step_s)
+        return statistics.median(step_s for turn in self.turns for step_s in turn)
 
     @property
     def peak(self) -> int:
-        return int(self.last["peak_nbytes"])
+        return int(self.figures["peak_nbytes"])
+
+    def over(self, other: "Row") -> float:
+        """Its steps over those of ``other``: the median of the rounds."""
+        pairs = zip(self.turns, other.turns, strict=True)
+        return statistics.median(sum(ours) / sum(theirs) for ours, theirs in pairs)
 
 
 # --- one process -------------------------------------------------------------------------------------
@@ -127,53 +136,77 @@ def capacity_of(planning: Any) -> int:
     return int(planning.plan.capacity_nbytes or planning.predicted.peak_nbytes)
 
 
-def work(job: Job, out: str) -> None:
-    """Run the steps, then one more whose peak is counted; write the figures."""
-    import infinity
-    from infinity.observe.memory_meter import MemoryMeter
-    from infinity.planner.bound import bound
+class Trainer:
+    """Trains one model under one policy."""
 
-    model = make(job)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    step_s: list[float] = []
-    losses: list[float] = []
+    def __init__(self, job: Job) -> None:
+        self._job, self._folder = job, Path(job.folder)
+        self._losses: list[float] = []
 
-    def step(number: int) -> float:
+    def __enter__(self) -> "Trainer":
+        import infinity
+
+        job = self._job
+        self._model = make(job)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._serving = infinity.offload_activations(
+            self._model, job.budget_nbytes, policy=job.way, nvme=job.folder
+        )
+        self._served = self._serving.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._serving.__exit__(*error)
+
+    def warm(self) -> dict[str, Any]:
+        """Steps until a plan has been made, and some under it: what they took, and the peak of one."""
+        from infinity.observe.memory_meter import MemoryMeter
+        from infinity.planner.bound import bound
+
+        warming_s = [self._step() for _ in range(WARMUP)]
+        ledger, planning = self._served.cache.ledger, self._served.planning
+        before = ledger.nbytes_stored, ledger.nbytes_loaded
+        fresh_s = [self._step() for _ in range(FRESH)]
+        stored, loaded = ledger.nbytes_stored - before[0], ledger.nbytes_loaded - before[1]
+        with MemoryMeter() as meter:
+            self._model(**batch(self._job, 0)).loss.backward()
+        peak = meter.peak_nbytes(without=[p.grad for p in self._model.parameters() if p.grad is not None])
+        self._optimizer.zero_grad()
+        planning_s = planning.planning_s if planning else 0.0
+        return {
+            "step_s": statistics.median(fresh_s), "peak_nbytes": peak,
+            "stored": stored // FRESH, "loaded": loaded // FRESH,
+            "predicted": asdict(planning.predicted) if planning else None, "planning_s": planning_s,
+            "profiled_s": warming_s[PROFILED] - planning_s,
+            "bound_s": bound(planning.profile, planning.hardware, capacity_of(planning)) if planning else 0.0,
+            "recomputed": len(planning.plan.recomputed) if planning else 0,
+        }  # fmt: skip
+
+    def turn(self, steps: int, moves: tuple[float, float] | None) -> list[float]:
+        """Seconds of each of some steps, beside the bytes per second that fio reads and writes."""
+        load = contextlib.nullcontext() if moves is None else fio.beside(self._folder, *moves)
+        with load:
+            self._step()  # after another one's turn, caches are cold
+            return [self._step() for _ in range(steps)]
+
+    def losses(self) -> list[float]:
+        """Of every step."""
+        return self._losses
+
+    def peak_rss(self) -> int:
+        """Of the process (bytes)."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _step(self) -> float:
+        number = len(self._losses)
         torch.manual_seed(number)
         began = time.perf_counter()
-        loss = model(**batch(job, number)).loss
+        loss = self._model(**batch(self._job, number)).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._losses.append(loss.item())
         return time.perf_counter() - began
-
-    load = contextlib.nullcontext() if job.moves is None else fio.beside(Path(job.folder), *job.moves)
-    with (
-        load as moved,
-        infinity.offload_activations(model, job.budget_nbytes, policy=job.way, nvme=job.folder) as served,
-    ):
-        warming_s = [step(number) for number in range(WARMUP)]
-        ledger = served.cache.ledger
-        before = ledger.nbytes_stored, ledger.nbytes_loaded
-        step_s += [step(WARMUP + number) for number in range(job.steps)]
-        stored = (ledger.nbytes_stored - before[0]) // job.steps
-        loaded = (ledger.nbytes_loaded - before[1]) // job.steps
-        with MemoryMeter() as meter:
-            model(**batch(job, 0)).loss.backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        planning = served.planning
-    figures = {
-        "step_s": step_s, "peak_nbytes": meter.peak_nbytes(without=grads), "losses": losses,
-        "stored": stored, "loaded": loaded, "moved": moved,
-        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "predicted": asdict(planning.predicted) if planning else None,
-        "planning_s": planning.planning_s if planning else 0.0,
-        "profiled_s": warming_s[PROFILED] - (planning.planning_s if planning else 0.0),
-        "bound_s": bound(planning.profile, planning.hardware, capacity_of(planning)) if planning else 0.0,
-        "recomputed": len(planning.plan.recomputed) if planning else 0,
-    }  # fmt: skip
-    Path(f"{out}.0").write_text(json.dumps([figures]))
 
 
 # --- all of them -------------------------------------------------------------------------------------
@@ -182,69 +215,83 @@ def work(job: Job, out: str) -> None:
 class Bench:
     """Every policy on one model."""
 
-    def __init__(self, job: Job, rounds: int) -> None:
-        self.job, self.rounds = job, rounds
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.rows: dict[str, Row] = {}
 
-    def run(self) -> None:
-        for _ in range(self.rounds):
-            self.measure("keep", "keep")
-            self.measure("recompute", "recompute")
-            self.measure("offload", "offload")
-            offload = self.rows["offload"]
-            rates = offload.last["loaded"] / offload.median_s, offload.last["stored"] / offload.median_s
-            if fio.available():
-                self.measure(BESIDE, "keep", moves=rates)
-            self.measure("plan, no budget", "plan")
-            self.measure("plan, 53 %", "plan", int(TARGET_PEAK * self.rows["keep"].peak))
-            self.measure(AS_RECOMPUTE, "plan", self.rows["recompute"].peak)
+    def run(self, rounds: int, steps: int) -> None:
+        """Let all policies take their turns, in another order every round."""
+        for way in ("keep", "recompute", "offload"):
+            self._begin(way, way)
+        if fio.available():
+            keep = self.rows["keep"]
+            self.rows[BESIDE] = Row(keep.actor, keep.figures, moves=True)
+        self._begin("plan, no budget", "plan")
+        self._begin("plan, 53 %", "plan", int(TARGET_PEAK * self.rows["keep"].peak))
+        self._begin(AS_RECOMPUTE, "plan", self.rows["recompute"].peak)
+        rows = list(self.rows.values())
+        for number in range(rounds):
+            print(f"{self.job.model}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+            first = number % len(rows)
+            for row in rows[first:] + rows[:first]:
+                row.turns.append(row.actor.call("turn", steps, self._rates() if row.moves else None))
+        self._end()
 
-    def measure(
-        self, title: str, way: str, budget: int | None = None, moves: tuple[float, float] | None = None
-    ) -> None:
+    def _begin(self, title: str, way: str, budget: int | None = None) -> None:
         print(f"{self.job.model}: {title}", file=sys.stderr, flush=True)
-        given = asdict(self.job) | {"way": way, "budget_nbytes": budget, "moves": moves}
-        [[found]] = processes.run(Job(**given), worker=Path(__file__))
-        self.rows.setdefault(title, Row()).add(found)
-        losses = self.rows["keep"].last["losses"]
-        if found["losses"] != losses:
-            raise SystemExit(f"{title}: losses {found['losses']} are not those of keep, {losses}")
+        actor = Actor(Trainer, replace(self.job, way=way, budget_nbytes=budget))
+        self.rows[title] = Row(actor, actor.call("warm"))
+
+    def _rates(self) -> tuple[float, float]:
+        """Bytes per second that offload reads and writes."""
+        offload = self.rows["offload"]
+        step_s = offload.median_s if offload.turns else offload.figures["step_s"]
+        return offload.figures["loaded"] / step_s, offload.figures["stored"] / step_s
+
+    def _end(self) -> None:
+        keep = self.rows["keep"]
+        wanted = keep.actor.call("losses")
+        for title, row in self.rows.items():
+            losses = row.actor.call("losses")
+            if losses != wanted[: len(losses)]:
+                raise SystemExit(f"{title}: losses {losses} are not those of keep, {wanted}")
+            row.figures["peak_rss"] = row.actor.call("peak_rss")
+        for actor in {row.actor for row in self.rows.values()}:
+            actor.close()
 
     def table(self) -> list[list[str]]:
         keep = self.rows["keep"]
         return [
             [
                 self.job.model, title, f"{row.peak / 1e6:.0f}", f"{row.peak / keep.peak:.2f}",
-                f"{row.median_s:.2f}", f"{row.median_s / keep.median_s:.3f}",
-                f"{row.last['stored'] / 1e6:.0f}", f"{row.last['recomputed']}",
-                *_predicted(row), f"{row.last['peak_rss'] / 1e9:.2f}",
+                f"{row.median_s:.2f}", f"{row.over(keep):.3f}",
+                f"{row.figures['stored'] / 1e6:.0f}", f"{row.figures['recomputed']}",
+                *_predicted(row), f"{row.figures['peak_rss'] / 1e9:.2f}",
             ]
             for title, row in self.rows.items()
         ]  # fmt: skip
 
     def claims(self) -> list[Claim]:
         rows, name = self.rows, self.job.model
-        beside = max(rows[title].median_s for title in ("keep", BESIDE) if title in rows)
+        beside = rows.get(BESIDE, rows["keep"])
         best, small, recompute = rows["plan, 53 %"], rows[AS_RECOMPUTE], rows["recompute"]
         claims = [
             _at_most(f"{name}: peak of plan / keep", best.peak / rows["keep"].peak, TARGET_PEAK),
-            _at_most(f"{name}: step of plan / keep beside fio", best.median_s / beside, TARGET_TIME),
-            _at_most(
-                f"{name}: step of offload / keep beside fio", rows["offload"].median_s / beside, TARGET_TIME
-            ),
+            _at_most(f"{name}: step of plan / keep beside fio", best.over(beside), TARGET_TIME),
+            _at_most(f"{name}: step of offload / keep beside fio", rows["offload"].over(beside), TARGET_TIME),
             _at_most(f"{name}: peak of {AS_RECOMPUTE} / recompute", small.peak / recompute.peak, 1.0),
-            _at_most(f"{name}: step of {AS_RECOMPUTE} / recompute", small.median_s / recompute.median_s, 1.0),
+            _at_most(f"{name}: step of {AS_RECOMPUTE} / recompute", small.over(recompute), 1.0),
         ]
         for title in ("plan, no budget", "plan, 53 %", AS_RECOMPUTE):
             row = rows[title]
-            said = row.last["predicted"]
-            off_s, off_peak = said["step_s"] / row.median_s - 1, said["peak_nbytes"] / row.peak - 1
+            said = row.figures["predicted"]
+            off_s, off_peak = said["step_s"] / row.figures["step_s"] - 1, said["peak_nbytes"] / row.peak - 1
             claims += [
                 _at_most(f"{name}: {title}: predicted step off by", abs(off_s), TARGET_PREDICTED),
                 _at_most(f"{name}: {title}: predicted peak off by", abs(off_peak), TARGET_PREDICTED),
                 _at_most(
                     f"{name}: {title}: predicted step / linear program's bound",
-                    said["step_s"] / row.last["bound_s"],
+                    said["step_s"] / row.figures["bound_s"],
                     TARGET_BOUND,
                 ),
             ]
@@ -252,12 +299,13 @@ class Bench:
 
 
 def _predicted(row: Row) -> list[str]:
-    said = row.last["predicted"]
+    found, said = row.figures, row.figures["predicted"]
     if said is None:
-        return ["", "", "", "", ""]
+        return [""] * 6
     return [
-        *(f"{said['step_s']:.2f}", f"{row.last['bound_s']:.2f}", f"{said['peak_nbytes'] / 1e6:.0f}"),
-        *(f"{row.last['profiled_s'] / row.median_s:.2f}", f"{row.last['planning_s']:.2f}"),
+        *(f"{found['step_s']:.2f}", f"{said['step_s']:.2f}", f"{found['bound_s']:.2f}"),
+        *(f"{said['peak_nbytes'] / 1e6:.0f}", f"{found['profiled_s'] / found['step_s']:.2f}"),
+        f"{found['planning_s']:.2f}",
     ]
 
 
@@ -267,7 +315,7 @@ def _at_most(claim: str, value: float, target: float) -> Claim:
 
 COLUMNS = [
     *("model", "activations", "peak MB", "/ keep", "step s", "/ keep", "stored MB", "recomputed"),
-    *("predicted s", "bound s", "predicted MB", "profiled / step", "planning s", "peak RSS GB"),
+    *("first s", "predicted s", "bound s", "predicted MB", "profiled / step", "planning s", "peak RSS GB"),
 ]
 
 
@@ -276,18 +324,18 @@ def options_of(argv: list[str] | None) -> Any:
     parser.add_argument("--quick", action="store_true", help="small models, one round: some minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
     parser.add_argument("--models", default="llama,bert,t5")
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=16_000)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a batch")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of every policy")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps per round")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every policy")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of a turn")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args(argv)
     if options.quick:
         options.hidden, options.layers, options.rows, options.length = 512, 6, 2, 256
-        options.vocabulary, options.rounds, options.steps = 1_000, 1, 2
+        options.vocabulary, options.rounds, options.steps = 1_000, 3, 2
     return options
 
 
@@ -304,11 +352,10 @@ def main(argv: list[str] | None = None) -> None:
         for name in options.models.split(","):
             job = Job(
                 "keep", name, options.rows, options.length, options.layers, options.hidden,
-                options.vocabulary, options.steps,
-                str(folder),
+                options.vocabulary, str(folder),
             )  # fmt: skip
-            bench = Bench(job, options.rounds)
-            bench.run()
+            bench = Bench(job)
+            bench.run(options.rounds, options.steps)
             claims += show(bench)
             if options.json:
                 write_json(options.json, claims)
@@ -327,8 +374,4 @@ def show(bench: Bench) -> list[Claim]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
-        given = json.loads(sys.argv[1])
-        work(Job(**given | {"moves": given["moves"] and tuple(given["moves"])}), sys.argv[2])
-    else:
-        main()
+    main()

@@ -120,24 +120,23 @@ class _Direct:
         self._body = max(0, self._nbytes - self._head) // BLOCK_NBYTES * BLOCK_NBYTES
         self._extent = shelf.space.allocate(self._body, what=who) if self._body else Extent(())
         self._room = _Room(partial(_free, shelf.space, [self._extent] if self._body else []))
-        self._ends: tuple[Tensor, Tensor] | None = None
+        self._ends: tuple[bytes, bytes] | None = None
+
+    # Beside an operator that has emptied the caches every call of torch is slow: here are as few as can be.
 
     def store(self, storage: Storage) -> Transfer:
-        source = _bytes(storage)
-        self._ends = source[: self._head].clone(), source[self._head + self._body :].clone()
-        transfer = self._shelf.engine.write(self._extent, _memory(source, self._head, self._body))
+        source, end = _memory(storage, 0, self._nbytes), self._head + self._body
+        self._ends = bytes(source[: self._head]), bytes(source[end:])
+        transfer = self._shelf.engine.write(self._extent, source[self._head : end])
         return self._room.busy(transfer, storage)
 
     def load(self) -> Filled:
         storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8).untyped_storage()
         offset = -(storage.data_ptr() + self._head) % BLOCK_NBYTES
-        target = _bytes(storage)[offset : offset + self._nbytes]
+        target, end = _memory(storage, offset, self._nbytes), self._head + self._body
         assert self._ends is not None
-        head, tail = self._ends
-        target[: self._head].copy_(head)
-        target[self._head + self._body :].copy_(tail)
-        memory = _memory(target, self._head, self._body)
-        transfer = self._shelf.engine.read(self._extent, memory, urgent=True)
+        target[: self._head], target[end:] = self._ends
+        transfer = self._shelf.engine.read(self._extent, target[self._head : end], urgent=True)
         return Filled(storage, offset, self._room.busy(transfer, storage))
 
     def free(self) -> None:
@@ -148,9 +147,9 @@ def _bytes(storage: Storage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _memory(tensor: Tensor, start: int, nbytes: int) -> memoryview:
-    """``nbytes`` from ``start`` on of a uint8 tensor in host memory, which the caller keeps alive."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr() + start)).cast("B")
+def _memory(storage: Storage, start: int, nbytes: int) -> memoryview:
+    """``nbytes`` from ``start`` on of a storage in host memory, which the caller keeps alive."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(storage.data_ptr() + start)).cast("B")
 
 
 def _free(space: Space, extents: list[Extent]) -> None:
