@@ -204,7 +204,7 @@ class Activations:
     def _pace_s(self, recorded_s: float, s_per_byte: float) -> float:
         """How long a pass takes when everything is kept; see [Note: the pace of a step]."""
         alike = self.passes.alike(_WARM, updates=self._profile_updates)
-        recorded_s -= alike[-1].moving_s(s_per_byte)  # its waits are left out
+        recorded_s *= 1 - alike[-1].moving_share(s_per_byte)  # its waits are left out
         return min(recorded_s, *(each.compute_s(s_per_byte) for each in alike))
 
     def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:

@@ -3,11 +3,13 @@
 import contextlib
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import infinity
+from infinity import runtime as runtime_module
 from infinity.activation import cache
 from infinity.activations import METERED, PROFILED
 from infinity.models.config import GPTConfig
@@ -119,6 +121,20 @@ def test_recording_does_not_make_the_predicted_step_longer(tmp_path, monkeypatch
     assert recorded.number == PROFILED
     assert recorded.time_s > 0.3
     assert activations.planning.kept.step_s <= before.time_s < recorded.time_s
+
+
+def test_a_slow_drive_does_not_make_the_predicted_step_vanish(tmp_path, monkeypatch):
+    """Where bytes are said to cost more than the passes took, half of their time is left."""
+    measure = runtime_module.measure_hardware
+
+    def costly(*args):
+        return replace(measure(*args), compute_s_per_byte=1.0)
+
+    monkeypatch.setattr(runtime_module, "measure_hardware", costly)
+    activations, _ = steps(streaming(tmp_path, "memory.activations=plan"), PROFILED + 2)
+    profile, recorded = activations.planning.profile, activations.passes.ended[PROFILED]
+    assert 0.0 < profile.step_s <= recorded.time_s
+    assert 0.0 < sum(operator.time_s for operator in profile.operators) <= 1.001 * profile.step_s
 
 
 def test_what_a_plan_does_not_need_is_left_to_units(tmp_path, measured):

@@ -34,13 +34,16 @@ class Pass:
     waited_s: float
     updates: bool
 
-    def moving_s(self, s_per_byte: float) -> float:
-        """How long what moved delayed compute, if each byte does by ``s_per_byte``."""
-        return s_per_byte * (self.nbytes_stored + self.nbytes_loaded)
+    def moving_share(self, s_per_byte: float) -> float:
+        """The share of compute's time that what moved took, if each byte takes ``s_per_byte`` of a core.
+
+        Bytes move while compute waits, too. More than half is no delay that was measured, but an error.
+        """
+        return min(0.5, s_per_byte * (self.nbytes_stored + self.nbytes_loaded) / self.time_s)
 
     def compute_s(self, s_per_byte: float) -> float:
         """What it takes when nothing moves (s)."""
-        return self.time_s - self.waited_s - self.moving_s(s_per_byte)
+        return (self.time_s - self.waited_s) * (1 - self.moving_share(s_per_byte))
 
 
 class Passes:

@@ -56,7 +56,10 @@ def test_a_pass_computes_while_it_does_not_wait_for_bytes_or_move_them(clock: li
     for time_s in (8.0, 16.0):
         run(passes, ledger, clock, time_s, updates=True)
     run(passes, ledger, clock, 1.0, updates=False)
-    assert [each.compute_s(0.01) for each in passes.alike(0, updates=True)] == pytest.approx([5.83, 11.83])
+    assert [each.compute_s(0.01) for each in passes.alike(0, updates=True)] == pytest.approx(
+        [6 * (1 - 0.17 / 8), 12 * (1 - 0.17 / 16)]
+    )
+    assert [each.compute_s(100.0) for each in passes.alike(0, updates=True)] == [3.0, 6.0]
     assert [each.number for each in passes.alike(1, updates=True)] == [1]
 
 
