@@ -154,7 +154,7 @@ def test_what_is_called_off_is_not_stored_and_gives_its_room_back_at_once(stage)
     taken = stage.volume.allocated_nbytes
     queue.call_off(slots[1])
     assert slots[1].state is S.RESIDENT
-    assert stage.volume.allocated_nbytes <= taken - 16_384
+    assert stage.volume.allocated_nbytes <= taken - 3 * 4096  # whole blocks, wherever they lie
     queue.call_off(slots[0])  # too late
     stage.all_stored()
     assert [slot.state for slot in slots] == [S.STORED, S.RESIDENT, S.STORED]
