@@ -27,7 +27,7 @@ from report import Claim, print_table, write_json
 from torch import Tensor, nn
 from turns import Actor
 
-from infinity.activations import METERED, PROFILED
+from infinity.activations.activations import METERED, PROFILED
 
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.
 WARMUP = METERED + 1
@@ -160,7 +160,7 @@ class Trainer:
 
     def warm(self) -> dict[str, Any]:
         """Steps until a plan has been made, and some under it: what they took, and the peak of one."""
-        from infinity.observe.memory_meter import MemoryMeter
+        from infinity.activations.memory_meter import MemoryMeter
         from infinity.planner.bound import bound
 
         warming_s = [self._step() for _ in range(WARMUP)]

@@ -13,7 +13,14 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.api import Init, close, gathered, no_sync, state_dict
+    from infinity.api.adamw import AdamW
+    from infinity.api.export import export
+    from infinity.api.init import Init, close, gathered, no_sync, state_dict
+    from infinity.api.layer_schedule import layer_schedule
+    from infinity.api.lora import add_lora, save_lora
+    from infinity.api.offload_activations import offload_activations
+    from infinity.api.pretrained import from_pretrained
+    from infinity.app.recipe import Recipe, load_recipe
     from infinity.core.errors import (
         BudgetError,
         CheckpointError,
@@ -24,21 +31,14 @@ if TYPE_CHECKING:
         RecipeError,
         StateError,
     )
-    from infinity.lora import add_lora, save_lora
-    from infinity.offloading import offload_activations
-    from infinity.optimizer import AdamW
-    from infinity.pretrained import from_pretrained
-    from infinity.recipe import Recipe, load_recipe
-    from infinity.saving import export
-    from infinity.scheduling import layer_schedule
 
 #: Where each name lives; it is imported when it is used first, so that what needs no torch starts at once.
 _HOMES = {
-    "Init": "infinity.api",
-    "close": "infinity.api",
-    "gathered": "infinity.api",
-    "no_sync": "infinity.api",
-    "state_dict": "infinity.api",
+    "Init": "infinity.api.init",
+    "close": "infinity.api.init",
+    "gathered": "infinity.api.init",
+    "no_sync": "infinity.api.init",
+    "state_dict": "infinity.api.init",
     "BudgetError": "infinity.core.errors",
     "CheckpointError": "infinity.core.errors",
     "DiskError": "infinity.core.errors",
@@ -47,15 +47,15 @@ _HOMES = {
     "PeerError": "infinity.core.errors",
     "RecipeError": "infinity.core.errors",
     "StateError": "infinity.core.errors",
-    "add_lora": "infinity.lora",
-    "save_lora": "infinity.lora",
-    "offload_activations": "infinity.offloading",
-    "AdamW": "infinity.optimizer",
-    "from_pretrained": "infinity.pretrained",
-    "Recipe": "infinity.recipe",
-    "load_recipe": "infinity.recipe",
-    "export": "infinity.saving",
-    "layer_schedule": "infinity.scheduling",
+    "add_lora": "infinity.api.lora",
+    "save_lora": "infinity.api.lora",
+    "offload_activations": "infinity.api.offload_activations",
+    "AdamW": "infinity.api.adamw",
+    "from_pretrained": "infinity.api.pretrained",
+    "Recipe": "infinity.app.recipe",
+    "load_recipe": "infinity.app.recipe",
+    "export": "infinity.api.export",
+    "layer_schedule": "infinity.api.layer_schedule",
 }
 
 __all__ = [

@@ -50,7 +50,7 @@ def show_recipe_table() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from infinity.recipe import recipe_table
+    from infinity.app.recipe import recipe_table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("key", "type", "default", "meaning"):
@@ -61,16 +61,16 @@ def show_recipe_table() -> None:
 
 
 def _train(path: str | None, overrides: Sequence[str]) -> None:
-    from infinity.recipe import load_recipe
+    from infinity.app.recipe import load_recipe
 
     recipe = load_recipe(path, overrides)
-    from infinity.train import train
+    from infinity.app.train import train
 
     train(recipe)
 
 
 def _export(run: str, out: str) -> None:
-    from infinity.saving import export_run
+    from infinity.api.export import export_run
 
     export_run(run, out)
     print(f"the model of {run} is in {out}")
@@ -79,7 +79,7 @@ def _export(run: str, out: str) -> None:
 def _plan(run: str, budget: str | None) -> None:
     from rich.console import Console
 
-    from infinity.plan_command import show_plan
+    from infinity.app.plan import show_plan
 
     show_plan(run, budget, Console(width=None if sys.stdout.isatty() else 160))
 
@@ -87,7 +87,7 @@ def _plan(run: str, budget: str | None) -> None:
 def _rok(path: str, overrides: Sequence[str], batches: str, steps: int) -> None:
     from rich.console import Console
 
-    from infinity.rok import show_rok
+    from infinity.app.rok import show_rok
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     show_rok(path, overrides, batches=batches, steps=steps, console=console)

@@ -11,10 +11,10 @@ import torch
 import infinity
 from infinity import runtime as runtime_module
 from infinity.activation import cache
-from infinity.activations import METERED, PROFILED
-from infinity.models.config import GPTConfig
-from infinity.models.gpt import GPT
-from infinity.observe.profiler import Profiler
+from infinity.activations.activations import METERED, PROFILED
+from infinity.activations.profiler import Profiler
+from infinity.app.models.config import GPTConfig
+from infinity.app.models.gpt import GPT
 from infinity.planner.policies import smallest_budget
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule

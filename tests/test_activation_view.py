@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import infinity
-from infinity.activation.ledger import Ledger
-from infinity.activation_view import ActivationView
-from infinity.activations import METERED
+from infinity.activations.activations import METERED
+from infinity.activations.ledger import Ledger
+from infinity.app.activation_view import ActivationView
+from infinity.app.train import train
 from infinity.observe.events import StepReport
 from infinity.observe.summary import (
     ActivationSummary,
@@ -18,8 +19,7 @@ from infinity.observe.summary import (
     compared,
     summary_rows,
 )
-from infinity.planning import FOLDER, Planning, load_measured
-from infinity.train import train
+from infinity.planner.planning import FOLDER, Planning, load_measured
 from tests.helpers.profiles import hardware, transformer
 from tests.test_planning import planning_for
 

@@ -191,7 +191,7 @@ def test_a_tree_that_keeps_the_table_passes(tmp_path: Path) -> None:
     write_tree(
         tmp_path,
         {
-            "__init__.py": "from infinity.runtime import Init\n",
+            "__init__.py": "from infinity.engine.runtime import Init\n",
             "core/__init__.py": "from infinity.core.tier import Tier\n",
             "core/tier.py": "import enum\n",
             "nvme/a.py": "import torch\nfrom infinity.core import Tier\n\ndef f():\n    import kvikio\n",

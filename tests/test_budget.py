@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity import budget
-from infinity.budget import UnitSizes, check_gradients_fit_host, chunk_numel, divide_device, rounded
+from infinity.core import budget
+from infinity.core.budget import UnitSizes, check_gradients_fit_host, chunk_numel, divide_device, rounded
 from infinity.core.errors import BudgetError
 
 MIB = 2**20

@@ -156,7 +156,7 @@ def test_one_rank_moves_the_planned_bytes_exactly(tmp_path, name, clip, tight):
 #: 12.6 M parameters: 151 MB of states at 12 bytes, in budgets of 24 + 24 MiB.
 GROWTH = """
 import sys, torch, torch._dynamo, infinity  # what hooks import later: before the baseline
-from infinity.models.gpt import GPT, GPTConfig
+from infinity.app.models.gpt import GPT, GPTConfig
 torch.set_num_threads(1)
 def rss():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from infinity import train as train_module
+from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError
-from infinity.recipe import Recipe, load_recipe, recipe_table
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.nvme.journal import CommitRecord, read_commit
-from infinity.updates import Ticket
+from infinity.shards.journal import CommitRecord, read_commit
+from infinity.shards.updates import Ticket
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
@@ -50,7 +50,7 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    from infinity.nvme.commits import Commits
+    from infinity.shards.commits import Commits
 
     commits = Commits(tmp_path / "record", lambda: None)
     good, bad = Ticket(), Ticket()

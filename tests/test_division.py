@@ -10,7 +10,7 @@ import torch
 
 import infinity
 from infinity import BudgetError
-from infinity.connection import Connection
+from infinity.engine.executor import Connection
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.lockstep import Toy, batch, seeded

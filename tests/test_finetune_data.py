@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import infinity
-from infinity.data import Batch, Data, open_data
-from infinity.data.loader import Shape
-from infinity.models.gpt import GPT
+from infinity.app.data import Batch, Data, open_data
+from infinity.app.data.loader import Shape
+from infinity.app.models.gpt import GPT
+from infinity.app.recipe import Recipe, load_recipe
+from infinity.app.train import Loop, rank, train, world_size
 from infinity.observe.events import StepReport
-from infinity.recipe import Recipe, load_recipe
-from infinity.train import Loop, rank, train, world_size
 from tests.helpers.launch import run_ranks
 from tests.helpers.models import VOCABULARY, build
 from tests.helpers.reference import Reference, Rule

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity import budget
+from infinity.api.schedule import LayerSchedule
+from infinity.app.train import train
+from infinity.core import budget
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.tier import Tier
-from infinity.layers.schedule import LayerSchedule
-from infinity.registry import runtime_of
-from infinity.train import train
+from infinity.engine.registry import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule

@@ -209,7 +209,7 @@ def test_one_rank_reads_only_the_experts_that_it_uses(tmp_path):
 
 def test_a_leaf_has_units_of_its_own(tmp_path):
     model: Any = build(factory(), "fp32", streaming(tmp_path))
-    leaves = infinity.registry.runtime_of(model).construction.builder.leaves
+    leaves = infinity.engine.registry.runtime_of(model).construction.builder.leaves
     assert {type(module) for module in leaves} == {SparseMoE}
     for module, units in leaves.items():
         assert len(units) > 1

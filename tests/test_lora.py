@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity import BudgetError, CheckpointError, RecipeError, StateError, add_lora, save_lora
+from infinity.app.train import train as train_recipe
 from infinity.core.tier import Tier
-from infinity.registry import runtime_of
-from infinity.train import train as train_recipe
+from infinity.engine.registry import runtime_of
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule, compute_weight

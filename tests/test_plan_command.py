@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from infinity.app.plan import find_folder, open_plan, show_plan, ways
 from infinity.cli import main
 from infinity.core.errors import BudgetError, RecipeError
-from infinity.plan_command import find_folder, open_plan, show_plan, ways
+from infinity.planner.planning import FOLDER, Planning, save_measured
 from infinity.planner.policies import smallest_budget
-from infinity.planning import FOLDER, Planning, save_measured
 from tests.helpers.profiles import hardware, transformer
 from tests.test_planning import planning_for
 
@@ -113,6 +113,6 @@ def test_ways_that_model_or_machine_lack_are_said_to_be_impossible(
 
 
 def test_plans_are_looked_at_without_torch() -> None:
-    code = "import sys, infinity.plan_command; print({'torch', 'scipy', 'omegaconf'} & {*sys.modules})"
+    code = "import sys, infinity.app.plan; print({'torch', 'scipy', 'omegaconf'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

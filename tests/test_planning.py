@@ -9,8 +9,7 @@ from infinity.core.errors import RecipeError
 from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Phase, Profile, SlotKey
 from infinity.planner.lifetimes import operator_times
-from infinity.planner.policies import POLICIES, smallest_budget
-from infinity.planning import (
+from infinity.planner.planning import (
     MEASURED,
     PLAN,
     PROFILE,
@@ -20,7 +19,8 @@ from infinity.planning import (
     plan_rows,
     save_measured,
 )
-from infinity.simulate import play
+from infinity.planner.player import play
+from infinity.planner.policies import POLICIES, smallest_budget
 from tests.helpers.profiles import hardware, transformer
 
 

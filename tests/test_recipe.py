@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from infinity.app.models.gpt import GPTConfig
+from infinity.app.recipe import Recipe, RunConfig, load_recipe, recipe_table
 from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
-from infinity.models.gpt import GPTConfig
-from infinity.recipe import Recipe, RunConfig, load_recipe, recipe_table
 
 ROOT = Path(__file__).parent.parent
 

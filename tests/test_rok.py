@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from infinity.app.recipe import load_recipe
+from infinity.app.rok import SHARES, measure_all, run_point, show_rok
+from infinity.app.rok_plot import RokPoint
 from infinity.cli import main
 from infinity.core.errors import RecipeError
-from infinity.observe.rok_plot import RokPoint
+from infinity.planner.planning import FOLDER, Planning, load_measured
 from infinity.planner.policies import smallest_budget
-from infinity.planning import FOLDER, Planning, load_measured
-from infinity.recipe import load_recipe
-from infinity.rok import SHARES, measure_all, run_point, show_rok
 from tests.helpers.profiles import hardware, transformer
 from tests.test_planning import planning_for
 

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import infinity
-import infinity.storage
+import infinity.shards.storage
 from infinity.core.errors import DiskError
 from infinity.core.tier import Tier
+from infinity.engine.registry import runtime_of
 from infinity.nvme.errors import BaseWarning
 from infinity.nvme.run_directory import find_leftovers, find_unused_bases
-from infinity.registry import runtime_of
 from tests.helpers import models
 from tests.helpers.faulty import Fault, FaultyEngine
 from tests.helpers.launch import run_ranks, several
@@ -330,9 +330,11 @@ def test_a_chunk_that_cannot_be_read_is_as_good_as_damaged(tmp_path, checkpoint,
     nvme = tmp_path / "nvme"
     with loaded(checkpoint, nvme) as model:
         losses = train(model)
-    make = infinity.storage.make_engine
+    make = infinity.shards.storage.make_engine
     broken = Fault(on="read", nth=2)
-    monkeypatch.setattr(infinity.storage, "make_engine", lambda *args: FaultyEngine(make(*args), broken))
+    monkeypatch.setattr(
+        infinity.shards.storage, "make_engine", lambda *args: FaultyEngine(make(*args), broken)
+    )
     with healed(checkpoint, nvme, r"cannot be read .*EIO") as model:
         assert written_nbytes(model) > 0
         assert train(model) == losses

@@ -13,14 +13,14 @@ from torch import nn
 
 import infinity
 from infinity import train as train_module
+from infinity.app.inputs import _short
+from infinity.app.recipe import Recipe, load_recipe
+from infinity.app.train import Loop, RankMean, lr_factor, set_threads, train, world_size
 from infinity.core.errors import InfinityError, RecipeError
-from infinity.inputs import _short
 from infinity.observe.events import StepReport
 from infinity.observe.listener import Listener
 from infinity.observe.timeline import Timeline, read_trace
 from infinity.optim.config import OptimConfig
-from infinity.recipe import Recipe, load_recipe
-from infinity.train import Loop, RankMean, lr_factor, set_threads, train, world_size
 from tests.helpers.launch import run_ranks
 
 #: Nothing becomes of activations.

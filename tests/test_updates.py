@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.partition.unit import Unit, layout
-from infinity.updates import After, Ticket, spans_of
+from infinity.shards.updates import After, Ticket, spans_of
 
 fast = settings(deadline=None, max_examples=150)
 

@@ -1,0 +1,1 @@
+"""Model directories and checkpoints, in and out, by byte ranges."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from infinity.core.extent import BLOCK_NBYTES
-from infinity.nvme.buffers import HostBuffer, rounded
+from infinity.device.buffers import HostBuffer, rounded
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 

@@ -1,1 +1,1 @@
-
+"""A model cut into units; units fetched, gathered, prefetched, released."""

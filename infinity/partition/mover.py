@@ -28,10 +28,10 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from infinity.comm.collectives import Collectives
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool, Transfer
-from infinity.partition.collectives import Collectives
 from infinity.partition.staging import Staging
 from infinity.partition.unit import Unit
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.activation.blocks import find_blocks, watched
-from infinity.activation.cache import Record, TensorCache
-from infinity.activation.identity import storages_of
-from infinity.activation.script import Alike, Script
-from infinity.activation.shelf import DirectShelf, StagedShelf
-from infinity.activation.slot import Slot
+from infinity.activations.blocks import find_blocks, watched
+from infinity.activations.cache import Record, TensorCache
+from infinity.activations.identity import storages_of
+from infinity.activations.script import Alike, Script
+from infinity.activations.shelf import DirectShelf, StagedShelf
+from infinity.activations.slot import Slot
 from infinity.core.plan import Place
+from infinity.device.pool import HostPool
 from infinity.nvme.engines.threads_engine import ThreadsEngine
-from infinity.nvme.pool import HostPool
 from infinity.nvme.volume import Volume
 from tests.helpers.faulty import FaultyEngine
 

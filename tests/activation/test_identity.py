@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from infinity.activation.cache import Kept
-from infinity.activation.identity import Watch, is_plain, storages_of
+from infinity.activations.cache import Kept
+from infinity.activations.identity import Watch, is_plain, storages_of
 from tests.activation.stage import assert_parity, cached_gradients, gradients
 
 N = 64

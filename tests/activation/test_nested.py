@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activation.script import Alike, Planned
+from infinity.activations.script import Alike, Planned
 from infinity.core.plan import ActivationPlan, Load, Place
 from tests.activation.stage import assert_same, live_slots
 

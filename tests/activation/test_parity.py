@@ -3,7 +3,7 @@
 import pytest
 
 from infinity.activation import cache
-from infinity.activations import METERED
+from infinity.activations.activations import METERED
 from tests.helpers import models, zoo
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, reference, streaming, train

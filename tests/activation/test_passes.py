@@ -3,8 +3,8 @@
 import pytest
 
 from infinity.activation import passes as module
-from infinity.activation.ledger import Ledger
-from infinity.activation.passes import Passes
+from infinity.activations.ledger import Ledger
+from infinity.activations.passes import Passes
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from infinity.activation.script import Planned
+from infinity.activations.script import Planned
 from infinity.core.plan import ActivationPlan, Load, Place
 from infinity.core.profile import SlotKey
 from tests.activation.stage import Stage, assert_same

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.activation.ledger import Ledger
-from infinity.activation.queue import StoreQueue
-from infinity.activation.script import Alike, Planned
-from infinity.activation.shelf import DirectShelf
-from infinity.activation.slot import Slot
+from infinity.activations.ledger import Ledger
+from infinity.activations.queue import StoreQueue
+from infinity.activations.script import Alike, Planned
+from infinity.activations.shelf import DirectShelf
+from infinity.activations.slot import Slot
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.extent import BLOCK_NBYTES
 from infinity.core.lifecycle import SLOT_ALLOWED, Lifecycle, SlotState

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
+from infinity.api.export import check_room, export_run
 from infinity.checkpoint import export as exporting
 from infinity.checkpoint import tensor_writer
 from infinity.checkpoint.publish import Publication
 from infinity.core.errors import CheckpointError, DiskError
-from infinity.saving import check_room, export_run
 from tests.helpers import models, training
 from tests.helpers.launch import mark, start_ranks
 from tests.helpers.limits import file_limit
@@ -159,7 +159,7 @@ def test_an_export_that_ends_in_the_middle_leaves_nothing(
 def test_a_disk_that_fails_to_read_is_a_disk_error_and_leaves_nothing(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from infinity.registry import runtime_of
+    from infinity.engine.registry import runtime_of
 
     engine, reads = runtime_of(model).tiers.engine, []
     assert engine is not None

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
+from infinity.app.recipe import Recipe, load_recipe
+from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import DiskError
-from infinity.recipe import Recipe, load_recipe
-from infinity.train import train
 from tests.helpers.tokenizers import write_tokenizer
 
 CHAT = [{"role": "user", "content": "the?"}, {"role": "assistant", "content": "the abc"}]
@@ -79,7 +79,7 @@ def test_a_run_whose_model_will_not_fit_ends_before_its_first_step(
 ) -> None:
     import shutil
 
-    from infinity.train import Loop
+    from infinity.app.train import Loop
 
     def never(self: Loop) -> None:
         raise AssertionError("a step was made")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity import CheckpointError, RecipeError, inputs
-from infinity.models.gpt import GPT
-from infinity.train import train
+from infinity.app.models.gpt import GPT
+from infinity.app.train import train
 from tests.helpers import models, training, zoo
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.data.chat import Rendered, count_tokens, render_turns
-from infinity.data.files import DataError
-from infinity.data.records import Chat, MalformedError, Message
-from infinity.data.tokenizer import BytesTokenizer, Encoded, Tokenizer, open_tokenizer
+from infinity.app.data.chat import Rendered, count_tokens, render_turns
+from infinity.app.data.files import DataError
+from infinity.app.data.records import Chat, MalformedError, Message
+from infinity.app.data.tokenizer import BytesTokenizer, Encoded, Tokenizer, open_tokenizer
 from tests.helpers.tokenizers import CHATML, MARKED, write_tokenizer
 
 #: A template that leaves out what the assistant thought, except in the last turn.

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity.data.files import DataError
-from infinity.data.tokenizer import BytesTokenizer, encode_completion, open_tokenizer
-from infinity.data.tokens import Tokens, open_tokens
+from infinity.app.data.files import DataError
+from infinity.app.data.tokenizer import BytesTokenizer, encode_completion, open_tokenizer
+from infinity.app.data.tokens import Tokens, open_tokens
 from tests.helpers.tokenizers import write_tokenizer
 
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.data import files
-from infinity.data.files import DataError, find_files, read_lines, read_pieces
+from infinity.app.data import files
+from infinity.app.data.files import DataError, find_files, read_lines, read_pieces
 
 
 def test_names_keep_their_order_and_each_file_comes_once(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.data import Batch, Data, TokenLoader, open_data
-from infinity.data.config import DataConfig
-from infinity.data.files import DataError
-from infinity.data.loader import HeldOut, Shape
-from infinity.data.sequences import Stream
+from infinity.app.data import Batch, Data, TokenLoader, open_data
+from infinity.app.data.config import DataConfig
+from infinity.app.data.files import DataError
+from infinity.app.data.loader import HeldOut, Shape
+from infinity.app.data.sequences import Stream
 
 # ten sequences of four, each known by its first token
 TOKENS = Stream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)

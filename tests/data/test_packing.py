@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.data.packing import Plan, fit, plan_rows
+from infinity.app.data.packing import Plan, fit, plan_rows
 
 SIZES = st.lists(st.integers(1, 40), max_size=60)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.data.records import Chat, Completion, MalformedError, Text, parse_record
+from infinity.app.data.records import Chat, Completion, MalformedError, Text, parse_record
 
 ASKED = {"role": "user", "content": "?"}
 ANSWERED = {"role": "assistant", "content": "!"}

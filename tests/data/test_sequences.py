@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from infinity.data import Batch, Data, TokenLoader, open_data
-from infinity.data.config import DataConfig
-from infinity.data.files import DataError
-from infinity.data.loader import Shape
-from infinity.data.sequences import Rows, Stream, join
-from infinity.data.tokens import Tokens
+from infinity.app.data import Batch, Data, TokenLoader, open_data
+from infinity.app.data.config import DataConfig
+from infinity.app.data.files import DataError
+from infinity.app.data.loader import Shape
+from infinity.app.data.sequences import Rows, Stream, join
+from infinity.app.data.tokens import Tokens
 
 #: Of 3, 4 and 6 tokens; of the last only the final two are learned.
 TOKENS = Tokens(

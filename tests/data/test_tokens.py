@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity.data import tokens as tokens_module
-from infinity.data.files import DataError
-from infinity.data.tokenizer import BytesTokenizer, open_tokenizer
-from infinity.data.tokens import open_tokens
+from infinity.app.data import tokens as tokens_module
+from infinity.app.data.files import DataError
+from infinity.app.data.tokenizer import BytesTokenizer, open_tokenizer
+from infinity.app.data.tokens import open_tokens
 
 tokenizers = pytest.importorskip("tokenizers")
 

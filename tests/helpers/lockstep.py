@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.registry import runtime_of
+from infinity.engine.registry import runtime_of
 from tests.helpers import training
 from tests.helpers.reference import Reference, Rule
 

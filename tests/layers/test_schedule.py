@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from infinity.api.schedule import LayerSchedule, find_blocks
 from infinity.core.errors import StateError
-from infinity.layers.schedule import LayerSchedule, find_blocks
 from tests.helpers import models
 
 
@@ -76,7 +76,7 @@ def qwen2() -> nn.Module:
 
 
 def gpt_tied() -> nn.Module:
-    from infinity.models.gpt import GPT, GPTConfig
+    from infinity.app.models.gpt import GPT, GPTConfig
 
     torch.manual_seed(0)
     return GPT(

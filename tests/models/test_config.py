@@ -2,8 +2,8 @@
 
 import pytest
 
+from infinity.app.recipe import load_recipe
 from infinity.core.errors import RecipeError
-from infinity.recipe import load_recipe
 
 
 def test_a_checkpoint_comes_with_its_own_sizes(tmp_path):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from infinity.models.gpt import GPT, GPTConfig, Rotary
+from infinity.app.models.gpt import GPT, GPTConfig, Rotary
 
 SMALL = GPTConfig(vocab_size=17, seq_len=12, n_layers=2, d_model=16, n_heads=2, d_ff=24)
 TIED = GPTConfig(vocab_size=17, seq_len=12, n_layers=2, d_model=16, n_heads=2, tied=True)

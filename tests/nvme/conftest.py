@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from infinity.device.pool import BufferLease, HostPool
 from infinity.nvme.engines.base import QueuedEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
-from infinity.nvme.pool import BufferLease, HostPool
 from infinity.nvme.volume import Volume
 
 MIB = 2**20

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import Extent
+from infinity.device.pool import BufferLease
 from infinity.nvme.engines import make_engine
 from infinity.nvme.errors import BufferedIOWarning, DirectoryError
-from infinity.nvme.pool import BufferLease
 from infinity.nvme.space import Space
 from infinity.nvme.volume import SealedFile, Volume
 
@@ -172,7 +172,7 @@ import resource, sys
 from pathlib import Path
 from infinity.core.errors import DiskError
 from infinity.nvme.engines import make_engine
-from infinity.nvme.pool import HostPool
+from infinity.device.pool import HostPool
 from infinity.nvme.volume import SealedFile, Volume
 
 name, path = sys.argv[1], Path(sys.argv[2])

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.activations.profiler import Profiler
+from infinity.app.models.gpt import GPT, GPTConfig
 from infinity.core.profile import Kind, Phase, Profile, SlotKey, StorageUse
-from infinity.models.gpt import GPT, GPTConfig
-from infinity.observe.profiler import Profiler
 from tests.helpers import models
 
 OWN = (Kind.ACTIVATION, Kind.WORKING)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.observe.rok_plot import RokPoint, draw_rok, rok_table
+from infinity.app.rok_plot import RokPoint, draw_rok, rok_table
 
 KEEP = RokPoint(way="keep", batch_size=2, step_s=0.5, tokens=100, flops=10**9, peak_nbytes=3 << 20)
 PLAN = replace(KEEP, way="plan", budget_nbytes=1 << 20, peak_nbytes=1 << 20, nbytes_stored=2 << 20)

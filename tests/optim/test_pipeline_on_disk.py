@@ -9,8 +9,8 @@ from torch import Tensor
 
 from infinity.core.extent import Extent
 from infinity.core.transfer import Transfer, TransferEngine
+from infinity.device.pool import HostPool
 from infinity.nvme.engines import make_engine
-from infinity.nvme.pool import HostPool
 from infinity.nvme.volume import Volume
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
 from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline

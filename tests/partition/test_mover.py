@@ -10,7 +10,7 @@ from infinity.core.tier import Tier
 from infinity.partition.mover import UnitMover
 from infinity.partition.staging import Staging
 from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
-from infinity.updates import Ticket
+from infinity.shards.updates import Ticket
 from tests.helpers.fakes import FakeEngine, FakePool
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Profile
+from infinity.planner.player import bounded, play, play_in_detail
 from infinity.planner.policies import (
     POLICIES,
     adaptive,
@@ -19,7 +20,6 @@ from infinity.planner.policies import (
     smallest_budget,
 )
 from infinity.planner.script import script_of
-from infinity.simulate import bounded, play, play_in_detail
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
 
 fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infinity.prefetch.pins import BackwardPins
-from infinity.prefetch.prefetcher import Prefetcher
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher
 
 
 class Room:

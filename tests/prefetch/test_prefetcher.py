@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.prefetch.prefetcher import Prefetcher
+from infinity.partition.prefetcher import Prefetcher
 
 fast = settings(deadline=None, max_examples=100)
 

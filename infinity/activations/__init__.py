@@ -1,0 +1,1 @@
+"""Saved tensors: kept, stored or recomputed; the profiler that measures them."""

@@ -1,0 +1,132 @@
+"""The blocks of a model: they cut a forward pass into regions, and are what is recomputed.
+
+[Note: forwards for a while]
+Only while a forward pass runs, ``forward`` of each block is one that tells where the pass is, and puts the
+block under ``torch.utils.checkpoint`` where it is to be recomputed. A recomputation runs the block's own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from infinity.activations.cache import TensorCache, untraced
+
+
+class NamedBlock(NamedTuple):
+    """A module that a model runs as a whole, and its name."""
+
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module) -> list[NamedBlock]:
+    """Members with parameters of every ``nn.ModuleList`` that is not inside another block, in order.
+
+    Blocks may be compiled one by one. A model that is compiled as a whole has none.
+    """
+    found: list[NamedBlock] = []
+    _find(model, "", False, found)
+    return found
+
+
+def _find(module: nn.Module, name: str, listed: bool, found: list[NamedBlock]) -> None:
+    is_list = isinstance(module, nn.ModuleList)
+    if listed and not is_list and next(module.parameters(), None) is not None:
+        found.append(NamedBlock(name, module))
+        return
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        return  # torch.compile made one graph of it: nobody can tell where in it a pass is
+    for child_name, child in module.named_children():
+        _find(child, f"{name}.{child_name}" if name else child_name, is_list, found)
+
+
+@contextmanager
+def watched(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
+    """Inside this context the blocks tell ``cache`` where a pass is; see [Note: forwards for a while]."""
+    changed: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for block in blocks:
+            module = block.module
+            name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+            own = getattr(module, name)
+            changed.append((module, name, module.__dict__.get(name)))
+            module.__dict__[name] = partial(_forward, block, own, cache)
+        yield
+    finally:
+        for module, name, before in changed:
+            if before is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before
+
+
+@untraced
+def _forward(
+    block: NamedBlock, own: Callable[..., Any], cache: TensorCache, *args: Any, **kwargs: Any
+) -> Any:
+    record = cache.record
+    in_backward = torch._C._current_graph_task_id() != -1
+    if record is None or in_backward or not torch.is_grad_enabled():
+        return own(*args, **kwargs)
+    region, observer = record.enter_block(), cache.observer
+    leaves = tree_leaves((args, kwargs), is_leaf=_is_past)
+    fresh = [record.was_empty(leaf) for leaf in leaves if _is_past(leaf)]  # also of what is not recomputed
+    if observer is not None:
+        observer.enter_region(region, block.name)
+    try:
+        if record.script.recomputes(region) and all(fresh):
+            return _recomputed(block.module, own, args, kwargs)
+        return own(*args, **kwargs)
+    finally:
+        record.leave_block()
+        if observer is not None:
+            observer.leave_region(region, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+def _is_past(leaf: object) -> bool:
+    """Whether it is a cache of keys and values, as transformers has them."""
+    return hasattr(leaf, "get_seq_length")
+
+
+def _recomputed(
+    module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if "use_cache" in kwargs:
+        kwargs = {**kwargs, "use_cache": False}
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_past)
+    # Twice through a cache of keys and values would put them there twice.
+    leaves = [None if _is_past(leaf) else leaf for leaf in leaves]
+    # Positional, because checkpoint saves what it finds there, and our hooks see it.
+    return checkpoint(
+        partial(_call, own, spec), *leaves, use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _Restored(module)),
+    )  # fmt: skip
+
+
+def _call(own: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:
+    args, kwargs = tree_unflatten(leaves, spec)
+    return own(*args, **kwargs)
+
+
+class _Restored:
+    """At its end the buffers of ``module`` are as they were: running statistics count a batch once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        buffers = [(m._buffers, name, b) for m in self._module.modules() for name, b in m._buffers.items()]
+        self._before = [(among, name, b, b.detach().clone()) for among, name, b in buffers if b is not None]
+
+    def __exit__(self, *exc: object) -> None:
+        before, self._before = self._before, []
+        for among, name, buffer, values in before:
+            buffer.data.copy_(values)  # uncounted, as if nobody had written
+            among[name] = buffer

@@ -1,0 +1,222 @@
+"""``AdamW``: the ``torch.optim.Optimizer`` face of updates that happen elsewhere."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.core.errors import StateError
+from infinity.engine.registry import runtime_of
+from infinity.engine.runtime import Runtime
+from infinity.observe.events import StepReport
+from infinity.observe.timeline import Timeline
+from infinity.optim.scaler import LossScaler
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW on the exact fp32 weights of a model that was built under ``infinity.Init``.
+
+    ``param_groups``, learning-rate schedulers and ``zero_grad`` behave as with any torch optimizer.
+    Unless ``params`` says otherwise, matrices decay and vectors (biases, norms) do not.
+
+    Args:
+        model: Built under ``infinity.Init``, whole or wrapped.
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        max_grad_norm: Clip the global norm of the gradients to this; None: never. With None (and two
+            versions on disk) updates start inside backward.
+        params: Parameter groups as torch takes them, in place of the default two.
+
+    Raises:
+        StateError: The model, or a trainable parameter of it, was made outside ``infinity.Init``.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.01, *, max_grad_norm: float | None = None,
+        params: Iterable[dict[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
+        self.runtime: Runtime = runtime_of(model)
+        self.max_grad_norm = max_grad_norm
+        self.model = model
+        self._check_parameters()
+        groups = list(params) if params is not None else _default_groups(model, weight_decay)
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.runtime.tiers.settle(self.runtime.units, movable=self.runtime.connection is None)
+        self._connect()
+        self.scaler = LossScaler(self.runtime.recipe.optim.loss_scale) if self._fp16 else None
+        self._scaled = False
+        #: Global norm of the last step's gradients before clipping; None before the first step.
+        self.grad_norm: float | None = None
+        #: Whether the last step was skipped, because a gradient was not finite.
+        self.skipped = False
+        self.steps = 0
+        self._report_mark = _Mark(self.runtime)
+
+    def _connect(self) -> None:
+        connection = self.runtime.connected(clips=self.max_grad_norm is not None)
+        connection.updates.groups = self.param_groups
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale of fp16 training; in other dtypes ``loss`` itself."""
+        if self.scaler is None:
+            return loss
+        self._scaled = True
+        self.runtime.connected().updates.loss_scale = self.scaler.scale
+        return loss * self.scaler.scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Commit this step: every rank must call.
+
+        A gradient that is not finite, on any rank, skips the step on every rank: weights and state stay
+        as they are, ``skipped`` is True and ``grad_norm`` says inf or nan.
+
+        Raises:
+            DiskError: A transfer of this step failed; the committed step is unharmed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        synced = self.runtime.connected().backward.synced
+        if self.scaler is not None and not self._scaled and synced:
+            raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
+        if synced:
+            self._check_parameters()
+            self.runtime.tiers.settle(self.runtime.units)
+        norm = self.runtime.step(self.max_grad_norm)
+        if norm is None:
+            return loss
+        self.grad_norm = norm
+        self.skipped = norm in (float("inf"), float("-inf")) or norm != norm
+        self.steps += not self.skipped
+        if self.scaler is not None:
+            self.scaler.update(self.skipped)
+        self._scaled = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this step, and the updates that they started."""
+        self.runtime.forget_step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:
+        """Figures of everything since the last report; call it once after every step."""
+        before, now = self._report_mark, _Mark(self.runtime)
+        self._report_mark = now
+        runtime, connection = self.runtime, self.runtime.connected()
+        planned = connection.planned
+        return StepReport(
+            step=self.steps, loss=loss, lr=float(self.param_groups[0]["lr"]), grad_norm=self.grad_norm,
+            skipped=self.skipped, step_s=now.time_s - before.time_s, tokens=tokens,
+            stall_s={cause: s - before.stalls.get(cause, 0.0) for cause, s in now.stalls.items()},
+            nbytes_read=now.read - before.read, nbytes_written=now.written - before.written,
+            planned_nbytes_read=planned[0] if planned else None,
+            planned_nbytes_written=planned[1] if planned else None,
+            on_demand=connection.on_demand, peak_nbytes=runtime.peak_nbytes(),
+        )  # fmt: skip
+
+    @property
+    def budgets(self) -> dict[str, int | None]:
+        """Bytes that each tier may take; None where the disk is the only limit."""
+        return self.runtime.budgets()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran when; empty unless the recipe says ``observe.timeline``."""
+        return self.runtime.timeline
+
+    def synchronize(self) -> None:
+        """Block until every update that was started has landed on its tier."""
+        self.runtime.synchronize()
+
+    def close(self) -> None:
+        """Wait for updates in flight, then give back files, memory and threads."""
+        self.runtime.close()
+
+    # --- state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and exact weights of every parameter, gathered on the CPU of rank 0.
+
+        The layout is torch's: ``state[i]`` belongs to the i-th parameter of ``param_groups``. Every rank
+        must call; ranks other than 0 get empty ``state``.
+        """
+        packed = super().state_dict()
+        order = [id(p) for group in self.param_groups for p in group["params"]]
+        fields = self.runtime.values.optimizer_fields()
+        packed["state"] = {
+            i: {"step": torch.tensor(float(self.steps)), **fields[key]}
+            for i, key in enumerate(order)
+            if key in fields
+        }
+        if self.scaler is not None:
+            packed["loss_scaler"] = self.scaler.state_dict()
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; every rank must call with the full state."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        state = state_dict["state"]
+        missing = [i for i in range(len(params)) if i not in state]
+        if missing:
+            raise StateError(
+                f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
+                f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"
+            )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._connect()
+        fields = {id(p): state[i] for i, p in enumerate(params)}
+        self.runtime.values.load_optimizer_fields(fields)
+        self.steps = self.runtime.connected().updates.steps = int(state[0]["step"]) if params else 0
+        if self.scaler is not None and "loss_scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["loss_scaler"])
+
+    # --- checks ------------------------------------------------------------------------------
+
+    @property
+    def _fp16(self) -> bool:
+        return self.runtime.dtype is torch.float16
+
+    def _check_parameters(self) -> None:
+        """Every trainable parameter of the model is in a unit."""
+        known = {id(s.param): (unit, s) for unit in self.runtime.units for s in unit.segments}
+        for name, param in self.model.named_parameters():
+            if id(param) in known:
+                unit, segment = known[id(param)]
+                unit.check_data(segment)
+            elif param.requires_grad:
+                raise StateError(
+                    f"{name} was made outside infinity.Init, so no tier holds it. Replace or add modules "
+                    "inside the `with infinity.Init(recipe)` block, or freeze it with requires_grad_(False)"
+                )
+
+
+class _Mark:
+    """Running totals at one moment."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.time_s = time.perf_counter()
+        self.stalls = dict(runtime.stalls.seconds)
+        engine = runtime.storage.engine
+        self.read = engine.nbytes_read if engine else 0
+        self.written = engine.nbytes_written if engine else 0
+
+
+def _default_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,106 @@
+"""The functions of the public API: building models, and what one does with them beside a step."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from infinity.app.recipe import Recipe
+from infinity.engine.registry import runtime_of, runtimes
+from infinity.engine.runtime import Runtime
+
+
+class Init:
+    """Inside this context, parameters are cut into shards as they are created.
+
+    With more than one process, torch.distributed is initialised from torchrun's environment unless
+    it is already. Every rank must build the same model with the same seed.
+
+    Args:
+        recipe: Budgets, dtype and directories; see ``infinity recipe``.
+
+    Raises:
+        BudgetError: A budget is too small for the model; the message has the arithmetic.
+        DiskError: A directory cannot be written, or its file system is full.
+    """
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self.runtime = Runtime(recipe or Recipe())
+
+    def __enter__(self) -> "Init":
+        self.runtime.construction.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.runtime.construction.__exit__(kind, error, trace)
+            if error is None:
+                self.runtime.meet()
+        except BaseException:
+            self.runtime.close()
+            raise
+        if error is not None:
+            self.runtime.close()
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside accumulate; the first one outside completes the gradients.
+
+    Raises:
+        BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
+    """
+    connection = runtime_of(model).connected()
+    connection.accumulate()
+    backward = connection.backward
+    before, backward.syncing = backward.syncing, False
+    try:
+        yield
+    finally:
+        backward.syncing = before
+
+
+@contextlib.contextmanager
+def gathered(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
+) -> Iterator[None]:
+    """Inside this context the parameters hold their full values; every rank must enter it.
+
+    Args:
+        params: A module (all its parameters), a parameter, or several.
+        modify: Values that were written are stored at the end; with several ranks, rank 0's.
+
+    Raises:
+        StateError: ``modify`` while gradients of a step wait for ``step()``.
+    """
+    if isinstance(params, nn.Module):
+        listed = list(params.parameters())
+    else:
+        listed = [params] if isinstance(params, nn.Parameter) else list(params)
+    served = [runtime for runtime in runtimes() if runtime.values.serves(listed)]
+    with contextlib.ExitStack() as stack:
+        for runtime in served:
+            stack.enter_context(runtime.values.gathered(listed, modify))
+        yield
+
+
+def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
+    """``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
+    values = runtime_of(model).values
+    before, values.every_rank = values.every_rank, every_rank
+    try:
+        return model.state_dict()
+    finally:
+        values.every_rank = before
+
+
+def close(model: nn.Module) -> None:
+    """Give back the files, memory and threads that serve ``model``, whose weights are gone then.
+
+    Waits for updates in flight, needs no other rank, and may be called after any error, and twice.
+    """
+    runtime_of(model).close()

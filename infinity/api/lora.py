@@ -1,0 +1,201 @@
+"""LoRA through ``peft``: the base stays frozen where it lives, small adapters are trained.
+
+[Note: a frozen base]
+A frozen unit has no gradient, no optimizer state and no second version: it is read once for the forward
+pass and once for the backward pass, and never written. Adapters are in units of their own, because a
+unit that mixed both would carry the state of both. They are added to a finished model, so peft asks the
+base for shapes and dtypes only, and no weight of it is fetched. A base that ``from_pretrained`` loaded with
+``frozen=True`` is one copy on NVMe for all runs: see :mod:`infinity.shards.shared_base`.
+
+Source: LoRA (arXiv:2106.09685).
+"""
+
+import contextlib
+import hashlib
+import secrets
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.api.init import gathered
+from infinity.checkpoint.publish import Publication
+from infinity.core.errors import RecipeError, StateError
+from infinity.engine.registry import runtime_of
+from infinity.engine.runtime import Runtime
+from infinity.partition import builder
+from infinity.partition.parameters import ServedParameters
+
+__all__ = ["add_lora", "save_lora"]
+
+_EVERY_LINEAR = "all-linear"
+#: Adapters of two blocks share a unit while it is smaller than this part of a full one.
+_SHARE = 16
+
+
+def add_lora(
+    model: nn.Module, *, rank: int = 16, alpha: float = 16.0, target_modules: Sequence[str] = (),
+    dropout: float = 0.0,
+) -> Any:  # fmt: skip
+    """Freeze ``model`` and give its linear layers trainable adapters; every rank calls, with one seed.
+
+    Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` where runs shall share the base) and
+    before ``infinity.AdamW``. What it returns is what ``peft.get_peft_model`` returns, and is trained in
+    place of ``model``.
+
+    Args:
+        model: Built under ``infinity.Init``.
+        rank: Columns of each adapter's first matrix.
+        alpha: Adapters are scaled by ``alpha / rank``.
+        target_modules: Names of the layers, as peft takes them (``q_proj``, ...); none: every linear layer
+            but a language model's head.
+        dropout: Probability of the dropout before each adapter.
+
+    Raises:
+        StateError: The model is not finished, or runs already.
+        RecipeError: peft is not installed, or finds no such layers.
+    """
+    peft = _peft()
+    runtime = runtime_of(model)
+    if runtime.construction.active or runtime.connection is not None:
+        raise StateError(
+            "add_lora wants a model that is finished and did not run yet: call it after the `with "
+            "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
+        )
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout,
+        target_modules=list(target_modules) or _EVERY_LINEAR,
+        task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+    )  # fmt: skip
+    with _shapes_only(model), warnings.catch_warnings():
+        # peft asks transformers for a property under a name that is on its way out
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
+    _take_in(runtime, adapted)
+    return adapted
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise RecipeError("adapters need peft: pip install 'infinity-offload[lora]'") from error
+    return peft
+
+
+@contextlib.contextmanager
+def _shapes_only(model: nn.Module) -> Iterator[None]:
+    """Inside, asking a module for a released parameter gathers nothing: it has a shape, and no values."""
+    served = [m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters)]
+    touches = [parameters.touch for parameters in served]
+    for parameters in served:
+        parameters.touch = lambda param: None
+    try:
+        yield
+    finally:
+        for parameters, touch in zip(served, touches, strict=True):
+            parameters.touch = touch
+
+
+def _take_in(runtime: Runtime, adapted: nn.Module) -> None:
+    """Cut what is new in ``adapted`` into units, as if it had been built in the model's own block."""
+    full = builder.TARGET_SHARD_NBYTES * runtime.world_size
+    with runtime.construction as construction:
+        construction.late = None  # adapters have their values
+        construction.roots.append(adapted)
+        nbytes, block = 0, ""
+        for name, module in adapted.named_modules():
+            fresh = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if not fresh:
+                continue
+            inside = _block_of(name)
+            if nbytes >= (full if inside == block else full / _SHARE):
+                construction.builder.close()
+                nbytes = 0
+            construction.builder.join(module)
+            nbytes += sum(param.numel() for param in fresh) * runtime.dtype.itemsize
+            block = inside
+        construction.builder.close()
+    runtime.meet()
+
+
+def _block_of(name: str) -> str:
+    """The block of a model that a module is in: ``model.layers.3`` for ``model.layers.3.mlp.up``."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
+def save_lora(model: Any, directory: str | Path) -> None:
+    """Save the adapters alone as ``peft.PeftModel.from_pretrained`` loads them; every rank must call.
+
+    ``adapter_config.json`` names the base. ``README.md`` says how to load both; where the base is a
+    directory, it keeps the SHA-256 of each of its weight files, as ``sha256sum`` prints them. One unit of
+    adapters is gathered at a time.
+
+    Args:
+        model: What :func:`add_lora` returned.
+        directory: Must not exist, or be empty; appears on rank 0, whole or not at all.
+
+    Raises:
+        CheckpointError: ``directory`` is not free.
+        OSError: It cannot be written, or the base cannot be read.
+    """
+    runtime = runtime_of(model)
+    values = _adapters(model, runtime)
+    if runtime.rank:
+        return
+    with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
+        model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
+        base = model.peft_config["default"].base_model_name_or_path
+        base = base or "the model that they were trained on"
+        _write_card(publication.path / "README.md", base, runtime.dtype)
+        publication.publish()
+
+
+def _adapters(model: Any, runtime: Runtime) -> dict[str, torch.Tensor]:
+    """The full values of what peft saves, on the CPU, by the names that parameters have in the model."""
+    named = dict(model.named_parameters())
+    kept = _peft().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    wanted = {id(param) for param in kept.values()}
+    values: dict[str, torch.Tensor] = {}
+    for unit in runtime.units:
+        inside = {id(s.param) for s in unit.segments} & wanted
+        if inside:
+            with gathered([s.param for s in unit.segments]):
+                values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
+    return values
+
+
+def _write_card(card_path: Path, base: str, dtype: torch.dtype) -> None:
+    """In place of peft's form with blanks: what the adapters belong to, and how to load them."""
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(card_path)
+    if Path(base).is_dir():
+        files = sorted(path for path in Path(base).iterdir() if path.suffix in (".safetensors", ".bin"))
+        card.data["base_model_sha256"] = {path.name: _sha256(path) for path in files}
+    card.text = _CARD.format(base=base, dtype=dtype)
+    card.save(card_path)
+
+
+_CARD = """
+# Adapters of {base}
+
+They change that model and no other. Where it was a directory, the SHA-256 of each of its weight files stands
+under base_model_sha256 in the head of this file. With transformers and peft:
+
+    base = AutoModelForCausalLM.from_pretrained("{base}", dtype={dtype})
+    model = PeftModel.from_pretrained(base, "the directory of this file")
+"""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

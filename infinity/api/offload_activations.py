@@ -1,0 +1,160 @@
+"""``offload_activations``: the activations of a plain PyTorch model, without anything else of ours."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from infinity.activations.activations import Activations, Policy
+from infinity.activations.cache import TensorCache, untraced
+from infinity.activations.channels import measure_hardware, open_shelves
+from infinity.comm.machine import agree, decide, free_host_nbytes
+from infinity.core.budget import piece_nbytes
+from infinity.core.errors import BudgetError, StateError
+from infinity.core.nbytes import parse_nbytes
+from infinity.device.pool import HostPool
+from infinity.engine.registry import is_served
+from infinity.nvme.engines import make_engine
+from infinity.nvme.probe import stripe_weights
+from infinity.nvme.run_directory import RunDirectory, new_run_id
+from infinity.nvme.volume import Volume
+
+
+class Bound:
+    """A budget that nothing else shares; see :class:`infinity.activations.activations.Room`."""
+
+    def __init__(self, capacity_nbytes: int | None) -> None:
+        self._capacity_nbytes = capacity_nbytes
+
+    def capacities(self) -> Sequence[int | None]:
+        return [self._capacity_nbytes]
+
+    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+        """Nothing: what is left is nobody's."""
+
+    def refuse(self, error: BudgetError) -> BudgetError:
+        return error
+
+
+@contextlib.contextmanager
+def offload_activations(
+    model: nn.Module,
+    budget: int | str | None = None,
+    *,
+    policy: Policy = "plan",
+    nvme: str | Path | Sequence[str | Path] = (),
+    host: int | str | None = None,
+) -> Iterator[Activations]:
+    """Inside this context, what autograd saves of ``model`` leaves memory until backward needs it.
+
+    Around the loop of a plain PyTorch model, whatever trains it::
+
+        with infinity.offload_activations(model, budget="6GiB", nvme="/mnt/nvme0"):
+            for batch in loader:
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Losses and gradients are bitwise what they are without. The first steps store all they can; one of them
+    is profiled and planned from.
+
+    Args:
+        model: Any module. Blocks that can be recomputed are members of its ``nn.ModuleList``.
+        budget: Device memory for all that a step makes: activations and what operators work with, not
+            weights, gradients and states of the optimizer. Bytes, or text as ``"6GiB"``. None: as little as
+            can be had for at most 3 % of the step's time, as predicted.
+        policy: ``plan``; or ``keep``, ``offload`` or ``recompute`` for everything.
+        nvme: One directory for each drive; by default the system's directory for temporary files.
+        host: Pinned host memory beside an accelerator; by default half of what is free.
+
+    Yields:
+        What is done: ``planning``, ``measured()``, and ``cache.ledger`` with bytes.
+
+    Raises:
+        BudgetError: In the model's call: no plan meets the budget; says which one could be met.
+        DiskError: A directory cannot be written, or its file system is full.
+        StateError: The model was built under ``Init``, whose recipe says ``memory.activations``.
+        ValueError: There is no such policy, or a size is none.
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy: got {policy!r}; wanted {' | '.join(get_args(Policy))}")
+    if is_served(model):
+        raise StateError(
+            f"{type(model).__name__} was built under infinity.Init, which serves its activations too: say "
+            "memory.activations in its recipe"
+        )
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    directories = [nvme] if isinstance(nvme, (str, Path)) else nvme or [tempfile.gettempdir()]
+    host_nbytes = free_host_nbytes() // 2 if host is None else parse_nbytes(host)
+    capacity = None if budget is None else parse_nbytes(budget)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
+    with contextlib.ExitStack() as stack:
+        activations = Activations(
+            _open_cache(stack, device, directories, host_nbytes), policy,
+            lambda: measure_hardware(device, directories, host_nbytes), Bound(capacity),
+            partial(decide, rank=rank, share=share),
+        )  # fmt: skip
+        stack.callback(activations.close)
+        stack.enter_context(_served(model, activations))
+        yield activations
+
+
+def _open_cache(
+    stack: contextlib.ExitStack, device: torch.device, directories: Sequence[str | Path], host_nbytes: int
+) -> TensorCache:
+    """A cache with files of its own, which go with ``stack``."""
+    run_id, rank = new_run_id(), dist.get_rank() if dist.is_initialized() else 0
+    paths = []
+    for root in directories:
+        directory = RunDirectory.create(Path(root), run_id, rank)
+        stack.callback(directory.remove)
+        paths.append(directory.file(f"rank{rank}.bin"))
+    volume = Volume(paths, stripe_weights([path.parent for path in paths]))
+    stack.callback(volume.close)
+    engine = make_engine("auto", volume)
+    stack.callback(engine.close)
+    pool = stack.enter_context(contextlib.closing(HostPool(host_nbytes, pin=device.type != "cpu")))
+    shelves = open_shelves(device, pool, piece_nbytes(host_nbytes), volume, engine)
+    return TensorCache(device, shelves, lambda wait: wait())
+
+
+@contextlib.contextmanager
+def _served(model: nn.Module, activations: Activations) -> Iterator[None]:
+    """Every call of ``model`` that autograd records is a pass; a step of any optimizer ends a step."""
+    passes: list[contextlib.ExitStack] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not in_backward:
+            while passes:
+                passes.pop().close()  # of a call that was left without its hook (Ctrl-C)
+            stack = activations.open(model)
+            passes.append(stack)
+            cache = activations.cache
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(cache.pack, cache.unpack))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if passes:
+            passes.pop().close()
+
+    handles: list[RemovableHandle] = [
+        model.register_forward_pre_hook(untraced(before), prepend=True),
+        model.register_forward_hook(untraced(after), always_call=True),
+        register_optimizer_step_post_hook(lambda *_: activations.end_step()),
+    ]
+    try:
+        yield
+    finally:
+        while passes:
+            passes.pop().close()
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,96 @@
+"""``from_pretrained``: a Hugging Face checkpoint directory as a model under ``Init``, streamed."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.api.init import Init
+from infinity.app.recipe import Recipe
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.load import Loading, OnProgress, stamp_files
+from infinity.checkpoint.model import build_model, read_config
+from infinity.checkpoint.plan import Choice
+from infinity.engine.runtime import Runtime
+from infinity.shards.shared_base import SharedBase
+
+
+def from_pretrained(
+    path: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    auto_class: Any = None,
+    new: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    frozen: bool = False,
+    on_progress: OnProgress | None = None,
+    **config_overrides: Any,
+) -> Any:
+    """The model in a directory, its weights streamed from the files into this rank's tiers.
+
+    Every rank must call. Each reads its own slices of each weight, so a file's bytes are read once per
+    machine, and needs host memory for a chunk beside its budgets, however large the model. The weights
+    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files. Parameters that
+    the model freezes when it is built stay frozen. No code of the directory's runs.
+
+    With ``frozen``, what the checkpoint gives is not trained: the base for adapters (``add_lora``). What of
+    it lies on NVMe is kept once for all runs of the checkpoint that have this dtype and as many ranks: the
+    first writes it, the others read it and compare it with its hashes. It stays when they end; a line says
+    where.
+
+    Args:
+        path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
+        recipe: Budgets, dtype and directories, as for :class:`infinity.Init`.
+        auto_class: Builds the model: a class such as ``AutoModelForSequenceClassification`` or
+            ``BertForMaskedLM``; None: the one that ``config.json`` names, else ``AutoModelForCausalLM``.
+        new: Patterns (``classifier.*``) of parameters that the model initialises itself where the
+            checkpoint lacks them or has them in another shape.
+        ignore: Patterns of keys of the checkpoint that the model does not have.
+        frozen: Freeze the parameters that the checkpoint has, and share their bytes on NVMe.
+        on_progress: Called with the bytes that this rank has read, and all that it will.
+        config_overrides: Replace values of ``config.json``: ``attn_implementation="eager"``.
+
+    Returns:
+        The model in evaluation mode, as transformers gives it: call ``train()`` before training.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or does not fit the model; lists every missing,
+            unknown and wrongly shaped key.
+        BudgetError: A budget is too small for the model; the message has the arithmetic.
+        DiskError: A directory cannot be written, or its file system is full.
+    """
+    path = Path(path)
+    with contextlib.ExitStack() as files:
+        with Init(recipe) as init:
+            runtime = init.runtime
+            config = read_config(path, config_overrides)
+            base = _shared_base(runtime, path, config) if frozen else None  # looks at files not yet open
+            checkpoint = files.enter_context(Checkpoint(path))
+            loading = Loading(checkpoint, Choice(new, ignore), on_progress)
+            runtime.construction.late = loading
+            if base is not None:
+                loading.lending = base.lending
+            model = build_model(config, auto_class, runtime.dtype)
+            loading.prepare(model)
+        runtime.construction.late = None  # the plan and its files are not needed any more
+        notes = loading.notes()
+        if base is not None:
+            loading.freeze(runtime.units)
+            notes += base.notes()
+        for line in notes if runtime.rank == 0 else ():
+            runtime.say(line)
+    return model.eval()
+
+
+def _shared_base(runtime: Runtime, path: Path, config: Any) -> SharedBase:
+    """The place of the frozen base of the checkpoint in ``path``, which is not read yet."""
+    import transformers
+
+    settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    made_by = json.dumps([transformers.__version__, torch.__version__, settings], sort_keys=True, default=str)
+    return SharedBase(
+        runtime.storage, runtime.tiers, lambda: stamp_files(path) + made_by, runtime.rank, runtime.world_size
+    )

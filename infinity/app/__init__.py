@@ -1,0 +1,1 @@
+"""Programs behind the command line: train, plan, rok; recipes, data, models."""

@@ -1,0 +1,1 @@
+"""Ranks: rendezvous, collectives, failures of peers."""

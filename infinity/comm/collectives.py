@@ -1,0 +1,374 @@
+"""All-gather of weights, all-to-all of gradients, and a check that every rank does the same.
+
+[Note: one thread, one order]
+Collectives must be issued in the same order on every rank. The training thread puts them into
+one queue, in the order of the trace; one thread takes them out, waits for what each needs (its
+shard's fetch), and issues it on process groups that nobody else uses. So a gather ahead of its
+use overlaps compute, and no timing can change the order.
+
+[Note: the header]
+Before each collective the ranks exchange a few integers: what, which unit, in which step, how many
+so far, and whether this rank has failed. Ranks that took different paths differ here, and every rank raises
+an error that says who wanted what, in place of a hang or a sum of unrelated numbers. A rank whose
+shard's fetch failed says so here, and every rank raises. What fails elsewhere travels beside the
+collectives: see :mod:`infinity.comm.peers`.
+
+[Note: reduction]
+Gradients travel in the compute dtype, one slice to each owner, and the owner adds them in fp32 in
+the order of ranks. A ring would move as many bytes, but would add in an order that depends on
+where an element lies in the unit, and would travel in fp32 for the same exactness.
+
+[Note: no thread stays behind]
+A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
+SIGABRT as soon as it wakes, which it does when the peers' connections close. So the thread waits in
+slices and leaves a collective that will not end. The group then still runs it, and would wait for it
+in its destructor: such a group is never destroyed.
+"""
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infinity.comm.peers import Peers
+from infinity.core.errors import DivergenceError, InfinityError, PeerError
+
+_KINDS = ("gather", "reduce", "sum", "least", "check", "share")
+#: Once another rank has left, what it still takes part in ends within this time (s).
+_FAREWELL_S = 5.0
+_SLICE_S = 0.25
+
+
+#: ``all_gather_into_tensor``, under the name that newer releases of torch want.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending:
+    """A collective in flight: ``wait()`` returns its result or raises.
+
+    Args:
+        what: For messages.
+        failure: The error that ended the collectives, or that a wait of so many seconds must raise.
+    """
+
+    def __init__(self, what: str, failure: Callable[[str], BaseException | None]) -> None:
+        self._what, self._failure = what, failure
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._result: Any = None
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> Any:
+        """The result, when the collective has ended on this rank.
+
+        Raises:
+            DivergenceError: Ranks asked for different things.
+            PeerError: Another rank failed, died, left or stalled.
+            DiskError: What the collective needed could not be read here.
+        """
+        while not self._done.wait(0.5):  # in slices: the thread may be stuck in a collective
+            failure = self._failure(self._what)
+            if failure is not None:
+                raise failure
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        self._result, self._error = result, error
+        self._done.set()
+
+
+class Collectives:
+    """The collectives of one process, on their own thread and groups.
+
+    Every rank must construct one at the same point and call its methods in the same order.
+
+    Args:
+        device: Where the flat buffers are; decides NCCL or gloo.
+        timeout_s: How long a silent rank is waited for.
+        on_failure: Called once with the error after which no collective will end well, on any thread.
+    """
+
+    def __init__(
+        self, device: torch.device, timeout_s: float,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device, self.timeout_s = device, timeout_s
+        timeout = timedelta(seconds=timeout_s)
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = self._control
+        if device.type != "cpu":
+            self._group = dist.new_group(backend="nccl", timeout=timeout)
+        self.step = 0  # calls of the optimizer's step; equal on all ranks
+        self._count = 0
+        self._lock = threading.Lock()  # guards what follows
+        self._failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._left: tuple[str, float] | None = None  # what a rank that left said, and when we heard it
+        self.peers = Peers(self.rank, self.world_size, self._heard)
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
+        self._thread.start()
+
+    # --- what the training thread calls ----------------------------------------------------
+
+    def gather(self, index: int, where: str, full: Tensor, ready: Callable[[], object]) -> Pending:
+        """Start the all-gather of unit ``index`` into ``full``, ``(numel,)``, in place.
+
+        Args:
+            index: The unit.
+            where: The unit's name and its use, for the error when ranks differ.
+            full: Holds this rank's shard in its own slice once ``ready`` has returned.
+            ready: Waits for that shard (and moves it to the device); may raise.
+        """
+
+        def issue() -> Tensor:
+            shard = full.chunk(self.world_size)[self.rank]
+            self._end(_all_gather(full, shard, group=self._group, async_op=True), self._group)
+            self._settle()
+            return full
+
+        return self._submit("gather", index, where, issue, ready)
+
+    def reduce(
+        self, index: int, where: str, full: Tensor, spare: Tensor, out: Tensor,
+        then: Callable[[Tensor], None],
+    ) -> Pending:  # fmt: skip
+        """Start the reduction of a unit's gradients: the mean over ranks of this rank's slice.
+
+        Args:
+            full: The local gradients, ``(numel,)``.
+            spare: Same shape and dtype, overwritten: the slices that arrive.
+            out: ``(numel / world_size,)``: the mean; its dtype is that of the additions.
+            then: Called with ``out``, on the collectives' thread.
+        """
+
+        def issue() -> Tensor:
+            work = dist.all_to_all_single(spare, full, group=self._group, async_op=True)
+            self._end(work, self._group)
+            arrived = spare.view(self.world_size, -1)
+            out.copy_(arrived[0])
+            for other in arrived[1:]:
+                out.add_(other)
+            out.div_(self.world_size)
+            self._settle()
+            return out
+
+        return self._submit("reduce", index, where, issue, then=then)
+
+    def sum(self, values: Sequence[float], where: str) -> list[float]:
+        """The sums over ranks of a few float64 values; blocks."""
+        return [float(x) for x in self._exchange("sum", values, where).sum(0)]
+
+    def least(self, values: Sequence[int], where: str) -> list[int]:
+        """The least of each value over ranks (below 2**53); blocks."""
+        return [int(x) for x in self._exchange("least", values, where).amin(0)]
+
+    def share(self, text: str, where: str) -> str:
+        """Rank 0's ``text``, on every rank; blocks."""
+        mine = text.encode()
+        nbytes = int(self._exchange("share", [len(mine)], where)[0])
+
+        def issue() -> bytes:
+            given = torch.zeros(nbytes, dtype=torch.uint8)
+            if self.rank == 0:
+                given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
+            return given.numpy().tobytes()
+
+        shared: bytes = self._submit("share", nbytes, where, issue).wait()
+        return shared.decode()
+
+    def check(self, fingerprint: int, where: str) -> None:
+        """Raise on every rank unless all have the same ``fingerprint``; blocks."""
+        self._submit("check", fingerprint, where, lambda: None).wait()
+
+    def _exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
+        """Every rank's values, ``(world_size, len(values))``, float64."""
+
+        def issue() -> Tensor:
+            mine = torch.tensor(list(values), dtype=torch.float64)
+            everyone = torch.empty(self.world_size * len(mine), dtype=torch.float64)
+            self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
+            return everyone.view(self.world_size, -1)
+
+        result: Tensor = self._submit(kind, len(values), where, issue).wait()
+        return result
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: tell the others, who raise at their next wait; any thread."""
+        self._break(error)
+        self.peers.tell(_how(error), failed=not isinstance(error, PeerError | DivergenceError))
+
+    def peer_error(self, what: str, error: BaseException | None = None) -> PeerError:
+        """Why ``what`` did not end, in words; looks for a few seconds who is at fault."""
+        why = f" ({_first_line(error)})" if error is not None else ""
+        return self._peer_error(self.peers.explain(), what, why)
+
+    def close(self) -> None:
+        """End the thread; collectives that wait in the queue end first."""
+        self._queue.put(None)
+        self._thread.join(timeout=self.timeout_s if self._failure is None else 1.0)
+        self.peers.tell("closed its model", failed=False)
+        self.peers.close()
+
+    # --- failures --------------------------------------------------------------------------
+
+    def _break(self, error: BaseException) -> None:
+        """Keep the first error, and let everyone who waits on this rank know."""
+        with self._lock:
+            first, self._failure = self._failure is None, self._failure or error
+        if first:
+            self._on_failure(error)
+
+    def _heard(self, told: str, failed: bool) -> None:
+        """Other ranks ended; on the thread of the peers."""
+        if failed:
+            self._break(self._peer_error(told, "", ""))
+        elif self._left is None:
+            self._left = (told, time.monotonic())
+
+    def _overdue(self, what: str) -> BaseException | None:
+        """What somebody must raise who waits for ``what``."""
+        left = self._left
+        if self._failure is None and left is not None and time.monotonic() > left[1] + _FAREWELL_S:
+            self._break(self._peer_error(left[0], what, ""))
+        return self._failure
+
+    def _peer_error(self, told: str, what: str, why: str) -> PeerError:
+        waited = f" while this one waited for it in: {what}" if what else ""
+        return PeerError(
+            f"rank {self.rank} stops: {told}{waited}. The first error of the ranks that it names is the "
+            f"cause: mend that, then start the run again; if a rank is only slow, raise "
+            f"partition.timeout_s ({self.timeout_s:g} s){why}"
+        )
+
+    # --- the thread ------------------------------------------------------------------------
+
+    def _submit(
+        self, kind: str, index: int, where: str, issue: Callable[[], Any],
+        ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
+    ) -> Pending:  # fmt: skip
+        where, step = f"{where} (step {self.step + 1})", self.step
+        pending = Pending(f"{kind} {where}", self._overdue)
+
+        def job() -> None:
+            try:
+                if self._failure is None:
+                    result = self._attempt(kind, index, step, where, issue, ready)
+                    if then is not None:
+                        then(result)
+                    pending.finish(result)
+            except BaseException as error:  # nothing may end this thread
+                self.fail(error)
+            if not pending.done():
+                pending.finish(error=self._failure)
+
+        self._queue.put(job)
+        return pending
+
+    def _attempt(
+        self, kind: str, index: int, step: int, where: str, issue: Callable[[], Any],
+        ready: Callable[[], object] | None,
+    ) -> Any:  # fmt: skip
+        """The result of one collective.
+
+        Raises:
+            DivergenceError: Ranks asked for different things.
+            PeerError: Another rank failed, died, left or stalled.
+            BaseException: What ``ready`` raised; the others have learned of it.
+        """
+        local: BaseException | None = None
+        try:
+            if ready is not None:
+                ready()
+        except BaseException as error:
+            local = error
+            self.fail(error)
+        try:
+            self._agree((_KINDS.index(kind), index, step, self._count), f"{kind} {where}", local)
+            return issue()
+        except InfinityError as error:
+            raise local or error from None
+        except RuntimeError as error:
+            raise local or self._failure or self.peer_error(f"{kind} {where}", error) from error
+
+    def _agree(self, what: tuple[int, ...], where: str, failure: BaseException | None) -> None:
+        """Exchange headers: see [Note: the header].
+
+        Raises:
+            DivergenceError: They differ.
+            PeerError: A rank failed.
+        """
+        mine = torch.tensor([*what, int(failure is not None)], dtype=torch.int64)
+        everyone = torch.empty(self.world_size * len(mine), dtype=torch.int64)
+        self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
+        headers = everyone.view(self.world_size, -1)
+        self._count += 1
+        failed = [r for r in range(self.world_size) if int(headers[r, -1])]
+        if not failed and bool((headers == headers[0]).all()):
+            return
+        wanted: list[Any] = [None] * self.world_size
+        dist.all_gather_object(wanted, where if failure is None else _how(failure), group=self._control)
+        if failed:
+            told = "; ".join(f"rank {r} {wanted[r]}" for r in failed)
+            raise self._peer_error(told, "", "")
+        told = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
+        raise DivergenceError(
+            f"the ranks took different paths at collective {self._count}: {told}. Every rank must run "
+            "the same modules in the same order; feed every rank a batch that takes the same branches, or "
+            "name the class of the module that branches (experts, say) in partition.leaf"
+        )
+
+    def _end(self, work: Any, group: Any) -> None:
+        """Wait for a collective of ``group``; see [Note: no thread stays behind].
+
+        Raises:
+            RuntimeError: It ended badly, or this rank or another failed and it has not ended.
+        """
+        while group is self._control and not work.is_completed():
+            with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
+                work.wait(timedelta(seconds=_SLICE_S))
+            if not work.is_completed() and self._overdue("its last collectives") is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                raise RuntimeError("given up")
+        work.wait()
+
+    def _settle(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()  # this thread only
+
+    def _run(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.set_device(self.device)
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(stream)  # gathers beside compute
+        while (job := self._queue.get()) is not None:
+            job()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200]
+
+
+def _how(error: BaseException) -> str:
+    """How a rank ended, for the others."""
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted (Ctrl-C)"
+    if isinstance(error, SystemExit):
+        return f"left with exit code {error.code}"
+    if isinstance(error, PeerError | DivergenceError):
+        return f"stopped because of other ranks: {error}"
+    return f"failed with {type(error).__name__}: {error}"

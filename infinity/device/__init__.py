@@ -1,0 +1,1 @@
+"""Memory of this machine and its accelerators, in pools."""

@@ -1,0 +1,259 @@
+"""A bounded set of buffers, counted to the byte.
+
+A buffer is as large as was asked, in whole pages. One that is given back is kept for the next lease of
+the same size; kept buffers are unmapped, oldest first, as soon as their bytes are needed. So leased
+and kept bytes together never exceed the capacity.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from infinity.core.errors import BudgetError, StateError
+from infinity.core.nbytes import format_nbytes
+from infinity.device.buffers import Buffer, DeviceBuffer, HostBuffer, rounded
+
+__all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]
+
+
+class BufferLease:
+    """Holding one buffer; see :class:`infinity.core.transfer.Lease`."""
+
+    __slots__ = ("_buffer", "_nbytes", "_pool", "who")
+
+    def __init__(self, pool: "BufferPool", buffer: Buffer, nbytes: int, who: str) -> None:
+        self._pool, self._nbytes, self.who = pool, nbytes, who
+        self._buffer: Buffer | None = buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were asked for."""
+        return self._nbytes
+
+    @property
+    def tensor(self) -> Tensor:
+        """``(nbytes,)`` uint8; every lease of one buffer shares one storage.
+
+        Raises:
+            StateError: The lease was released.
+        """
+        return self._held().tensor[: self._nbytes]
+
+    @property
+    def memory(self) -> memoryview:
+        """The same bytes for an engine.
+
+        Raises:
+            StateError: The lease was released, or the buffer is not in host memory.
+        """
+        return self._held().memory[: self._nbytes]
+
+    def _held(self) -> Buffer:
+        buffer = self._buffer
+        if buffer is None:
+            raise StateError(f"{self.who}: its lease of {format_nbytes(self._nbytes)} was released")
+        return buffer
+
+    def release(self) -> None:
+        """Give the buffer back; it may be lent again at once."""
+        self._pool._take_back(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+class BufferPool:
+    """What pools share: the accounting. Any thread may call.
+
+    Args:
+        capacity_nbytes: Bytes that all buffers may take together.
+        key: The setting that bounds them, for messages.
+        patience_s: How long a lease waits without anything being given back (s).
+    """
+
+    def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float = 30.0) -> None:
+        self.capacity_nbytes, self.key, self.patience_s = capacity_nbytes, key, patience_s
+        self._changed = threading.Condition()  # guards what follows
+        self._leased_nbytes = self._kept_nbytes = self._peak_nbytes = 0
+        self._held: dict[str, int] = {}
+        self._kept: OrderedDict[Buffer, None] = OrderedDict()  # oldest first
+        self._released_at = 0.0
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    def _make(self, nbytes: int) -> Buffer:
+        """New memory of ``nbytes``, already rounded."""
+        raise NotImplementedError
+
+    @property
+    def leased_nbytes(self) -> int:
+        """Bytes that are leased now, in whole pages."""
+        return self._leased_nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of buffers that wait for their next lease."""
+        return self._kept_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that was leased at one time (bytes)."""
+        return self._peak_nbytes
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Who holds how many bytes."""
+        with self._changed:
+            return dict(self._held)
+
+    def lease(self, nbytes: int, *, who: str) -> BufferLease:
+        """Hold a buffer of ``nbytes``; block until it fits.
+
+        Raises:
+            BudgetError: It can never fit, or nothing was given back for ``patience_s``.
+            StateError: The pool is closed.
+            BaseException: It would have to wait, after :meth:`fail`.
+        """
+        size = rounded(nbytes)
+        if size > self.capacity_nbytes:
+            raise BudgetError(
+                f"{who} needs {format_nbytes(nbytes)}, in whole pages {size} bytes, at one time; "
+                f"{self.key} gives this pool {self.capacity_nbytes} bytes. "
+                f"Raise {self.key} by at least {size - self.capacity_nbytes} bytes"
+            )
+        with self._changed:
+            waiting_since = time.monotonic()
+            while not self._fits(size):
+                if self._failure is not None:
+                    raise self._failure
+                since = max(waiting_since, self._released_at)
+                left_s = since + self.patience_s - time.monotonic()
+                if left_s <= 0:
+                    raise BudgetError(self._exhausted(size, who))
+                self._changed.wait(left_s)
+            return self._lend(nbytes, who)
+
+    def try_lease(self, nbytes: int, *, who: str) -> BufferLease | None:
+        """The same without blocking: None when it does not fit now."""
+        with self._changed:
+            return self._lend(nbytes, who) if self._fits(rounded(nbytes)) else None
+
+    def fail(self, error: BaseException) -> None:
+        """Those who would give buffers back ended with ``error``: whoever waits for one raises it."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Unmap what is not leased; what is leased goes as it is given back."""
+        with self._changed:
+            self._closed = True
+            self._unmap(self._kept_nbytes)
+            self._changed.notify_all()
+
+    # --- with the lock held ------------------------------------------------------------------
+
+    def _fits(self, size: int) -> bool:
+        if self._closed:
+            raise StateError(f"the pool of {self.key} is closed")
+        return self._leased_nbytes + size <= self.capacity_nbytes
+
+    def _lend(self, nbytes: int, who: str) -> BufferLease:
+        size = rounded(nbytes)
+        # The newest of its size: its pages are the likeliest to be in the caches.
+        buffer = next((kept for kept in reversed(self._kept) if kept.nbytes == size), None)
+        if buffer is None:
+            self._unmap(self._leased_nbytes + self._kept_nbytes + size - self.capacity_nbytes)
+            buffer = self._make(size)
+        else:
+            del self._kept[buffer]
+            self._kept_nbytes -= size
+        self._leased_nbytes += size
+        self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes)
+        self._held[who] = self._held.get(who, 0) + size
+        return BufferLease(self, buffer, nbytes, who)
+
+    def _unmap(self, nbytes: int) -> None:
+        """Give at least ``nbytes`` of kept buffers back to the system."""
+        while nbytes > 0 and self._kept:
+            buffer, _ = self._kept.popitem(last=False)
+            self._kept_nbytes -= buffer.nbytes
+            nbytes -= buffer.nbytes
+            buffer.close()
+
+    def _exhausted(self, size: int, who: str) -> str:
+        holders = sorted(self._held.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name}: {format_nbytes(nbytes)}" for name, nbytes in holders[:8])
+        more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
+        return (
+            f"no buffer of {format_nbytes(size)} for {who} in {self.patience_s:g} s: "
+            f"{format_nbytes(self._leased_nbytes)} of {format_nbytes(self.capacity_nbytes)} are leased "
+            f"({named}{more}); raise {self.key}"
+        )
+
+    # --- from a lease ------------------------------------------------------------------------
+
+    def _take_back(self, lease: BufferLease) -> None:
+        with self._changed:
+            buffer, lease._buffer = lease._buffer, None
+            if buffer is None:
+                return
+            self._leased_nbytes -= buffer.nbytes
+            self._held[lease.who] -= buffer.nbytes
+            if not self._held[lease.who]:
+                del self._held[lease.who]
+            self._released_at = time.monotonic()
+            if self._closed:
+                buffer.close()
+            else:
+                self._kept[buffer] = None
+                self._kept_nbytes += buffer.nbytes
+            self._changed.notify_all()
+
+
+class HostPool(BufferPool):
+    """Page-aligned host memory: staging buffers, and states that stay resident.
+
+    Args:
+        capacity_nbytes: As for :class:`BufferPool`.
+        key: As for :class:`BufferPool`.
+        pin: Page-lock the buffers for an accelerator.
+        patience_s: As for :class:`BufferPool` (s).
+    """
+
+    def __init__(
+        self, capacity_nbytes: int, *, key: str = "memory.host", pin: bool = False, patience_s: float = 30.0
+    ) -> None:
+        super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
+        self._pin = pin
+
+    def _make(self, nbytes: int) -> Buffer:
+        return HostBuffer(nbytes, pin=self._pin)
+
+
+class DevicePool(BufferPool):
+    """Memory of an accelerator; its leases have no ``memory``.
+
+    A released buffer may be lent at once, so its holder orders the streams that used it first.
+    """
+
+    def __init__(
+        self,
+        capacity_nbytes: int,
+        device: torch.device,
+        *,
+        key: str = "memory.device",
+        patience_s: float = 30.0,
+    ) -> None:
+        super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
+        self._device = device
+
+    def _make(self, nbytes: int) -> Buffer:
+        return DeviceBuffer(nbytes, self._device)

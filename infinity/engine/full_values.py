@@ -1,0 +1,216 @@
+"""Full values for people: ``gathered``, ``state_dict``, ``load_state_dict``, optimizer state.
+
+Everything here works unit by unit, so it needs one unit of memory beside what it returns. Every rank
+must take part, because full values are gathered from all of them.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from infinity.core.errors import StateError
+from infinity.partition.unit import Segment, Unit
+
+if TYPE_CHECKING:
+    from infinity.engine.runtime import Runtime
+
+
+class Values:
+    """Reads and writes the full values of one runtime's parameters."""
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self.runtime = runtime
+        self.every_rank = False  # who gets the values of state_dict()
+        self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
+        self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
+        self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
+
+    def serves(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether any of ``params`` is in a unit of this runtime."""
+        served = {id(s.param) for unit in self.runtime.units for s in unit.segments}
+        return any(id(p) in served for p in params)
+
+    # --- gathered ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(self, params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+        units = self._units(params)
+        if modify:
+            for unit in units:
+                self._check_writable(unit)
+            self.runtime.synchronize()  # an update in flight would write over them
+        with contextlib.ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(self._full(unit, modify))
+            yield
+
+    @contextlib.contextmanager
+    def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
+        connection = self.runtime.connected()
+        hooks, prefetcher = connection.hooks, connection.prefetcher
+        streams = hooks.streams(unit)
+        if streams:
+            outer = prefetcher.running
+            prefetcher.begin_visit()
+            prefetcher.use(unit.index)
+            prefetcher.running = outer
+        assert unit.flat is not None
+        unit.check_all_attached()
+        before = unit.shard_of(unit.flat).clone() if modify else None
+        try:
+            with torch.no_grad():
+                yield
+            if before is not None:
+                self._store(unit, unit.flat, before)
+            unit.check_all_attached()
+        finally:
+            if streams:
+                outer = prefetcher.running
+                prefetcher.begin_visit()
+                prefetcher.unpin(unit.index)
+                prefetcher.end_inference()
+                prefetcher.running = outer
+
+    def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
+        if self.runtime.world_size > 1:
+            dist.broadcast(flat, src=0)
+        self.runtime.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
+        unit.updates += 1
+        unit.allow_writes()
+
+    def _check_writable(self, unit: Unit) -> None:
+        if unit.index in self.runtime.connected().updates.ready:
+            raise StateError(
+                f"{unit.name} has gradients of a step that is not over; write weights after step(), or "
+                "drop the gradients with optimizer.zero_grad() first"
+            )
+
+    def _units(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        places = self.runtime.connected().hooks.places
+        units = {}
+        for param in params:
+            place = places.get(id(param))
+            if place is not None:
+                units[place[0].index] = place[0]
+        return [units[index] for index in sorted(units)]
+
+    # --- state_dict of modules ---------------------------------------------------------------
+
+    def export(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Put full values on the CPU in place of placeholders; ranks other than 0 get no entry."""
+        for name, param in module._parameters.items():
+            key = prefix + name
+            if param is None or key not in state_dict or id(param) not in self._places():
+                continue
+            keeps_vars = isinstance(state_dict[key], nn.Parameter)
+            value = self._value(param, state_dict)
+            if value is None:
+                del state_dict[key]
+            else:
+                state_dict[key] = nn.Parameter(value, param.requires_grad) if keeps_vars else value
+
+    def _value(self, param: nn.Parameter, destination: dict[str, Any]) -> Tensor | None:
+        if self._destination is None or self._destination() is not destination:
+            self._exported = {}
+            self._destination = weakref.ref(destination, self._forget_exported)
+        if id(param) not in self._exported:  # a tied weight is one tensor under two names
+            self._exported[id(param)] = self._full_value(param)
+        return self._exported[id(param)]
+
+    def _forget_exported(self, destination: Any) -> None:
+        if destination is self._destination:
+            self._destination, self._exported = None, {}
+
+    def _full_value(self, param: nn.Parameter) -> Tensor | None:
+        if self.runtime.construction.active:
+            self.runtime.construction.touch(param)
+            return param.detach().clone()
+        with self.gathered([param], modify=False):
+            return _copy_to_cpu(param) if self.every_rank or self.runtime.rank == 0 else None
+
+    def _places(self) -> dict[int, tuple[Unit, Segment]]:
+        if self.runtime.construction.active:
+            units = self.runtime.construction.builder.units
+            return {id(s.param): (u, s) for u in units for s in u.segments}
+        return self.runtime.connected().hooks.places
+
+    def begin_load(self, module: nn.Module, assign: bool) -> None:
+        """``load_state_dict`` is about to copy into this module's own parameters."""
+        self.end_load()  # of the parent: its own parameters come before its children's
+        if assign:
+            raise StateError(
+                "load_state_dict(assign=True) would replace sharded parameters by whole ones. Load with "
+                "assign=False, which copies into them, unit by unit"
+            )
+        own = [p for p in module._parameters.values() if p is not None]
+        if not self.runtime.construction.active:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.gathered(own, modify=True))
+                self.loading = stack.pop_all()
+
+    def end_load(self) -> None:
+        """Store what was copied; also after a load that raised on its way."""
+        stack, self.loading = self.loading, None
+        if stack is not None:
+            stack.close()
+
+    # --- optimizer state ---------------------------------------------------------------------
+
+    def optimizer_fields(self) -> dict[int, dict[str, Tensor]]:
+        """Exact weights and moments by ``id`` of the parameter, on rank 0; every rank must call."""
+        self.runtime.synchronize()
+        out: dict[int, dict[str, Tensor]] = {}
+        for unit in self.runtime.units:
+            if not unit.trainable:
+                continue
+            shards = self.runtime.tiers.shard_fields(unit)
+            fulls = [self.runtime.gather_exact(unit, shard) for shard in shards]
+            for s in unit.trainable if self.runtime.rank == 0 else ():
+                values = [full[s.offset : s.stop].view(s.shape).clone() for full in fulls]
+                out[id(s.param)] = dict(zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True))
+        return out
+
+    def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
+        """Replace exact weights and moments; the weights of the model follow."""
+        self.runtime.synchronize()
+        self.runtime.connected().prefetcher.forget()
+        for unit in self.runtime.units:
+            trainable = [s for s in unit.trainable if id(s.param) in fields]
+            if not trainable:
+                continue
+            shards = self.runtime.tiers.shard_fields(unit)
+            low, high = unit.shard_start, unit.shard_start + unit.shard_numel
+            for s in trainable:
+                start, stop = max(low, s.offset), min(high, s.stop)
+                if start < stop:
+                    for shard, key in zip(shards, ("master", "exp_avg", "exp_avg_sq"), strict=True):
+                        values = fields[id(s.param)][key].reshape(-1)
+                        shard[start - low : stop - low].copy_(values[start - s.offset : stop - s.offset])
+            self.runtime.tiers.set_shard_fields(unit, (shards[0], shards[1], shards[2]))
+            unit.updates += 1
+
+
+def _copy_to_cpu(param: nn.Parameter) -> Tensor:
+    return param.detach().to("cpu", copy=True)
+
+
+def watch(module: nn.Module, values: Values) -> None:
+    """Let a module's ``state_dict`` and ``load_state_dict`` see full values."""
+
+    def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        values.export(module, state_dict, prefix)
+
+    def before(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        values.begin_load(module, assign=metadata.get("assign_to_params_buffers", False))
+
+    def after(module: nn.Module, incompatible: Any) -> None:
+        values.end_load()
+
+    module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]

@@ -1,1 +1,0 @@
-"""Ways to run a model's layers in less memory, or with fewer reads."""

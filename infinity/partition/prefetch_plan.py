@@ -1,0 +1,311 @@
+"""What is fetched and released at each position of a recorded step. Pure: no torch, no clock.
+
+[Note: keep, then look ahead]
+Two questions have different answers. *What should stay between two uses?* Whatever saves the most
+fetches: when room is short, the unit whose next use is farthest goes (Belady). *When should the
+others come?* As early as there is room, nearest use first, but never in the place of something that
+stays. So a plan is made in two walks over the trace. The first finds the uses that are served by
+what an earlier use left in memory. The second releases everything else as soon as its use ends, and
+fills the room with the nearest future.
+
+Belady alone would leave no room to fetch ahead: the next unit could only come when the last one has
+gone. So the first walk keeps room for the units of the next :data:`LEAD` uses, one for each stage of
+a fetch (disk, bus, other ranks).
+
+The walks go around: what is used at the end of a pass may stay for the beginning of the next. A unit
+that is updated in between may stay, too, where its update can write the new weights into the buffer
+that it stays in; then nobody reads them back from where they have just been written.
+
+Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching
+strategies" 1995 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section
+6.2 (the overlap-centric order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around
+the step.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.partition.trace import Event, Kind
+
+#: Uses ahead whose units are on their way, whatever else could stay in their place.
+LEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """After an event: release these units, then start fetching those, in this order."""
+
+    release: tuple[int, ...] = ()
+    fetch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Frozen decisions for one pass.
+
+    Attributes:
+        events: The trace that it was made for.
+        begin: Units that should be on their way before the first event, nearest use first.
+        actions: One for each event.
+        peak_nbytes: The most bytes of full buffers at one time.
+        stays: Those of ``begin`` that a pass before, which followed the same plan, leaves in memory.
+    """
+
+    events: tuple[Event, ...]
+    begin: tuple[int, ...]
+    actions: tuple[Actions, ...]
+    peak_nbytes: int
+    stays: frozenset[int] = frozenset()
+
+    def fetched(self) -> Iterator[int]:
+        """The units that a pass fetches, in order, when the pass before followed the same plan."""
+        yield from (unit for unit in self.begin if unit not in self.stays)
+        for actions in self.actions:
+            yield from actions.fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Uses of one unit with no use of another between them.
+
+    Attributes:
+        first: Position of its first use.
+        last: Position of its last use.
+        following: Index of the unit's next run. In the next pass it counts on from this one's runs;
+            infinite when the unit is updated before that and cannot stay.
+    """
+
+    unit: int
+    first: int
+    last: int
+    following: float
+
+
+def runs_of(events: Sequence[Event], can_stay: Container[int] = ()) -> tuple[Run, ...]:
+    """The runs of a pass, in order.
+
+    Args:
+        can_stay: Units that may be updated where they are.
+    """
+    spans: list[tuple[int, int, int]] = []
+    for position, event in enumerate(events):
+        if event.kind is Kind.USE:
+            if spans and spans[-1][0] == event.unit:
+                spans[-1] = (event.unit, spans[-1][1], position)
+            else:
+                spans.append((event.unit, position, position))
+    updated = {event.unit for event in events if event.kind is Kind.DONE and event.unit not in can_stay}
+    following: dict[int, float] = {}
+    for i, (unit, _, _) in reversed([*enumerate(spans)]):
+        following[unit] = math.inf if unit in updated else len(spans) + i
+    runs: list[Run] = []
+    for i, (unit, first, last) in reversed([*enumerate(spans)]):
+        runs.append(Run(unit, first, last, following[unit]))
+        following[unit] = i
+    return tuple(reversed(runs))
+
+
+class Memory:
+    """Units that are present while a trace is walked, and where in the trace we are."""
+
+    def __init__(self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
+        self.runs, self.nbytes, self.capacity_nbytes = runs, nbytes, capacity_nbytes
+        self.present: dict[int, float] = {}  # the index of each unit's next run
+        self.present_nbytes = 0
+        self.pins: Counter[int] = Counter()
+        self.index = 0  # runs that have begun
+
+    def fits(self, unit: int) -> bool:
+        return self.present_nbytes + self.nbytes[unit] <= self.capacity_nbytes
+
+    def load(self, unit: int, run: float) -> None:
+        self.present[unit] = run
+        self.present_nbytes += self.nbytes[unit]
+
+    def drop(self, unit: int) -> None:
+        if self.present.pop(unit, None) is not None:
+            self.present_nbytes -= self.nbytes[unit]
+
+    def held(self, position: int) -> set[int]:
+        """Units that nobody may take: pinned, or between two uses of the run that goes on."""
+        held = {unit for unit, pins in self.pins.items() if pins}
+        if self.index and position < self.runs[self.index - 1].last:
+            held.add(self.runs[self.index - 1].unit)
+        return held
+
+    def make_room(self, nbytes: int, held: set[int]) -> list[int]:
+        """Drop the farthest next uses until ``nbytes`` fit, or only ``held`` ones are left."""
+        dropped: list[int] = []
+        while self.present_nbytes + nbytes > self.capacity_nbytes:
+            free = [(run, other) for other, run in self.present.items() if other not in held]
+            if not free:
+                break
+            dropped.append(max(free)[1])
+            self.drop(dropped[-1])
+        return dropped
+
+    def note(self, position: int, event: Event) -> None:
+        """Count pins and runs. The unit of a use is present."""
+        if event.kind is Kind.USE:
+            self.pins[event.unit] += 1
+            if self.index < len(self.runs) and self.runs[self.index].first == position:
+                self.present[event.unit] = self.runs[self.index].following
+                self.index += 1
+        elif event.kind is Kind.UNPIN and self.pins[event.unit] > 1:
+            self.pins[event.unit] -= 1
+        else:
+            del self.pins[event.unit]
+            if event.kind is Kind.DONE and not self._next_pass(self.present.get(event.unit, math.inf)):
+                self.drop(event.unit)
+
+    def _next_pass(self, run: float) -> bool:
+        return len(self.runs) <= run < math.inf
+
+    def wrap(self) -> None:
+        """The next pass begins."""
+        self.index = 0
+        self.pins.clear()
+        for unit, run in self.present.items():
+            self.present[unit] = run - len(self.runs)
+
+
+class Keeping(Memory):
+    """The first walk: which runs find their unit in memory. See [Note: keep, then look ahead]."""
+
+    def __init__(
+        self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int
+    ) -> None:
+        super().__init__(runs, nbytes, capacity_nbytes)
+        self.lead = lead
+        self.fetched: set[int] = set()
+
+    def lap(self, events: Sequence[Event]) -> None:
+        """One pass, from what the last one left."""
+        self.fetched = set()
+        self._look_ahead(-1)
+        for position, event in enumerate(events):
+            if event.kind is Kind.USE and event.unit not in self.present:
+                self._fetch(self.index, self.held(position))
+            self.note(position, event)
+            self._look_ahead(position)
+            if self.present_nbytes > self.capacity_nbytes:  # of units that were pinned together
+                self.make_room(0, self.held(position))
+
+    def _look_ahead(self, position: int) -> None:
+        """Have the next uses' units there, as far as they fit beside what is held."""
+        coming = self.runs[self.index : self.index + self.lead]
+        if all(run.unit in self.present for run in coming):
+            return
+        held = self.held(position)
+        room = self.capacity_nbytes - sum(self.nbytes[unit] for unit in held)
+        for index, run in enumerate(coming, self.index):
+            if run.unit not in held:
+                room -= self.nbytes[run.unit]
+                if room < 0:
+                    return
+                held.add(run.unit)
+            if run.unit not in self.present:
+                self._fetch(index, held)
+
+    def _fetch(self, index: int, held: set[int]) -> None:
+        unit = self.runs[index].unit
+        self.make_room(self.nbytes[unit], held)
+        self.load(unit, index)
+        self.fetched.add(index)
+
+
+class Filling(Memory):
+    """The second walk: fetch as early as there is room, in the order of use.
+
+    Args:
+        fetched: Indices of runs that do not find their unit in memory.
+    """
+
+    def __init__(
+        self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int, fetched: set[int]
+    ) -> None:
+        super().__init__(runs, nbytes, capacity_nbytes)
+        self.fetched = fetched
+        self.first = {run.unit: index for index, run in reversed([*enumerate(runs)])}  # run of each unit
+        self.cursor = 0  # runs before it have their unit, or find it kept
+        self.peak_nbytes = 0
+
+    def begin(self) -> tuple[int, ...]:
+        """What is present before the first event, nearest use first."""
+        for unit, index in self.first.items():
+            if index not in self.fetched:
+                self.load(unit, index)
+        self._fill()
+        return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
+
+    def play(self, position: int, event: Event) -> Actions:
+        """One event, and what to do after it."""
+        release: list[int] = []
+        fetch: list[int] = []
+        if event.kind is Kind.USE and event.unit not in self.present:
+            release += self.make_room(self.nbytes[event.unit], self.held(position))
+            self.load(event.unit, self.index)
+            self.cursor = max(self.cursor, self.index + 1)
+            fetch.append(event.unit)
+        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
+        self.note(position, event)
+        if event.kind is not Kind.USE and self._leaves(position, event.unit):
+            self.drop(event.unit)
+            release.append(event.unit)
+        fetch += self._fill()
+        again = set(release) & set(fetch)  # there is room after all
+        return Actions(
+            tuple(sorted(u for u in release if u not in again)), tuple(u for u in fetch if u not in again)
+        )
+
+    def _leaves(self, position: int, unit: int) -> bool:
+        """Whether a unit that was let go is not needed, or is fetched anew for its next use."""
+        if unit not in self.present or unit in self.held(position):
+            return False
+        if self.present_nbytes > self.capacity_nbytes:
+            return True  # units that were pinned together were too much
+        following = self.present[unit]
+        return math.isinf(following) or int(following) % len(self.runs) in self.fetched
+
+    def _fill(self) -> list[int]:
+        fetch: list[int] = []
+        while self.cursor < len(self.runs):
+            unit = self.runs[self.cursor].unit
+            if self.cursor in self.fetched:
+                if unit in self.present or not self.fits(unit):
+                    break
+                self.load(unit, self.cursor)
+                fetch.append(unit)
+            self.cursor += 1
+        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
+        return fetch
+
+
+def make_plan(
+    events: Sequence[Event],
+    nbytes: Mapping[int, int],
+    capacity_nbytes: int,
+    lead: int = LEAD,
+    can_stay: Container[int] = (),
+) -> Plan:
+    """The plan for a recorded pass.
+
+    Args:
+        events: What happened, in order.
+        nbytes: Size of each unit's full buffer (bytes).
+        capacity_nbytes: What all full buffers together may take.
+        lead: Uses ahead whose units are on their way in any case.
+        can_stay: Units that may be updated where they are, and so stay for the next pass.
+    """
+    runs = runs_of(events, can_stay)
+    keeping = Keeping(runs, nbytes, capacity_nbytes, lead)
+    keeping.lap(events)
+    keeping.wrap()
+    keeping.lap(events)
+    filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
+    begin = filling.begin()
+    stays = frozenset(unit for unit in begin if filling.first[unit] not in keeping.fetched)
+    actions = tuple(filling.play(i, event) for i, event in enumerate(events))
+    return Plan(tuple(events), begin, actions, filling.peak_nbytes, stays)

@@ -1,0 +1,342 @@
+"""Plays a plan: walks ahead of the position, serves what it did not foresee, records anew.
+
+[Note: passes]
+A training pass lasts from one optimizer step to the next, whatever the number of forwards and
+backwards in it; an inference pass is one outermost call without gradients. Each kind has its own
+trace and plan; what is present in memory is shared. A visit is neither: somebody reads a few values
+(``gathered``, ``state_dict``), and no plan follows from it.
+
+[Note: the same on every rank]
+Every decision here depends on events and sizes only, never on what has already arrived. So ranks
+that run the same modules start the same gathers in the same order.
+
+[Note: what stays while it is updated]
+Where the plan wants a unit at the beginning of the next pass and there is room, its buffer stays when
+its gradients are complete, and the update writes the new weights there. Until the next pass begins
+nobody may read it: a use before that releases it and is served the committed version on demand.
+
+[Note: what the plan did not foresee]
+An event that is not the plan's next one is served on demand, and the plan waits: often a use was
+added, and the plan goes on with the event after it. Where the last few events are found together
+later in the plan, something was left out, and the plan goes on from there. The new trace becomes
+the plan of the next pass.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Mapping
+from typing import Protocol
+
+from infinity.partition.prefetch_plan import Plan, make_plan
+from infinity.partition.trace import Event, Kind, Trace
+
+
+class Mover(Protocol):
+    """Moves the weights of one unit; the prefetcher says when."""
+
+    def start(self, unit: int) -> None:
+        """Begin to bring the full values; must not wait for the disk or for other ranks.
+
+        For a unit that stayed while it was updated: begin to bring the new values.
+        """
+        ...
+
+    def finish(self, unit: int) -> None:
+        """Wait until the full values are there and the parameters view them."""
+        ...
+
+    def release(self, unit: int) -> None:
+        """Drop the full values."""
+        ...
+
+
+#: Events that must follow each other as in the plan before it goes on elsewhere.
+CONTEXT = 3
+
+
+class Pass:
+    """One kind of pass: its plan, and where in it we are."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.trace = Trace()
+        self.cursor = 0  # the plan's next event
+        self.begun = False
+        self._places: dict[tuple[Event, ...], list[int]] | None = None
+
+    @property
+    def position(self) -> int:
+        return len(self.trace.events)
+
+    def foresees(self, event: Event) -> bool:
+        """Whether ``event`` is the plan's next one."""
+        return self.plan is not None and self.plan.events[self.cursor : self.cursor + 1] == (event,)
+
+    def follow(self, plan: Plan | None) -> None:
+        self.plan, self._places = plan, None
+
+    def restart(self) -> None:
+        self.trace, self.cursor, self.begun = Trace(), 0, False
+
+    def align(self, event: Event) -> range:
+        """Write ``event`` down; the positions of the plan that are over with it: none when unforeseen."""
+        self.trace.add(event)
+        if self.plan is None:
+            return range(0)
+        begin = self.cursor
+        if self.foresees(event):
+            self.cursor += 1
+        elif self.position >= CONTEXT:
+            context = tuple(self.trace.events[-CONTEXT:])
+            later = self._find(context)
+            if later is not None:
+                self.cursor = later + 1
+        return range(begin, self.cursor)
+
+    def _find(self, context: tuple[Event, ...]) -> int | None:
+        """The nearest position, not over yet, at which the plan has these events."""
+        assert self.plan is not None
+        if self._places is None:
+            self._places = {}
+            for i in range(CONTEXT, len(self.plan.events) + 1):
+                self._places.setdefault(self.plan.events[i - CONTEXT : i], []).append(i - 1)
+        places = self._places.get(context, [])
+        nearest = bisect_left(places, self.cursor)
+        return places[nearest] if nearest < len(places) else None
+
+
+class Prefetcher:
+    """Keeps the nearest future of the running pass in memory.
+
+    Args:
+        mover: Moves units.
+        nbytes: Size of each streaming unit's full buffer (bytes).
+        capacity_nbytes: What all full buffers together may take.
+        can_stay: Units that may be updated where they are.
+    """
+
+    def __init__(
+        self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int, can_stay: Container[int] = ()
+    ) -> None:
+        self.mover, self.nbytes, self.capacity_nbytes, self.can_stay = (
+            mover,
+            nbytes,
+            capacity_nbytes,
+            can_stay,
+        )
+        self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
+        self.pins: dict[int, int] = {}
+        self.training, self.inference, self.visit = Pass(), Pass(), Pass()
+        self.running = self.training
+        self._first_uses: dict[int, int] = {}
+        self._unforeseen: dict[int, None] = {}  # present, but in no plan: the first to go
+        self.on_demand = 0  # uses, in this training pass, that no plan foresaw
+        self.planned: list[int] | None = None  # fetches of this training pass, by its plan
+
+    # --- events ------------------------------------------------------------------------------
+
+    def use(self, unit: int) -> None:
+        """Have ``unit`` gathered and pinned when this returns; then look ahead."""
+        self.pins[unit] = self.pins.get(unit, 0) + 1
+        self._begin()
+        if unit in self.staying:
+            self._release(unit)  # its buffer will hold the next version; somebody wants the committed one
+        over = self.running.align(Event(Kind.USE, unit))
+        release, fetch = self._actions(over)
+        self._release_all(release)
+        if unit not in self.present:
+            if unit not in fetch:
+                self._count_unforeseen(unit)
+            self._make_room(unit)
+            self._start(unit)
+        elif over:
+            self._unforeseen.pop(unit, None)
+        self.present.move_to_end(unit)
+        self._fetch_all(fetch)
+        self.mover.finish(unit)
+
+    def unpin(self, unit: int) -> None:
+        """One user of ``unit`` has ended."""
+        if self.pins.get(unit, 0):
+            self.pins[unit] -= 1
+            self._advance(Event(Kind.UNPIN, unit))
+
+    def stays(self, unit: int) -> bool:
+        """Whether ``unit``, whose gradients are complete now, is to be updated where it is."""
+        running = self.running
+        if running.plan is None or unit not in running.plan.stays or unit not in self.present:
+            return False
+        return unit in self.can_stay and running.foresees(Event(Kind.DONE, unit))
+
+    def done(self, unit: int) -> None:
+        """``unit``'s gradients are complete; the mover has taken its weights away, or it stays."""
+        self.pins.pop(unit, None)
+        if self.stays(unit):
+            self.staying.add(unit)
+        else:
+            self.present.pop(unit, None)
+            self._unforeseen.pop(unit, None)
+        self._advance(Event(Kind.DONE, unit))
+
+    # --- passes ------------------------------------------------------------------------------
+
+    def end_training_pass(self) -> None:
+        """An optimizer step: from the next event on, a new pass; its first units go out now."""
+        self._conclude(self.training)
+        self.on_demand = 0
+        self.planned = [] if self.training.plan else None
+        if self.running is self.training:
+            self._begin()
+
+    def begin_inference(self) -> None:
+        self.running = self.inference
+
+    def begin_visit(self) -> None:
+        """What follows, until :meth:`end_inference`, is neither training nor inference."""
+        self.running = self.visit
+
+    def end_inference(self) -> None:
+        """The next use belongs to the training pass, which begins again if it had not begun."""
+        if self.running is self.visit:
+            self.visit.restart()
+        else:
+            self._conclude(self.inference)
+            if self.training.position:  # in the middle of a step: what inference left is in the way
+                self._unforeseen.update((u, None) for u in self.present if not self.pins.get(u))
+        self.running = self.training
+        self.training.begun = bool(self.training.position)
+
+    def forget(self, units: Iterable[int] | None = None) -> None:
+        """Release ``units`` (None: everything) that are present: their copies are stale."""
+        stale = set(self.present if units is None else units)
+        self._release_all([unit for unit in self.present if unit in stale])
+
+    def resize(self, capacity_nbytes: int) -> None:
+        """Keep within another capacity; plans for the old one are forgotten."""
+        self.forget()
+        self.capacity_nbytes = capacity_nbytes
+        self.training.follow(None)
+        self.inference.follow(None)
+
+    def holds(self, units: Iterable[int]) -> bool:
+        """Whether all of ``units`` fit into memory together."""
+        return sum(self.nbytes[unit] for unit in units) <= self.capacity_nbytes
+
+    def first_use(self, unit: int) -> int:
+        """Position of a unit's first use in the next training pass; its index while unknown."""
+        return self._first_uses.get(unit, unit)
+
+    def order_of_gradients(self) -> list[int]:
+        """Units in the order in which a training pass completes their gradients; empty while unknown."""
+        plan = self.training.plan
+        return [e.unit for e in plan.events if e.kind is Kind.DONE] if plan else []
+
+    # --- decisions ---------------------------------------------------------------------------
+
+    def _conclude(self, ended: Pass) -> None:
+        events = tuple(ended.trace.events)
+        if events and (ended.plan is None or ended.plan.events != events):
+            ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes, can_stay=self.can_stay))
+            if ended is self.training:
+                self._first_uses = {
+                    e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE
+                }
+        ended.restart()
+
+    def _begin(self) -> None:
+        """Before the first event of a pass: bring in its nearest future."""
+        running = self.running
+        if running.begun or running.plan is None or running.position:
+            return
+        running.begun = True
+        wanted = set(running.plan.begin)
+        if running is not self.training:
+            wanted -= self.staying  # between backward and step the committed version is wanted
+        self._release_all([unit for unit in self.present if unit not in wanted])
+        for unit in running.plan.begin:
+            if unit not in self.present:
+                self._expect(unit)
+            elif unit in self.staying:
+                self.staying.discard(unit)
+                self.mover.start(unit)
+            self._prefetch(unit)
+
+    def _advance(self, event: Event) -> None:
+        """Write the event down; when it was foreseen, do what the plan says after it."""
+        over = self.running.align(event)
+        release, fetch = self._actions(over)
+        self._release_all(release)
+        self._fetch_all(fetch)
+
+    def _actions(self, over: range) -> tuple[list[int], list[int]]:
+        """What the plan releases and fetches at these positions, taken together."""
+        if self.running.plan is None:
+            return [], []
+        if len(over) != 1:
+            self.planned = None  # from here on the plan's bytes are not this pass's
+        release: dict[int, None] = {}
+        fetch: dict[int, None] = {}
+        for position in over:
+            actions = self.running.plan.actions[position]
+            for unit in actions.release:
+                fetch.pop(unit, None)
+                release[unit] = None
+            for unit in actions.fetch:
+                release.pop(unit, None)
+                fetch[unit] = None
+        return list(release), list(fetch)
+
+    def _release_all(self, units: Iterable[int]) -> None:
+        for unit in units:
+            if unit in self.present and not self.pins.get(unit):
+                self._release(unit)
+
+    def _fetch_all(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._expect(unit)
+            self._prefetch(unit)
+
+    def _count_unforeseen(self, unit: int) -> None:
+        self.planned = None
+        if self.running.plan is not None:
+            self.on_demand += 1
+        if self.running.plan is not None or self.running is not self.training:
+            self._unforeseen[unit] = None
+
+    def _prefetch(self, unit: int) -> None:
+        """Start what the plan wants, if it fits beside what the plan has."""
+        self._unforeseen.pop(unit, None)
+        if unit in self.present:
+            return
+        self._evict(list(self._unforeseen), unit)
+        if self._fits(unit):
+            self._start(unit)
+
+    def _make_room(self, unit: int) -> None:
+        """Release what no plan wants, then the least recently used, until ``unit`` fits."""
+        self._evict([*self._unforeseen, *self.present], unit)
+
+    def _evict(self, candidates: Iterable[int], unit: int) -> None:
+        """Release candidates that are not pinned, in their order, until ``unit`` fits."""
+        for other in candidates:
+            if self._fits(unit):
+                return
+            self._release_all([other])
+
+    def _fits(self, unit: int) -> bool:
+        return self.holds([*self.present, unit])
+
+    def _start(self, unit: int) -> None:
+        self.present[unit] = None
+        self.mover.start(unit)
+
+    def _expect(self, unit: int) -> None:
+        if self.planned is not None:
+            self.planned.append(unit)
+
+    def _release(self, unit: int) -> None:
+        del self.present[unit]
+        self.staying.discard(unit)
+        self._unforeseen.pop(unit, None)
+        self.mover.release(unit)

@@ -1,0 +1,1 @@
+"""Where this rank's shards live, their versions and commits, their updates."""

@@ -1,0 +1,119 @@
+"""What a rank keeps its shards in: a pool of host memory, and files on NVMe with an engine to reach them."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from infinity.core import budget
+from infinity.core.config import MemoryConfig
+from infinity.core.transfer import TransferEngine
+from infinity.device.pool import HostPool
+from infinity.nvme.engines import make_engine
+from infinity.nvme.probe import stripe_weights
+from infinity.nvme.run_directory import RunDirectory
+from infinity.nvme.volume import Volume
+from infinity.observe.timed import TimedEngine, WatchedEngine
+from infinity.observe.timeline import Timeline
+from infinity.optim.layout import CHUNK_NUMEL, StateLayout
+from infinity.shards.commits import Commits
+from infinity.shards.store import ShardStore
+
+
+class Storage:
+    """Opened before the model is built, and closed with the run.
+
+    Args:
+        memory: Budgets and directories.
+        host_nbytes: The host budget, the same on every rank.
+        dtype: The compute dtype.
+        on_gpu: Host memory is pinned, and holds gradients too.
+
+    Attributes:
+        host_pool: Staging buffers, and shards that stay in host memory.
+        volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
+        units_engine: The same engine for shards, which can be watched.
+        chunk_numel: Elements of a shard that are staged at one time.
+        resident_nbytes: What shards that stay may take of ``host_pool``.
+    """
+
+    def __init__(self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, *, on_gpu: bool) -> None:
+        self.memory, self.host_nbytes, self.on_gpu = memory, host_nbytes, on_gpu
+        self.layout = StateLayout.of(dtype)
+        self._stack = contextlib.ExitStack()
+        self.host_pool = self._stack.enter_context(contextlib.closing(HostPool(host_nbytes, pin=on_gpu)))
+        self.volume: Volume | None = None
+        self.engine: TransferEngine | None = None
+        self.units_engine: WatchedEngine | None = None
+        self.store: ShardStore | None = None
+        self.chunk_numel = CHUNK_NUMEL
+        self._record: Path | None = None  # of the commit
+        self._drafts: list[Path] = []
+        staging = 0
+        if memory.nvme:
+            share = 2 if memory.resident else 1  # residents get at least the other half
+            self.chunk_numel = budget.chunk_numel(host_nbytes // share, self._itemsize, CHUNK_NUMEL)
+            staging = budget.STAGED_CHUNKS * self._chunk_nbytes
+        self.resident_nbytes = self._room_for_residents(staging)
+
+    def open_files(self, run_id: str, rank: int, timeline: Timeline) -> None:
+        """Make this rank's files in every directory of ``memory.nvme``; none: do nothing.
+
+        Raises:
+            DiskError: A directory cannot be written.
+        """
+        if not self.memory.nvme:
+            return
+        directories = []
+        for root in self.memory.nvme:
+            directories.append(RunDirectory.create(Path(root), run_id, rank))
+            self._stack.callback(directories[-1].remove)
+        paths = [directory.file(f"rank{rank}.bin") for directory in directories]
+        self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]
+        self._record = directories[0].file(f"rank{rank}.commit")
+        self.volume = Volume(paths, stripe_weights([path.parent for path in paths]))
+        self._stack.callback(self.volume.close)
+        self.engine = make_engine(self.memory.engine, self.volume)
+        self._stack.callback(self.engine.close)
+        if timeline.enabled:
+            self.engine = TimedEngine(self.engine, timeline)
+        self.units_engine = WatchedEngine(self.engine)
+        self.store = ShardStore(
+            self.volume, weight_itemsize=self.layout.weight_nbytes(1),
+            state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,
+            chunk_numel=self.chunk_numel,
+        )  # fmt: skip
+
+    def draft_paths(self) -> list[Path]:
+        """A file of the run's own in each directory: what becomes a shared base when it is whole."""
+        return self._drafts
+
+    def open_commits(self) -> Commits | None:
+        """The writer of commit records, where a unit has two versions on disk."""
+        if self.volume is None or self._record is None or self.memory.versions < 2:
+            return None
+        return Commits(self._record, self.volume.sync)
+
+    def staged_chunks(self) -> int:
+        """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
+        room = 0 if self.on_gpu else self.host_nbytes - self.host_pool.leased_nbytes
+        return max(budget.STAGED_CHUNKS, room // self._chunk_nbytes)
+
+    def close(self) -> None:
+        """Close the engine, remove the files, give back the memory. May be called twice."""
+        self._stack.close()
+
+    @property
+    def _itemsize(self) -> int:
+        return self.layout.weight_nbytes(1) + self.layout.state_nbytes(1)
+
+    @property
+    def _chunk_nbytes(self) -> int:
+        return budget.rounded(self.chunk_numel * self._itemsize)
+
+    def _room_for_residents(self, staging_nbytes: int) -> int:
+        """The host budget but for staging, and for gradients of an accelerator (bytes)."""
+        if self.memory.nvme and not self.memory.resident:
+            return 0
+        room = self.host_nbytes - staging_nbytes
+        return room // 2 if self.on_gpu else room

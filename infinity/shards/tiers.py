@@ -1,0 +1,391 @@
+"""Where each unit's shard lives, host or NVMe: the only code that turns a unit into bytes.
+
+A unit that fits the host budget stays there and moves nothing; the rest have extents. With one
+rank and no accelerator, a unit whose home is host memory *is* its flat buffer.
+
+[Note: frozen units]
+While a model is built nobody knows what will be trained. So a unit then has its weights and what makes
+them exact, and in the host budget the room for its moments is only set aside. When an optimizer is made,
+:meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones to units that
+would live on NVMe. A unit that is thawed later gets its moments then.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.core.budget import rounded
+from infinity.core.errors import BudgetError, StateError
+from infinity.core.extent import Extent
+from infinity.core.lifecycle import UnitState
+from infinity.core.nbytes import format_nbytes
+from infinity.core.tier import Tier
+from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.optim.layout import StateLayout
+from infinity.optim.master import master_of, store_master
+from infinity.partition.unit import Unit
+from infinity.shards.storage import Storage
+from infinity.shards.store import ChunkExtents, ShardStore, Version
+
+#: Every rule keeps two, the last fields of a state.
+_MOMENTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
+
+    The moments are missing from ``state`` while the unit was never trained.
+    """
+
+    weight: Tensor
+    state: tuple[Tensor, ...]
+    leases: tuple[Lease, ...]
+
+
+class Lender(Protocol):
+    """Has places on NVMe that other runs share, for units that are never written."""
+
+    def place(self, unit: Unit) -> bool:
+        """Whether a new unit now has its place; if the store calls it lent, its values, too."""
+        ...
+
+    def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None:
+        """The next chunk of ``unit`` is ``memory``, and is on its way to the disk."""
+        ...
+
+
+class Tiers:
+    """The homes of all units of this rank.
+
+    Args:
+        storage: Host memory for residents and staging, and files for the others.
+        gather: Makes a full tensor, ``(numel,)``, of this rank's slice; every rank must call.
+
+    Attributes:
+        lender: Asked first for places on NVMe, while a frozen base is loaded.
+    """
+
+    def __init__(self, storage: Storage, gather: Callable[[Unit, Tensor], Tensor]) -> None:
+        self.layout: StateLayout = storage.layout
+        self.pool: Pool = storage.host_pool
+        self.store, self.engine = storage.store, storage.units_engine
+        self.chunk_numel, self.versions, self.gather = storage.chunk_numel, storage.memory.versions, gather
+        self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
+        self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
+        self.residents: dict[int, Resident] = {}
+        self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
+        self.lender: Lender | None = None
+        self._set_aside: set[int] = set()  # residents whose moments have room in the host budget
+
+    # --- homes -------------------------------------------------------------------------------
+
+    def place(self, unit: Unit) -> None:
+        """Give a new unit its home, with room for weights and what makes them exact.
+
+        Raises:
+            BudgetError: It fits no tier; says what is needed.
+            DiskError: The file system is full.
+        """
+        nbytes = self._nbytes(unit)
+        if self._used_nbytes + nbytes <= self.resident_nbytes:
+            self._used_nbytes += nbytes
+            self._set_aside.add(unit.index)
+            self._make_resident(unit)
+        elif self.store is not None:
+            if self.lender is None or not self.lender.place(unit):
+                self.store.allocate(unit.index, unit.shard_numel, unit.name)
+        else:
+            raise BudgetError(
+                f"{unit.name} needs {format_nbytes(nbytes)} of host memory for its weights and optimizer "
+                f"state; memory.host leaves {format_nbytes(self.resident_nbytes)} for them, of which "
+                f"{format_nbytes(self._used_nbytes)} are taken by the units before it. Raise memory.host, "
+                "or give memory.nvme one or more directories"
+            )
+
+    def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
+        """Give units the room that is right for what is trained now: see [Note: frozen units].
+
+        Every rank must call with the same units frozen.
+
+        Args:
+            movable: No unit is in use yet, so that homes may change.
+
+        Raises:
+            BudgetError: A thawed unit's moments do not fit the host budget.
+            DiskError: The file system is full.
+        """
+        units = list(units)
+        if movable:
+            for unit in units:
+                if unit.index in self._set_aside and not unit.trainable:
+                    self._set_aside.discard(unit.index)
+                    self._used_nbytes -= self._moments_nbytes(unit)
+            for unit in sorted(units, key=lambda unit: not unit.trainable):
+                self._bring_home(unit)
+        for unit in units:
+            if unit.trainable:
+                self._give_moments(unit)
+
+    def _nbytes(self, unit: Unit, *, moments: bool = True) -> int:
+        """What the pool takes for a resident (bytes)."""
+        n = unit.shard_numel
+        nbytes = rounded(self.layout.weight_nbytes(n)) + rounded(self._exact.state_nbytes(n))
+        return nbytes + (self._moments_nbytes(unit) if moments else 0)
+
+    def _moments_nbytes(self, unit: Unit) -> int:
+        return rounded(self._moments.state_nbytes(unit.shard_numel))
+
+    def _make_resident(self, unit: Unit) -> None:
+        n, who = unit.shard_numel, unit.name
+        leases = [self.pool.lease(self.layout.weight_nbytes(n), who=who)]
+        exact: tuple[Tensor, ...] = ()
+        if self._exact.fields:
+            leases.append(self.pool.lease(self._exact.state_nbytes(n), who=who))
+            exact = self._exact.views(leases[1].tensor, n)
+        self.residents[unit.index] = Resident(leases[0].tensor.view(unit.dtype), exact, tuple(leases))
+        unit.home = Tier.HOST
+        unit.lifecycle.state = UnitState.ON_HOST
+
+    def _bring_home(self, unit: Unit) -> None:
+        """Take a unit from NVMe into host memory if it fits."""
+        nbytes = self._nbytes(unit, moments=bool(unit.trainable))
+        if not self._stored(unit) or self._used_nbytes + nbytes > self.resident_nbytes:
+            return
+        self._used_nbytes += nbytes
+        if unit.trainable:
+            self._set_aside.add(unit.index)
+        self._make_resident(unit)
+        ours = self.residents[unit.index]
+        for start, weight, state in self._each_stored_chunk(unit):
+            part = slice(start, start + len(weight))
+            ours.weight[part].copy_(weight)
+            for mine, field in zip(ours.state, state, strict=False):
+                mine[part].copy_(field)
+        assert self.store is not None
+        self.store.free(unit.index)
+
+    def _give_moments(self, unit: Unit) -> None:
+        resident = self.residents.get(unit.index)
+        if resident is None:
+            if self.store is not None:
+                self._train(unit)
+            return
+        if len(resident.state) == len(self.layout.fields):
+            return
+        if unit.index not in self._set_aside:
+            nbytes = self._moments_nbytes(unit)
+            if self._used_nbytes + nbytes > self.resident_nbytes:
+                raise BudgetError(
+                    f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "
+                    f"need {format_nbytes(nbytes)} of host memory, of which memory.host leaves "
+                    f"{format_nbytes(self.resident_nbytes - self._used_nbytes)}. Raise memory.host, or make "
+                    "the optimizer after requires_grad_(True)"
+                )
+            self._used_nbytes += nbytes
+        lease = self.pool.lease(self._moments.state_nbytes(unit.shard_numel), who=unit.name)
+        moments = self._moments.views(lease.tensor, unit.shard_numel)
+        for moment in moments:
+            moment.zero_()
+        self.residents[unit.index] = Resident(
+            resident.weight, (*resident.state, *moments), (*resident.leases, lease)
+        )
+
+    # --- exact values, for construction and for people who write weights ---------------------
+
+    def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
+        """Store exact values of this rank's shard, moments zero; a new unit gets its home first.
+
+        Args:
+            unit: Whose.
+            master: Gives elements of the full flat buffer, in fp32, or in bf16 where that is exact and
+                the compute dtype.
+        """
+        if unit.index not in self.residents and not self._stored(unit):
+            self.place(unit)
+            if self._lent(unit):
+                return  # with its values
+        first, trains = unit.shard_start, self._trains(unit)
+        for start, weight, state in self._each_chunk(unit, read=False, write=True):
+            values = master(first + start, first + start + len(weight))
+            if values.dtype == torch.bfloat16:
+                weight.copy_(values)
+                for field in state[:-_MOMENTS]:
+                    field.zero_()
+            else:
+                store_master(self.layout, values, weight, state)
+            for moment in state[-_MOMENTS:] if trains else ():
+                moment.zero_()
+
+    def get(self, unit: Unit) -> Tensor:
+        """The full exact values, fp32, ``(numel,)``. Every rank must call."""
+        return self.gather(unit, self.shard_fields(unit)[0])
+
+    def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
+        """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
+        out = [torch.empty(unit.shard_numel) for _ in range(1 + _MOMENTS)]
+        for start, weight, state in self._each_chunk(unit):
+            stop = start + len(weight)
+            out[0][start:stop] = master_of(self.layout, weight, state)
+            for field, moment in zip(out[1:], state[-_MOMENTS:], strict=True):
+                field[start:stop] = moment
+        return tuple(out)
+
+    def set_shard_fields(self, unit: Unit, fields: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Replace this shard's exact values and moments (optimizer state that is loaded)."""
+        self._give_moments(unit)
+        for start, weight, state in self._each_chunk(unit, write=True):
+            stop = start + len(weight)
+            store_master(self.layout, fields[0][start:stop], weight, state)
+            state[-2].copy_(fields[1][start:stop])
+            state[-1].copy_(fields[2][start:stop])
+
+    def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
+        """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype.
+
+        Where a weight is what it was ``before``, its exact value stays what it was; elsewhere the
+        exact value becomes the weight. The moments stay.
+        """
+        for start, stored, state in self._each_chunk(unit, write=True):
+            part = slice(start, start + len(stored))
+            exact = master_of(self.layout, before[part], state)
+            exact = torch.where(weight[part] == before[part], exact, weight[part].float())
+            store_master(self.layout, exact, stored, state)
+
+    def _each_chunk(
+        self, unit: Unit, *, read: bool = True, write: bool = False
+    ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
+        """Every chunk's start, weights and state in memory; stored again when ``write``.
+
+        Moments of a unit that has none are zeros, and are not stored.
+        """
+        resident = self.residents.get(unit.index)
+        if resident is None:
+            yield from self._each_stored_chunk(unit, read=read, write=write)
+            return
+        missing = self.layout.fields[len(resident.state) :]
+        for start in range(0, unit.shard_numel, self.chunk_numel):
+            stop = min(start + self.chunk_numel, unit.shard_numel)
+            zeros = (torch.zeros(stop - start, dtype=field.dtype) for field in missing)
+            yield start, resident.weight[start:stop], (*(f[start:stop] for f in resident.state), *zeros)
+
+    def _each_stored_chunk(
+        self, unit: Unit, *, read: bool = True, write: bool = False
+    ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
+        """The same of a unit on NVMe; where memory allows, a chunk lands while the next one is made."""
+        stored = self._committed(unit).chunks
+        if write and self._lent(unit):
+            self._store.own(unit.index)  # what is lent stays as it is
+        with ExitStack() as landing:
+            for number, (chunk, target) in enumerate(zip(stored, self._committed(unit).chunks, strict=True)):
+                weight_nbytes = self.layout.weight_nbytes(chunk.numel)
+                with ExitStack() as held:
+                    lease = self._room(weight_nbytes + self.layout.state_nbytes(chunk.numel), landing)
+                    held.callback(lease.release)
+                    weight = lease.tensor[:weight_nbytes].view(unit.dtype)
+                    state = self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
+                    if read:
+                        self._fetch(chunk, lease, weight, state)
+                    yield chunk.start, weight, state
+                    if write:
+                        if not target.exact.pieces and self._says_more(weight, state):
+                            target = self._store.add_exact(unit.index, number)
+                        for transfer in self._start(self._engine.write, target, lease.memory):
+                            held.callback(transfer.wait)
+                        if self.lender is not None:
+                            self.lender.wrote(unit, [part for _, part in self._parts(target, lease.memory)])
+                        landing.close()
+                        landing.enter_context(held.pop_all())
+
+    def _room(self, nbytes: int, landing: ExitStack) -> Lease:
+        """Staging memory, beside what is ``landing`` or after it."""
+        lease = self.pool.try_lease(nbytes, who="exact values")
+        if lease is None:
+            landing.close()
+            lease = self.pool.lease(nbytes, who="exact values")
+        return lease
+
+    def _fetch(self, chunk: ChunkExtents, lease: Lease, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Read what a chunk has on NVMe, and complete what it does not have there."""
+        for transfer in self._start(self._engine.read, chunk, lease.memory):
+            transfer.wait()
+        if not chunk.exact.pieces:
+            store_master(self.layout, weight.float(), weight, state)
+        if not chunk.moments.pieces:
+            for moment in state[-_MOMENTS:]:
+                moment.zero_()
+
+    def _says_more(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
+        """Whether the exact values are not the weights themselves."""
+        if self.layout.dtype is torch.float16:
+            return True  # room that was not written reads as zeros, which are no float16 masters
+        return any(bool(remainder.view(torch.int64).any()) for remainder in state[:-_MOMENTS])
+
+    def _start(
+        self, move: Callable[[Extent, memoryview], Transfer], chunk: ChunkExtents, memory: memoryview
+    ) -> list[Transfer]:
+        """Read or write what a chunk has on NVMe; ``memory`` has room for all that it could have."""
+        return [move(extent, part) for extent, part in self._parts(chunk, memory)]
+
+    def _parts(self, chunk: ChunkExtents, memory: memoryview) -> Iterator[tuple[Extent, memoryview]]:
+        """What a chunk has on NVMe, and where it is in memory."""
+        begin = 0
+        for extent, nbytes in (
+            (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
+            (chunk.exact, self._exact.state_nbytes(chunk.numel)),
+            (chunk.moments, self._moments.state_nbytes(chunk.numel)),
+        ):
+            if extent.pieces:
+                yield extent, memory[begin : begin + nbytes]
+            begin += nbytes
+
+    # --- what training moves -----------------------------------------------------------------
+
+    def version(self, unit: Unit, ahead: int = 0) -> Version:
+        """Where an update reads, or with ``ahead=1`` writes; a unit that was frozen gets room first."""
+        self._train(unit)
+        return self._store.version(unit.index, unit.version + ahead)
+
+    def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
+        """Start fetching this shard's committed weights from byte ``start`` on."""
+        part = self._committed(unit).weight.part(start, memory.nbytes)
+        return self._engine.read(part, memory, urgent=True)
+
+    def _train(self, unit: Unit) -> None:
+        """Give a unit on NVMe room for all that training needs, in files of this run."""
+        if self._lent(unit):
+            for _ in self._each_stored_chunk(unit, write=True):
+                pass
+        self._store.train(unit.index)
+
+    def _committed(self, unit: Unit) -> Version:
+        return self._store.version(unit.index, unit.version)
+
+    def _trains(self, unit: Unit) -> bool:
+        """Whether the unit has moments."""
+        resident = self.residents.get(unit.index)
+        if resident is None:
+            return self._store.trains(unit.index)
+        return len(resident.state) == len(self.layout.fields)
+
+    def _stored(self, unit: Unit) -> bool:
+        return self.store is not None and self.store.has(unit.index)
+
+    def _lent(self, unit: Unit) -> bool:
+        return self.store is not None and self.store.lent(unit.index)
+
+    @property
+    def _store(self) -> ShardStore:
+        if self.store is None:
+            raise StateError("memory.nvme names no directory, yet a unit is asked for there")
+        return self.store
+
+    @property
+    def _engine(self) -> TransferEngine:
+        if self.engine is None:
+            raise StateError("memory.nvme names no directory, yet a unit was stored there")
+        return self.engine
