@@ -54,7 +54,7 @@ def steps(overrides, count=STEPS):
         for step in range(count):
             model(**batch(step)).loss.backward()
             optimizer.step()
-        return optimizer.runtime.activations, optimizer.runtime.connected().division
+        return optimizer.runtime.activations, optimizer.runtime.executor().budget.division
     finally:
         optimizer.close()
 

@@ -3,12 +3,12 @@
 [Note: when an update starts]
 With two versions, and when nothing global must be known first (no clipping), a unit's update starts
 as soon as its gradient exists, inside backward: it reads the committed version and writes the next.
-``step`` then only turns the page: what was next is committed. Otherwise gradients are held, and the
+``step`` then only publishes them: what was next is committed. Otherwise gradients are held, and the
 updates start at ``step``. Either way they lag into the next forward, where the next fetch of a unit
 waits for that unit's own update, and they run in the order in which the next forward will need them.
 
 [Note: what is forgotten]
-Skipping a step, or ``zero_grad()`` without ``step()``, is not turning the page: the next version is
+Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: the next version is
 overwritten by the next update. A unit in host memory has one place, so it is only updated at
 ``step``.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Transfer
@@ -29,6 +30,7 @@ from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.optim.tickets import After, Ticket
+from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Unit
 from infinity.shards.commits import Commits
 from infinity.shards.journal import CommitRecord
@@ -85,25 +87,23 @@ class Updates:
         tiers: Where shards live.
         rule: Updates shards in host memory, on the training thread.
         pipeline: Updates the others; None when everything is resident.
+        units: All of the model's.
+        order: Of uses and gradients in a step, which orders the updates.
         early: Start inside backward where versions allow it.
-        next_use: Position of a unit's first use in the next pass, for the order of updates.
-        order_of_gradients: Indices of units in the order in which a step completes their gradients.
-        units: All of the model's, for the commit record.
         commits: Writes the commit record; None without two versions on disk.
         on_failure: Called with the error of an update, on the pipeline's thread.
     """
 
     def __init__(
-        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, *, early: bool,
-        next_use: Callable[[int], int], order_of_gradients: Callable[[], Sequence[int]] = tuple,
-        units: Sequence[Unit] = (), commits: Commits | None = None,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
+        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, units: Sequence[Unit],
+        order: StepOrder, *, early: bool, commits: Commits | None,
+        on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
-        self.early, self.next_use, self._on_failure = early, next_use, on_failure
-        self.order_of_gradients = order_of_gradients
+        self.units, self.order, self.early = units, order, early
+        self.commits, self._on_failure = commits, on_failure
         self._expecting = False
-        self.units, self.commits = units, commits
+        self._incoming: list[Pending] = []  # reductions whose gradients will be added
         self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
         self.ready: dict[int, Ready] = {}
         self.steps = 0
@@ -116,6 +116,16 @@ class Updates:
         self._lock = threading.Lock()
 
     # --- gradients ---------------------------------------------------------------------------
+
+    def announce(self, reduction: Pending) -> None:
+        """Expect a gradient that its reduction over ranks will :meth:`add`."""
+        self._incoming.append(reduction)
+
+    def wait_for_gradients(self) -> None:
+        """Block until every announced gradient has been added."""
+        for reduction in self._incoming:
+            reduction.wait()
+        self._incoming.clear()
 
     def add(self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights) -> None:
         """A shard's gradient is complete, ``(shard_numel,)``; any thread.
@@ -145,7 +155,7 @@ class Updates:
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
-        on_nvme = [index for index in self.order_of_gradients() if self.units[index].home is Tier.NVME]
+        on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
@@ -155,7 +165,7 @@ class Updates:
     # --- the step ----------------------------------------------------------------------------
 
     def commit(self, grad_scale: float) -> None:
-        """Make this step's updates the model: turn the page, or start what was held."""
+        """Commit the step: publish running updates, start deferred ones."""
         self._check_hypers()
         for index in self._in_order_of_use(self.ready):
             ready = self.ready[index]
@@ -185,6 +195,8 @@ class Updates:
         self._close_step()
         return forgotten
 
+    # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
+
     def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading a shard's committed weights from byte ``start`` on, after the update of them."""
         ticket = self._tickets.get(unit.index)
@@ -194,23 +206,29 @@ class Updates:
             return self.tiers.read_weight(unit, memory, start)
         return After(ticket, lambda: self.tiers.read_weight(unit, memory, start))
 
+    def resident(self, unit: Unit) -> Tensor | None:
+        """Return the shard of a unit that lives in host memory; None for others."""
+        resident = self.tiers.residents.get(unit.index)
+        return None if resident is None else resident.weight
+
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """What waits for the new weights of a unit that stayed; without an update they are the old ones."""
+        """Return a wait for the new weights of a unit that stayed; without an update they are the old ones."""
         ticket = self._tickets.get(unit.index)
         return (lambda: None) if ticket is None else ticket.wait_computed
 
-    def leave_in_peace(self, unit: Unit) -> None:
-        """When this returns, no update reads or writes the weights that ``unit`` stayed with."""
+    def fetch_waits_for(self, unit: Unit) -> str:
+        """Return the cause of a wait for ``unit``'s fetch: its ``update``, or the disk's ``read``."""
+        ticket = self._tickets.get(unit.index)
+        return "read" if ticket is None or ticket.done() or self._is_next(unit) else "update"
+
+    def wait_until_unused(self, unit: Unit) -> None:
+        """Return when no update reads or writes the weights that ``unit`` stayed with."""
+        self.wait_for_gradients()  # its own may still be on the way to the update
         ready, ticket = self.ready.get(unit.index), self._tickets.get(unit.index)
         if ready is not None and ready.ticket is None:
             ready.weights = Weights()  # the update will read them
         elif ticket is not None:
             ticket.computed.wait()
-
-    def fetch_waits_for(self, unit: Unit) -> str:
-        """What a fetch of ``unit`` waits for now: its update, or the disk's read."""
-        ticket = self._tickets.get(unit.index)
-        return "read" if ticket is None or ticket.done() or self._is_next(unit) else "update"
 
     def drain(self) -> None:
         """Block until every update that was started has landed."""
@@ -261,7 +279,7 @@ class Updates:
         self.pipeline.submit(
             UpdateJob(
                 name=unit.name, weight=ready.weights.values, grad=ready.grad, chunks=chunks, runs=runs,
-                priority=self.next_use(unit.index), on_computed=partial(_computed, ready, ticket),
+                priority=self.order.first_use(unit.index), on_computed=partial(_computed, ready, ticket),
                 on_done=partial(self._landed, ticket), in_place=ready.weights.stay,
             )
         )  # fmt: skip
@@ -312,7 +330,7 @@ class Updates:
 
     def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
         """Held updates start in the order in which the next forward needs them."""
-        return sorted(indices, key=lambda i: (self.next_use(i), i))
+        return sorted(indices, key=lambda i: (self.order.first_use(i), i))
 
     def _close_step(self) -> None:
         self.ready.clear()
