@@ -47,9 +47,8 @@ def make(job: Job) -> dict[str, Any]:
 
 def start(job: Job) -> dict[str, Any]:
     """Seconds until the model is there, and the bytes that its engine moved for it."""
-    from infinity.engine.runtime import runtime_of
-
     import infinity
+    from infinity.engine.runtime import runtime_of
 
     recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
     forget(Path(job.source))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.engine.runtime import runtime_of
 from torch import Tensor, nn
 
 import infinity
@@ -20,6 +19,7 @@ from infinity.app.train import train
 from infinity.core import budget
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.tier import Tier
+from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule

@@ -14,7 +14,6 @@ import peft
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from infinity.engine.runtime import runtime_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,6 +21,7 @@ import infinity
 from infinity import BudgetError, CheckpointError, RecipeError, StateError, add_lora, save_lora
 from infinity.app.train import train as train_recipe
 from infinity.core.tier import Tier
+from infinity.engine.runtime import runtime_of
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule, compute_weight

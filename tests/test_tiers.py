@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.engine.runtime import runtime_of
 
 import infinity
 from infinity import BudgetError
 from infinity.core.tier import Tier
+from infinity.engine.runtime import runtime_of
 from tests.helpers import training
 from tests.helpers.lockstep import Toy, batch, place, seeded
 from tests.helpers.reference import Reference, Rule

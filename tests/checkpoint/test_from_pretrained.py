@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 import transformers
-from infinity.engine.runtime import runtime_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 import infinity
 from infinity.checkpoint.plan import Converted
 from infinity.core.errors import CheckpointError
+from infinity.engine.runtime import runtime_of
 from tests.helpers import zoo
 from tests.helpers.training import recipe, small_units, streaming
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from infinity.engine.runtime import runtime_of
 
 import infinity
+from infinity.engine.runtime import runtime_of
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import recipe
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from infinity.engine.runtime import runtime_of
 from torch import Tensor, nn
 
 import infinity
+from infinity.engine.runtime import runtime_of
 from tests.helpers import training
 from tests.helpers.reference import Reference, Rule
 
