@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.shards.journal import CommitRecord, read_commit
-from infinity.shards.updates import Ticket
+from infinity.core.transfer import TransferFuture
+from infinity.shards.commits import CommitRecord, read_commit
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
@@ -53,7 +53,7 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
     from infinity.shards.commits import Commits
 
     commits = Commits(tmp_path / "record", lambda: None)
-    good, bad = Ticket(), Ticket()
+    good, bad = TransferFuture(), TransferFuture()
     good.finish(None)
     commits.add(CommitRecord(1, (0,)), [good])
     commits.wait()

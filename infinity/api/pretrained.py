@@ -72,10 +72,10 @@ def from_pretrained(
             loading = Loading(checkpoint, Choice(new, ignore), on_progress)
             runtime.construction.late = loading
             if base is not None:
-                loading.lending = base.lending
+                loading.sharing, runtime.tiers.shared_base = base.sharing, base
             model = build_model(config, auto_class, runtime.dtype)
             loading.prepare(model)
-        runtime.construction.late = None  # the plan and its files are not needed any more
+        runtime.construction.late = runtime.tiers.shared_base = None  # they and their files have served
         notes = loading.notes()
         if base is not None:
             loading.freeze(runtime.units)
@@ -91,10 +91,5 @@ def _shared_base(runtime: Runtime, path: Path, config: Any) -> SharedBase:
 
     settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     made_by = json.dumps([transformers.__version__, torch.__version__, settings], sort_keys=True, default=str)
-    return SharedBase(
-        runtime.storage,
-        runtime.tiers,
-        lambda: stamp_files(path) + made_by,
-        runtime.ranks.rank,
-        runtime.ranks.world_size,
-    )
+    ranks = runtime.ranks
+    return SharedBase(runtime.storage, lambda: stamp_files(path) + made_by, ranks.rank, ranks.world_size)

@@ -116,10 +116,8 @@ class Runtime:
         cache = TensorCache(device, shelves, lambda wait: self.stalls("activation", wait))
         recomputed = self.config.layer_schedule  # by itself: little is left to plan
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
-        return Activations(
-            cache, policy, self._hardware, decide=partial(self.ranks.decide, where="the plan for activations"),
-            units=storage.units_engine,
-        )  # fmt: skip
+        decide = partial(self.ranks.decide, where="the plan for activations")
+        return Activations(cache, policy, self._hardware, decide=decide, units=storage.units_engine)
 
     def _hardware(self) -> Hardware:
         room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes

@@ -128,8 +128,8 @@ def test_a_call_that_raises_does_not_end_the_engine(
     done = threading.Event()
     move = engine.write(extent, out.memory)
     # Held back until the call is registered, or it would run, and raise, right here.
-    with engine._lock:
-        ended = move._ended
+    with move._lock:
+        ended = move.done()
         if not ended:
             move._calls += [lambda: 1 // 0, done.set]
     if not ended:
