@@ -163,7 +163,7 @@ class StepExecutor:
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
 
-    # --- the budget of activations (infinity.activations: ActivationBudget) --------------------
+    # --- the budget of activations (infinity.activations.activations: ActivationBudget) --------------------
 
     def capacities(self) -> Sequence[int | None]:
         """Return what units leave of ``memory.device``, and what the least that they need leaves (bytes)."""
