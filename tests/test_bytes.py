@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infinity.core.errors import BudgetError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from tests.helpers import models
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.reference import Rule

@@ -18,7 +18,7 @@ from infinity.api.schedule import LayerSchedule
 from infinity.app.train import train
 from infinity.core import budget
 from infinity.core.errors import BudgetError, RecipeError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import run_ranks

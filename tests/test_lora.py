@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import infinity
 from infinity import BudgetError, CheckpointError, RecipeError, StateError, add_lora, save_lora
 from infinity.app.train import train as train_recipe
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks

@@ -26,7 +26,7 @@ from infinity.checkpoint.publish import Publication
 from infinity.core.errors import RecipeError, StateError
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.partition import builder
-from infinity.partition.parameters import ServedParameters
+from infinity.partition.init_context import ServedParameters
 
 __all__ = ["add_lora", "save_lora"]
 

@@ -20,8 +20,8 @@ from torch import nn
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
+from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.storage import Storage
 

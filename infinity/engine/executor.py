@@ -17,11 +17,10 @@ from infinity.activations.activations import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
-from infinity.core.lifecycle import UnitState
+from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
 from infinity.device.machine import free_host_nbytes
-from infinity.device.pool import BufferPool, DevicePool, HostPool
+from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import Gradients
@@ -32,10 +31,8 @@ from infinity.observe.timeline import Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
-from infinity.partition.mover import UnitMover
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher, StepOrder
-from infinity.partition.staging import Staging
+from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
 from infinity.shards.updates import Updates

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.core.transfer import Lease, Pool
 from infinity.partition.gradients import ReleasedGradient, UnitGradient
 from infinity.partition.mover import UnitMover
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.updates import Updates, Weights
 

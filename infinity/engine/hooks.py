@@ -44,8 +44,7 @@ from infinity.activations.cache import Kept, Saved
 from infinity.core.errors import StateError
 from infinity.engine.gradients import Gradients
 from infinity.partition.gradients import ReleasedGradient
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 
 

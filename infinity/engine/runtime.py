@@ -38,8 +38,7 @@ from infinity.observe.listener import Listener
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.init_context import Construction
-from infinity.partition.parameters import install_parameter_dict
+from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers

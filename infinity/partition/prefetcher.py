@@ -25,10 +25,9 @@ the plan of the next pass.
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from infinity.partition.prefetch_plan import Plan, make_plan
-from infinity.partition.trace import Event, Kind, Trace
+from infinity.partition.prefetch_plan import Event, Kind, Plan, make_plan
 
 
 class Mover(Protocol):
@@ -86,14 +85,14 @@ class Pass:
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.trace = Trace()
+        self.trace: list[Event] = []
         self.cursor = 0  # the plan's next event
         self.begun = False
         self._places: dict[tuple[Event, ...], list[int]] | None = None
 
     @property
     def position(self) -> int:
-        return len(self.trace.events)
+        return len(self.trace)
 
     def foresees(self, event: Event) -> bool:
         """Whether ``event`` is the plan's next one."""
@@ -103,18 +102,18 @@ class Pass:
         self.plan, self._places = plan, None
 
     def restart(self) -> None:
-        self.trace, self.cursor, self.begun = Trace(), 0, False
+        self.trace, self.cursor, self.begun = [], 0, False
 
     def align(self, event: Event) -> range:
         """Write ``event`` down; the positions of the plan that are over with it: none when unforeseen."""
-        self.trace.add(event)
+        self.trace.append(event)
         if self.plan is None:
             return range(0)
         begin = self.cursor
         if self.foresees(event):
             self.cursor += 1
         elif self.position >= CONTEXT:
-            context = tuple(self.trace.events[-CONTEXT:])
+            context = tuple(self.trace[-CONTEXT:])
             later = self._find(context)
             if later is not None:
                 self.cursor = later + 1
@@ -255,7 +254,7 @@ class Prefetcher:
     # --- decisions ---------------------------------------------------------------------------
 
     def _conclude(self, ended: Pass) -> None:
-        events = tuple(ended.trace.events)
+        events = tuple(ended.trace)
         if events and (ended.plan is None or ended.plan.events != events):
             ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes, can_stay=self.can_stay))
             if ended is self.training:
@@ -358,3 +357,72 @@ class Prefetcher:
         self.staying.discard(unit)
         self._unforeseen.pop(unit, None)
         self.mover.release(unit)
+
+
+class BackwardPins:
+    """Uses units for a backward pass, and lets each go when nobody in it reads it any more.
+
+    Args:
+        prefetcher: Serves uses, and has room.
+    """
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+        #: In the order in which they came, each with the autograd node that reads it; None: a recomputed
+        #: forward does.
+        self._kept: dict[int, Any] = {}
+        self._node: Any = None  # the autograd node that read frozen units last,
+        self._read: list[int] = []  # and which ones
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the unit is kept until its gradients are complete."""
+        return index in self._kept
+
+    def recomputed(self, index: int) -> bool:
+        """Whether a recomputed forward reads the unit."""
+        return self._kept.get(index, self) is None
+
+    def keep(self, index: int, node: Any) -> None:
+        """Use a unit until its gradients are complete, or until room is short.
+
+        Args:
+            node: The autograd node that reads it; None: a recomputed forward, which needs it to the end.
+        """
+        if index in self._kept:
+            if self._kept[index] is not None:
+                self._kept[index] = node
+            return
+        for earlier, reader in list(self._kept.items()):
+            if self._prefetcher.holds([*self._kept, index]):
+                break
+            if reader is not None and reader is not node:  # kept for its update only, which can read it again
+                self.unpin(earlier)
+        self._kept[index] = node
+        self._prefetcher.use(index)
+
+    def keep_for(self, node: Any, index: int) -> None:
+        """Use a unit without gradients until another node reads one."""
+        if node is not self._node:  # no operator reads what an earlier one unpacked
+            for read in self._read:
+                self._prefetcher.unpin(read)
+            self._node, self._read = node, []
+        if index not in self._read:
+            self._read.append(index)
+            self._prefetcher.use(index)
+
+    def unpin(self, index: int) -> None:
+        """Nobody reads the unit any more, and its weights stay."""
+        if index in self._kept:
+            del self._kept[index]
+            self._prefetcher.unpin(index)
+
+    def forget(self, index: int) -> None:
+        """The unit's gradients are complete, and its weights are gone to the update."""
+        self._kept.pop(index, None)
+
+    def drop(self) -> None:
+        """The backward pass has ended."""
+        for index in [*self._kept, *self._read]:
+            self._prefetcher.unpin(index)
+        self._kept.clear()
+        self._node, self._read = None, []

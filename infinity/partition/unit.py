@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.errors import StateError
-from infinity.core.lifecycle import Lifecycle, UnitState
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Lifecycle, Tier, UnitState
 from infinity.core.transfer import Lease
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].

@@ -8,7 +8,7 @@ import torch
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.transfer import TransferEngine
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory

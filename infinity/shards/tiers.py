@@ -21,9 +21,8 @@ from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.extent import Extent
-from infinity.core.lifecycle import UnitState
+from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout
 from infinity.optim.master import master_of, store_master

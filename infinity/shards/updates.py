@@ -24,7 +24,7 @@ from torch import Tensor
 
 from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer, TransferFuture
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
