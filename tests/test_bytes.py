@@ -98,7 +98,7 @@ def least_device(folder: str, clip: float | None) -> str:
     try:
         count(folder, clip, "memory.device=1KiB")
     except BudgetError as error:
-        [kib] = re.findall(r"needed are (\d+) KiB", str(error))
+        [kib] = re.findall(r"at least (\d+) KiB", str(error))
         return f"memory.device={kib}KiB"
     raise AssertionError("1 KiB was enough")
 

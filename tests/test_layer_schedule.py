@@ -214,7 +214,7 @@ def backward(
 
 def room_for_a_block(folder: str, name: str, rule: Rule = CLIPPED) -> int:
     """The least ``memory.device`` (bytes) with which the layer schedule runs, as the errors say it."""
-    device = least(folder, name, rule, 1024, r"needed are .*?\((\d+) bytes")
+    device = least(folder, name, rule, 1024, r"at least .*?\((\d+) bytes")
     return device + least(folder, name, rule, device, r"Raise it by .*?\((\d+) bytes")
 
 

@@ -17,11 +17,11 @@ its master weight, may be written, and is stored again before the next one is.
 A model that will be filled from a checkpoint is built without values: a unit that closes gets neither
 values nor a place, and a parameter that is touched afterwards is scratch memory. At the end of the
 block, when every parameter has its full name, :class:`LateValues` gives each unit both.
+
 [Note: parameters by name]
 A module's ``_parameters`` is a :class:`ServedParameters`: a module that reads ``self.weight`` asks it by
-key. Asking for a parameter that was released, outside its own module's forward (a parent's forward, a tied weight, a
-model's own ``_init_weights``), serves it: the touch gathers the unit and is written into the
-trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
+key. Asking for a parameter that was released, outside its own module's forward (a parent's forward, a
+tied weight, a model's own ``_init_weights``), gathers its unit and is written into the trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
 """
 
 import functools
