@@ -21,7 +21,8 @@ block, when every parameter has its full name, :class:`LateValues` gives each un
 [Note: parameters by name]
 A module's ``_parameters`` is a :class:`ServedParameters`: a module that reads ``self.weight`` asks it by
 key. Asking for a parameter that was released, outside its own module's forward (a parent's forward, a
-tied weight, a model's own ``_init_weights``), gathers its unit and is written into the trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
+tied weight, a model's own ``_init_weights``), gathers its unit and is written into the
+trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
 """
 
 import functools
