@@ -35,7 +35,7 @@ from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
-from infinity.shards.updates import Updates
+from infinity.shards.updates import Commits, Updates
 
 
 class StepExecutor:
@@ -258,7 +258,7 @@ def _make_updates(
 ) -> Updates:  # fmt: skip
     """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
     storage, pipeline = tiers.storage, None
-    commits = storage.open_commits()
+    commits = Commits.open(storage)
     if commits is not None:
         stack.callback(commits.close)
     if storage.units_engine is not None:

@@ -42,8 +42,7 @@ from torch.utils._pytree import tree_leaves
 from infinity.activations.activations import Activations
 from infinity.activations.cache import Kept, Saved
 from infinity.core.errors import StateError
-from infinity.engine.gradients import Gradients
-from infinity.partition.gradients import ReleasedGradient
+from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 
