@@ -1,4 +1,4 @@
-"""``AdamW``: the ``torch.optim.Optimizer`` face of updates that happen elsewhere."""
+"""``AdamW``: a ``torch.optim.Optimizer`` whose updates run beside training."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -136,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when; empty unless the recipe says ``observe.timeline``."""
+        """Spans of compute and transfers; empty unless the recipe says ``observe.timeline``."""
         return self.runtime.timeline
 
     def synchronize(self) -> None:

@@ -42,7 +42,7 @@ class UnitGradient:
 
     @classmethod
     def begin(cls, unit: Unit, pool: Pool) -> "UnitGradient":
-        """Room for a unit's gradient; blocks while updates hold too much."""
+        """Lease memory for a unit's gradient; block while updates hold too much."""
         return cls(unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}"))
 
     def add(self, segment: Segment, grad: Tensor) -> None:
@@ -66,11 +66,11 @@ class UnitGradient:
         return len(self._fired) == len(self.unit.trainable)
 
     def end_backward(self) -> None:
-        """The next backward is a new micro-batch."""
+        """Expect another micro-batch."""
         self._fired.clear()
 
     def seal(self) -> Tensor:
-        """Everything that no gradient reached (unused, frozen, padding) as zeros; the flat buffer."""
+        """Set elements that no gradient reached (unused, frozen, padding) to zero; return the flat buffer."""
         position = 0
         for segment in sorted(self.unit.segments, key=lambda s: s.offset):
             if segment.offset in self._written:
@@ -130,7 +130,7 @@ _SHAPES = frozenset(
 
 
 class ReleasedGradient(torch.Tensor):
-    """What ``p.grad`` is while the gradient is in its unit: the right shape, and no values.
+    """Stands for ``p.grad`` while the gradient is in its unit: it has the shape, and no values.
 
     Any operation on it raises, in place of giving NaN or doing nothing.
     """
@@ -197,7 +197,7 @@ class Gradients:
     # --- what hooks call ---------------------------------------------------------------------
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        """One parameter's gradient of this backward pass.
+        """Take in one parameter's gradient of this backward pass.
 
         Raises:
             StateError: The gradients of this step are complete already.
@@ -243,7 +243,7 @@ class Gradients:
                 unit.check_all_attached()
 
     def complete_together(self, units: Iterable[Unit]) -> None:
-        """All gradients of these units are there; what has not fired counts as zero."""
+        """Complete the gradients of these units; parameters that have not fired count as zero."""
         for unit in units if self._fired else ():  # torch.autograd.grad accumulates nothing
             if unit.trainable and unit.index not in self._delivered:
                 self._complete(unit, self._open.get(unit.index) or self._begin(unit))
@@ -253,7 +253,7 @@ class Gradients:
         return gradient
 
     def end_backward(self) -> None:
-        """The graph is done: what has not fired counts as zero."""
+        """Complete all gradients at the end of a graph; parameters that have not fired count as zero."""
         if not self._fired:
             return  # torch.autograd.grad: nothing was accumulated
         for unit in self.units:
@@ -265,18 +265,18 @@ class Gradients:
         self.synced, self._fired = self.syncing, False
 
     def abort_backward(self) -> None:
-        """The backward pass raised: if it left gradients, nothing of this step counts."""
+        """Forget the gradients of this step, whose backward pass raised."""
         if self._fired:
             self.reset()
 
     # --- step --------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until every complete gradient has reached the updates."""
+        """Block until every complete gradient has reached the updates."""
         self.updates.wait_for_gradients()
 
     def reset(self) -> None:
-        """The step is over, or forgotten: no gradient is left."""
+        """Drop what is left of this step's gradients: it is over, or forgotten."""
         self.finish()
         for gradient in self._open.values():
             gradient.lease.release()
@@ -347,7 +347,7 @@ class Gradients:
         self.updates.announce(pending)
 
     def _take_weights(self, unit: Unit) -> Weights:
-        """The weights of this rank's shard for the update, as far as they are at hand."""
+        """Return the weights of this rank's shard for the update, as far as they are in memory."""
         weights = Weights()
         if self.prefetcher.streams(unit.index):
             self.pins.forget(unit.index)
@@ -359,7 +359,7 @@ class Gradients:
         return weights
 
     def _kept(self, unit: Unit, lease: Lease) -> Weights:
-        """What is kept for the update of a full buffer that nobody else needs."""
+        """Keep this rank's weights of a full buffer that is not needed any more, for their update."""
         if not self.hold_weights or unit.home is Tier.HOST:
             lease.release()
             return Weights()
@@ -379,7 +379,7 @@ class Gradients:
         return Weights(weight, kept)
 
     def _to_host(self, grad: Tensor, lease: Lease) -> tuple[Tensor, Lease]:
-        """A gradient where the update runs: beside the CPU."""
+        """Return a gradient in host memory, where the update runs, with its lease."""
         if self.host is None:
             return grad, lease
         kept = self.host.lease(grad.numel() * grad.itemsize, who="gradient for the update")

@@ -1,10 +1,10 @@
 """Owns the parts of one rank that serve the models of one ``Init``, from the first module to ``close``.
 
 [Note: when something fails]
-An error surfaces where somebody waits: for a disk, a peer, a buffer. Those who do not wait must learn of
-it, too. So whoever sees an error that ends the run here (a collective, the update pipeline, ``close``
-on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside the collectives,
-and nobody here waits any longer for a buffer that will not come back.
+An error surfaces at a wait: for a disk, a peer, a buffer. Threads and ranks that do not wait for the same
+thing must learn of it, too. So the part that meets an error which ends the run (a collective, the update
+pipeline, ``close`` on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside
+the collectives, and nothing on this rank waits any longer for a buffer that will not come back.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""What a rank keeps its shards in: a pool of host memory, and files on NVMe with an engine to reach them."""
+"""Storage of a rank's shards: a pool of host memory, and files on NVMe with an engine to reach them."""
 
 import contextlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From complete gradients to committed versions.
+"""Updates of shards: from complete gradients to committed versions.
 
 [Note: when an update starts]
 With two versions, and when nothing global must be known first (no clipping), a unit's update starts
@@ -282,7 +282,7 @@ class Updates:
         self._incoming.clear()
 
     def add(self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights) -> None:
-        """A shard's gradient is complete, ``(shard_numel,)``; any thread.
+        """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
 
         Args:
             lease: Held for ``grad``, given back when the update has read it.
@@ -293,12 +293,12 @@ class Updates:
         with self._lock:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
-            ready.release()  # the step will be skipped: nobody reads this gradient
+            ready.release()  # the step will be skipped, and this gradient not read
         elif self.early and unit.home is Tier.NVME:
             self._launch(ready, 1.0)
 
     def expect(self) -> None:
-        """A step begins: the states of its updates may be read before their gradients exist."""
+        """Let the states of a step's updates be read before their gradients exist."""
         if self.pipeline is not None and not self._expecting:
             self._expecting = True
             self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
@@ -313,7 +313,7 @@ class Updates:
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
-        """Over this rank's shards, in the order of units."""
+        """Return the sum over this rank's shards, in the order of units."""
         return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
 
     # --- the step ----------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Updates:
         self._close_step()
 
     def _record(self) -> None:
-        """Let the commit record follow when the updates of this step have landed."""
+        """Write the commit record when the updates of this step have landed."""
         if self.commits is not None:
             futures = [ready.future for ready in self.ready.values() if ready.future is not None]
             versions = tuple(unit.version for unit in self.units)
@@ -344,7 +344,7 @@ class Updates:
         forgotten = list(self.ready)
         for ready in self.ready.values():
             if ready.future is not None:
-                ready.future.wait()  # it writes into the next version, which nobody will read
+                ready.future.wait()  # it writes into the next version, which will not be read
             ready.release()
         self._close_step()
         return forgotten
