@@ -347,7 +347,7 @@ class Tiers:
     # --- what training moves -----------------------------------------------------------------
 
     def version(self, unit: Unit, ahead: int = 0) -> Version:
-        """Return the version that an update reads, or with ``ahead=1`` writes; one that was frozen gets room."""
+        """Return the version that an update reads, or with ``ahead=1`` writes."""
         self._train(unit)
         return self._store.version(unit.index, unit.version + ahead)
 
