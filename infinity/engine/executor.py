@@ -105,24 +105,17 @@ class Connection:
         if commits is not None:
             self._stack.callback(commits.close)
         if storage.units_engine is not None:
-            background = self._make_rule()
+            background = AdamWRule(runtime.dtype)
             timed: Any = TimedRule(background, timeline) if timeline.enabled else background
             pipeline = UpdatePipeline(
                 storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
             )
             self._stack.callback(pipeline.close)
         return Updates(
-            runtime.tiers, self._make_rule(threads=torch.get_num_threads()), pipeline, early=early,
+            runtime.tiers, AdamWRule(runtime.dtype, threads=torch.get_num_threads()), pipeline, early=early,
             next_use=self.prefetcher.first_use, order_of_gradients=self.prefetcher.order_of_gradients,
             units=runtime.units, commits=commits, on_failure=runtime.fail,
         )  # fmt: skip
-
-    def _make_rule(self, **options: int) -> AdamWRule:
-        runtime = self._runtime
-        on_compile = runtime.say if runtime.rank == 0 else None
-        return AdamWRule(
-            runtime.dtype, compiled=runtime.recipe.optim.compile, on_compile=on_compile, **options
-        )
 
     def _hook_up(self, hooks: Hooks | None) -> Hooks:
         runtime, attached = self._runtime, self.mover.attached

@@ -38,6 +38,7 @@ from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.listener import Listener
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
+from infinity.optim.rules import prepare
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.parameters import serve
@@ -54,6 +55,7 @@ class Runtime:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.dtype = DTYPES[recipe.train.dtype]
+        prepare(self.dtype, self.reduce_dtype)
         self.device = join_ranks(recipe.partition.timeout_s)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1

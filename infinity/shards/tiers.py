@@ -25,8 +25,7 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
-from infinity.optim.layout import StateLayout
-from infinity.optim.master import master_of, store_master
+from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
