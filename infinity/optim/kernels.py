@@ -235,9 +235,9 @@ adamw_loops: dict[torch.dtype, Callable[..., object]] = {
 
 @jit
 def squares(table: Array, sums: Array) -> None:
-    """Add the squares of ``table``, ``(rows, n, 32)``, over ``n`` into ``sums``, ``(rows, 32)``."""
+    """Add the squares of ``table``, ``(rows, n, lanes)``, over ``n`` into ``sums``, ``(rows, lanes)``."""
     for row in range(sums.shape[0]):
         for i in range(table.shape[1]):
-            for lane in range(32):
+            for lane in range(sums.shape[1]):
                 x = np.float64(widen(table[row, i, lane]))
                 sums[row, lane] += x * x

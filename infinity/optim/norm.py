@@ -2,9 +2,9 @@
 
 [Note: order of summation] Squares are summed in float64: no finite gradient overflows, and the error is
 far below the last place of the float32 that the clip coefficient becomes. The order of additions depends on
-the numel alone, never on threads: each row of ``ROW_NUMEL`` elements is summed by one thread in
-``LANES`` sums, which become vector registers, these are added in pairs, and the sums of the rows without
-rounding.
+the numel alone, never on threads: each row of ``ROW_NUMEL`` elements is summed by one thread into
+``LANES`` sums side by side, which vector instructions can do in this order; these are added in pairs, and
+the sums of the rows without rounding.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infinity.optim.threads import background_threads, in_slices
 
-ROW_NUMEL, LANES = 2**14, 32
+ROW_NUMEL, LANES = 2**15, 128
 
 
 def sum_of_squares(grad: Tensor) -> float:
@@ -57,7 +57,7 @@ def _sums(flat: Tensor) -> list[float]:
     sums = np.zeros((len(table), LANES))
     in_slices(
         lambda begin, end: kernels.squares(table[begin:end], sums[begin:end]),
-        len(table), background_threads(), least=4,
+        len(table), background_threads(), least=2,
     )  # fmt: skip
     while sums.shape[1] > 1:
         sums = sums[:, ::2] + sums[:, 1::2]
