@@ -30,13 +30,14 @@ from infinity.core.errors import PeerError, StateError
 from infinity.core.plan import Hardware
 from infinity.device.machine import free_host_nbytes
 from infinity.engine.config import EngineConfig
-from infinity.engine.executor import StepExecutor
+from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.listener import Listener
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
+from infinity.optim.rules import prepare
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.unit import Unit, UnitIndex
@@ -63,6 +64,7 @@ class Runtime:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        prepare(self.dtype, reduction_dtype(config, self.dtype))
         self.stack = contextlib.ExitStack()
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)

@@ -43,7 +43,7 @@ from infinity.shards.store import ChunkExtents, ShardStore, Version
 #: Chunks that are read and hashed at one time: with two that are loaded they fit the room for staging.
 _READ_AHEAD = 3
 #: Changes with what a base's bytes mean.
-_FORMAT = 1
+_FORMAT = 2
 
 
 class _Part(Protocol):
