@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.core.lifecycle import Tier
 
 import infinity
 from infinity.core.errors import DiskError
+from infinity.core.lifecycle import Tier
 from infinity.engine import runtime as runtime_module
 from infinity.nvme.run_directory import find_leftovers
 from infinity.shards import storage as storage_module

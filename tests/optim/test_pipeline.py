@@ -136,7 +136,7 @@ def test_any_chunks_runs_priorities_and_depth_give_the_bits_of_one_whole_update(
         for shard in shards:
             pipeline.submit(shard.job)
         pipeline.drain()
-        assert pipeline.idle
+        assert not pipeline._unfinished
         assert pool.leased_nbytes == 0
     for shard in shards:
         assert shard.ends.done == [None]
@@ -300,7 +300,7 @@ def test_it_waits_for_buffers_that_others_hold():
         other = pool.lease(pool.capacity_nbytes, who="prefetch")
         pipeline.submit(shard.job)
         time.sleep(0.05)
-        assert not pipeline.idle
+        assert pipeline._unfinished
         other.release()
         pipeline.drain()
         assert pipeline.stats.buffer_wait_s > 0.02
