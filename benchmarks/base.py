@@ -121,7 +121,9 @@ def work(text: str, out: str) -> None:
     """One process of a round: the job, and where its result goes."""
     import_all()
     job = Job(**json.loads(text))
-    Path(f"{out}.0").write_text(json.dumps([make(job) if job.way == "make" else start(job)]))
+    Path(f"{out}.0").write_text(
+        json.dumps([make(job) if job.way == "make" else start(job)]), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

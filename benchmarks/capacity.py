@@ -169,7 +169,7 @@ def nbytes_of(text: str) -> int:
 
 def machine_nbytes() -> int:
     """Memory of this machine."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     raise OSError("no MemTotal in /proc/meminfo")

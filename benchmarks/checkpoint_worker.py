@@ -144,7 +144,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
     import_all()
     result = WAYS[job.way](job) | {"peak_rss": peak_rss_nbytes()}
-    Path(f"{out}.{rank}").write_text(json.dumps([result]))
+    Path(f"{out}.{rank}").write_text(json.dumps([result]), encoding="utf-8")
     if rank == "0" and job.way != "make":
         shutil.rmtree(job.out)
 

@@ -24,7 +24,7 @@ def pages() -> list[str]:
 
     With pages of 4 KiB fio may reach a third of what the drive can do.
     """
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("HugePages_Free:") and int(line.split()[1]) >= 40:
             return ["--iomem=shmhuge"]
     return []
@@ -92,7 +92,7 @@ def beside(folder: Path, read_per_s: float, written_per_s: float) -> Iterator[di
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
-        moved.update(_moved(Path(out.name).read_text()))
+        moved.update(_moved(Path(out.name).read_text(encoding="utf-8")))
 
 
 def _moved(text: str) -> dict[str, float]:

@@ -242,7 +242,7 @@ def _figures(way: Any) -> dict[str, Any]:
 
 def peak_rss_nbytes() -> int:
     """The most resident memory that this process has had."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("no VmHWM in /proc/self/status")
@@ -254,7 +254,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    Path(f"{out}.{rank}").write_text(json.dumps(run(job, rank, world)))
+    Path(f"{out}.{rank}").write_text(json.dumps(run(job, rank, world)), encoding="utf-8")
 
 
 if __name__ == "__main__":

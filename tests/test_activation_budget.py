@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import infinity
-from infinity import runtime as runtime_module
-from infinity.activation import cache
+from infinity.activations import cache
 from infinity.activations.activations import METERED, PROFILED
 from infinity.activations.profiler import Profiler
 from infinity.app.models.config import GPTConfig
 from infinity.app.models.gpt import GPT
+from infinity.engine import runtime as runtime_module
 from infinity.planner.policies import smallest_budget
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
 from infinity.checkpoint.publish import publish_directory
 from infinity.checkpoint.tensor_writer import WriteError
-from infinity.comm.machine import agree
+from infinity.comm.ranks import agree
 from infinity.core.errors import CheckpointError, PeerError
 from infinity.core.transfer import Lease, Transfer
 from infinity.engine.registry import runtime_of

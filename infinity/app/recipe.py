@@ -57,8 +57,11 @@ class TrainConfig:
     steps: int = setting(1000, "optimizer steps", valid=Valid(least=1))
     batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1))
     accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1))
-    dtype: Literal["bf16", "fp16", "fp32"] = setting(
-        "bf16", "compute dtype; states stay exact fp32", valid=Valid(choices=("bf16", "fp16", "fp32"))
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+        "auto",
+        "compute dtype; states stay exact fp32; auto: bf16 where every rank's device multiplies it fast, "
+        "else fp32",
+        valid=Valid(choices=("auto", "bf16", "fp16", "fp32")),
     )
     eval_every: int | None = setting(
         100, "steps between held-out evaluations; null: never", valid=Valid(least=1)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from infinity.comm.machine import free_host_nbytes
 from infinity.core import budget
 from infinity.core.lifecycle import UnitState
 from infinity.core.tier import Tier
 from infinity.core.transfer import Transfer
+from infinity.device.machine import free_host_nbytes
 from infinity.device.pool import BufferPool, DevicePool, HostPool
 from infinity.engine.device_budget import Division
 from infinity.engine.gradients import Backward

@@ -11,6 +11,7 @@ import contextlib
 import sys
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,13 @@ from infinity.activations.cache import TensorCache
 from infinity.activations.channels import measure_hardware, open_shelves
 from infinity.app.recipe import Recipe
 from infinity.comm.collectives import Collectives
-from infinity.comm.machine import agree, decide, free_host_nbytes, join_ranks
+from infinity.comm.ranks import agree, decide, join_ranks
 from infinity.core import budget
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
 from infinity.core.plan import Hardware
 from infinity.core.tier import Tier
+from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
 from infinity.engine.device_budget import Beside
 from infinity.engine.executor import Connection
 from infinity.engine.full_values import Values, watch
@@ -45,15 +47,17 @@ from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 class Runtime:
-    """Everything that serves the models of one ``Init`` on this rank."""
+    """Everything that serves the models of one ``Init`` on this rank.
+
+    Attributes:
+        recipe: What the run was asked for, with the dtype that was chosen where it says ``auto``.
+        notes: A line for people about each thing that is done otherwise on this machine; rank 0's are said.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.dtype = DTYPES[recipe.train.dtype]
         self.device = join_ranks(recipe.partition.timeout_s)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -64,6 +68,7 @@ class Runtime:
         self.connection: Connection | None = None
         self.on_division: list[Callable[[], None]] = []  # called when the device budget was divided anew
         self.say = Listener()
+        self.notes: list[str] = []
         self._failure: BaseException | None = None
         self.collectives: Collectives | None = None
         self.storage: Storage
@@ -88,15 +93,33 @@ class Runtime:
         if self.world_size > 1:
             self.collectives = Collectives(self.device, self.recipe.partition.timeout_s, self._give_up)
             self.stack.callback(self.collectives.close)
+        self._choose_dtype()
         if self.rank == 0 and (line := leftovers_line(memory.nvme)):
             self.say(line)
         host_nbytes = self.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=self.on_gpu)
         self.stack.callback(self.storage.close)
-        self.storage.open_files(self.run_id, self.rank, self.timeline)
+        self.storage.open_files(self.run_id, self.rank, self.timeline, self._note)
         self.tiers = Tiers(self.storage, self.gather_exact)
         self.activations = self._make_activations()
         self.stack.callback(self.activations.close)
+
+    def _choose_dtype(self) -> None:
+        """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
+        train = self.recipe.train
+        chosen, line = choose_dtype(train.dtype, self.device, self._least_ratio)
+        self.dtype = DTYPES[chosen]
+        self.recipe = replace(self.recipe, train=replace(train, dtype=chosen))
+        if line:
+            self._note(line)
+
+    def _least_ratio(self, ratio: float) -> float:
+        return self.least(round(1000 * ratio), "train.dtype") / 1000
+
+    def _note(self, line: str) -> None:
+        self.notes.append(line)
+        if self.rank == 0:
+            self.say(line)
 
     def _make_activations(self) -> Activations:
         memory, storage = self.recipe.memory, self.storage

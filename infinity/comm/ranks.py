@@ -1,4 +1,4 @@
-"""Where this rank is: its peers, its device, and the memory that its machine has free."""
+"""The ranks of a run: joining them, agreeing on a value, deciding something once."""
 
 import contextlib
 import json
@@ -67,13 +67,3 @@ def typed(what: str) -> Iterator[None]:
             f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
             "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
         ) from error
-
-
-def free_host_nbytes() -> int:
-    """Host memory that is free for one rank of this machine (bytes)."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // local
-    return 8 * 2**30 // local
