@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.activations import cache
+from infinity.activations.activations import cache
 from infinity.core.errors import DiskError, InfinityError, PeerError
 from infinity.shards import storage
 from tests.helpers import models
