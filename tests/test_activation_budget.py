@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.activations.activations import cache
-from infinity.activations.activations import METERED, PROFILED
+from infinity.activations.activations import METERED, PROFILED, cache
 from infinity.activations.profiler import Profiler
 from infinity.app.models.config import GPTConfig
 from infinity.app.models.gpt import GPT

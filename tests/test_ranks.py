@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.activations.activations import cache
-from infinity.activations.activations import METERED
+from infinity.activations.activations import METERED, cache
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule

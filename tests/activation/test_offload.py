@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.activations.activations import cache
-from infinity.activations.activations import METERED
+from infinity.activations.activations import METERED, cache
 from infinity.api.init import offload_activations as offloading
 from infinity.core.errors import DiskError, InfinityError, StateError
 from tests.activation.stage import assert_same, live_slots

@@ -2,8 +2,7 @@
 
 import pytest
 
-from infinity.activations.activations import cache
-from infinity.activations.activations import METERED
+from infinity.activations.activations import METERED, cache
 from tests.helpers import models, zoo
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, reference, streaming, train
