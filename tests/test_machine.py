@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from infinity.engine.registry import runtime_of
 
 import infinity
 from infinity.app.recipe import load_recipe
@@ -25,6 +24,7 @@ from infinity.device.machine import (
     missing_huge_pages,
     usable_cores,
 )
+from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines import libaio_engine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.observe.listener import Listener
@@ -250,7 +250,7 @@ def of_run(folder: str, *overrides: str) -> Any:
         f"run.dir={folder}/runs", "run.name=one", "observe.progress=false", f"data.files={folder}/text.txt",
         f"data.cache={folder}/tokens", "model.n_layers=1", "model.d_model=16", "model.n_heads=2",
         "train.steps=2", "model.seq_len=16", "train.threads=1", "train.eval_every=null",
-        f"memory.nvme={folder}/nvme", "memory.host=64MiB", "optim.compile=false",
+        f"memory.nvme={folder}/nvme", "memory.host=64MiB",
     ]  # fmt: skip
     return load_recipe(overrides=[*small, *overrides])
 
@@ -284,7 +284,7 @@ SLOW_AT_BF16 = """
 import sys, torch, infinity
 with infinity.Init(infinity.load_recipe(overrides=["memory.host=16MiB"])) as init:
     torch.nn.Linear(4, 4)
-print(init.runtime.recipe.train.dtype, *init.runtime.notes)
+print(init.runtime.config.train.dtype, *init.runtime.notes)
 """
 
 

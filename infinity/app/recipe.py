@@ -62,7 +62,7 @@ class TrainConfig:
     steps: int = setting(1000, "optimizer steps", valid=Valid(least=1))
     batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1))
     accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1))
-    dtype: Dtype = setting(
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto",
         "compute dtype; states stay exact fp32; auto: bf16 where every rank's device multiplies it fast, "
         "else fp32",
