@@ -284,7 +284,7 @@ SLOW_AT_BF16 = """
 import sys, torch, infinity
 with infinity.Init(infinity.load_recipe(overrides=["memory.host=16MiB"])) as init:
     torch.nn.Linear(4, 4)
-print(init.runtime.config.train.dtype, *init.runtime.notes)
+print(init.runtime.config.dtype, *init.runtime.notes)
 """
 
 
