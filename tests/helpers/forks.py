@@ -1,9 +1,9 @@
 """Starts processes as forks of one that has imported torch and transformers already.
 
-Importing them takes many times longer than most tests. A fork server imports them once and forks for every
-request; it serves every worker of the suite and ends with it. A fork is a process like any other: its own pid,
-process group, environment and log, an ordinary end of the interpreter, and an exit status that its starter learns.
-The server itself never starts a thread, so a fork inherits no lock that is held.
+Importing them takes many times longer than most tests. A fork server imports them once and forks for
+every request; it serves every worker of the suite and ends with it. A fork is a process like any other:
+its own pid, process group, environment and log, an ordinary end of the interpreter, and an exit status
+that its starter learns. The server itself never starts a thread, so a fork inherits no lock that is held.
 
 Two servers differ in the seed of Python's hashes, as processes that are started one by one would: ranks that
 rely on the order of a set still diverge.
@@ -135,7 +135,7 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     owner_fd = os.pidfd_open(owner)
     for name in IMPORTS:
         importlib.import_module(name)
-    if len(os.listdir("/proc/self/task")) > 1:
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("an import has started a thread: forks would inherit the locks that it holds")
     gc.freeze()  # a collection in a fork would write to, and so copy, every page with an object
     forks: dict[int, Connection] = {}
