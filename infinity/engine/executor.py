@@ -197,7 +197,7 @@ class StepExecutor:
             return None
         self.gradients.check()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
-        norm = math.sqrt(total) / self.updates.loss_scale if math.isfinite(total) else total
+        norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
         if math.isfinite(norm):
             updated = list(self.updates.ready)
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
