@@ -55,7 +55,7 @@ class ActivationPlan:
     Attributes:
         policy: Who made it, for people: keep, offload, recompute, adaptive, plan.
         places: Where each slot goes; those that are not named are kept. A recomputed block's slots are its
-            inputs, numbered in the order of :attr:`infinity.core.profile.Block.inputs`, without those
+            inputs, numbered in the order of :attr:`infinity.core.profile.BlockCall.inputs`, without those
             that an earlier region packed.
         loads: What is loaded when, in the order in which backward needs it.
         recomputed: Regions of blocks that run their forward again in backward.

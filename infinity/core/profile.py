@@ -84,7 +84,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotUse:
     """A storage that autograd saves, in the order of packing.
 
     Attributes:
@@ -107,7 +107,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockCall:
     """One call of a block, which may be recomputed.
 
     Attributes:
@@ -145,8 +145,8 @@ class Profile:
     step_s: float
     operators: tuple[Operator, ...]
     storages: tuple[StorageUse, ...]
-    slots: tuple[Slot, ...]
-    blocks: tuple[Block, ...]
+    slots: tuple[SlotUse, ...]
+    blocks: tuple[BlockCall, ...]
     traffic: tuple[Traffic, ...] = field(default=())
 
     def at_pace(self, step_s: float) -> "Profile":
@@ -183,8 +183,8 @@ class Profile:
             float(given["step_s"]),
             tuple(Operator(**_tuples(o) | {"phase": Phase(o["phase"])}) for o in given["operators"]),
             tuple(StorageUse(**s | {"kind": Kind(s["kind"])}) for s in given["storages"]),
-            tuple(Slot(**s | {"key": SlotKey(*s["key"])}) for s in given["slots"]),
-            tuple(Block(**_tuples(b)) for b in given["blocks"]),
+            tuple(SlotUse(**s | {"key": SlotKey(*s["key"])}) for s in given["slots"]),
+            tuple(BlockCall(**_tuples(b)) for b in given["blocks"]),
             tuple(Traffic(**t) for t in given["traffic"]),
         )
 

@@ -15,8 +15,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Phase, Profile
 from infinity.observe.plan_table import PlanRow
-from infinity.planner.lifetimes import operator_times
-from infinity.planner.script import script_of
+from infinity.planner.lifetimes import lifetimes_of, operator_times
 
 #: In a run's folder.
 FOLDER = "activations"
@@ -137,7 +136,7 @@ def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
     for slot in profile.slots:
         saved[row_of.get(slot.key.region, -1)] += slot.nbytes
     by_place = {place: [0] * len(names) for place in Place}
-    for storage in script_of(profile, plan.recomputed).saved:
+    for storage in lifetimes_of(profile, plan.recomputed).periods:
         by_place[plan.place(storage.key)][row_of.get(storage.key.region, -1)] += storage.nbytes
     rows = [
         PlanRow(
