@@ -11,6 +11,13 @@ from typing import Any, Generic, TypeVar
 from infinity.core.errors import StateError
 
 
+class Tier(Enum):
+    """Where a shard lives between uses."""
+
+    HOST = "host"
+    NVME = "nvme"
+
+
 class UnitState(Enum):
     """What memory a unit's weights cost on this rank."""
 
@@ -18,7 +25,6 @@ class UnitState(Enum):
     FETCHING = "extent + staging buffer being filled"
     ON_HOST = "shard in host memory"
     UPLOADING = "shard in host and device memory"
-    ON_DEVICE = "shard in device memory"
     GATHERING = "shard + full buffer being filled"
     GATHERED = "full buffer, parameters view it"
 
@@ -32,8 +38,7 @@ ALLOWED: dict[UnitState, frozenset[UnitState]] = {
     S.ON_NVME: frozenset({S.FETCHING}),
     S.FETCHING: frozenset({S.ON_HOST, S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
     S.ON_HOST: frozenset({S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
-    S.UPLOADING: frozenset({S.ON_DEVICE, S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),
-    S.ON_DEVICE: frozenset({S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),
+    S.UPLOADING: frozenset({S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),
     S.GATHERING: frozenset({S.GATHERED, S.ON_HOST, S.ON_NVME}),
     S.GATHERED: frozenset({S.ON_HOST, S.ON_NVME}),
 }

@@ -26,8 +26,27 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
-from infinity.partition.trace import Event, Kind
+
+class Kind(Enum):
+    """What happens to a unit at one position of a trace."""
+
+    USE = "use"  # its full values are needed from here on
+    UNPIN = "unpin"  # one of those that needed them does so no more
+    DONE = "done"  # its gradients are complete: the update takes the weights away
+
+
+class Event(NamedTuple):
+    """One position of a trace: the record of what a pass did to its units, in order.
+
+    Events that change nothing for the plan are kept as well: equal traces mean equal plans.
+    """
+
+    kind: Kind
+    unit: int
+
 
 #: Uses ahead whose units are on their way, whatever else could stay in their place.
 LEAD = 3

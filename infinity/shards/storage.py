@@ -8,7 +8,7 @@ import torch
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.transfer import TransferEngine
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory
@@ -98,6 +98,11 @@ class Storage:
         """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
         room = 0 if self.on_gpu else self.host_nbytes - self.host_pool.leased_nbytes
         return max(budget.STAGED_CHUNKS, room // self._chunk_nbytes)
+
+    @property
+    def piece_nbytes(self) -> int:
+        """The most that one buffer takes through which shards go to an accelerator (bytes)."""
+        return budget.piece_nbytes(self.host_nbytes - self.resident_nbytes)
 
     def close(self) -> None:
         """Close the engine, remove the files, give back the memory. May be called twice."""
