@@ -16,7 +16,7 @@ from infinity.core.errors import BudgetError, RecipeError
 from infinity.planner.planning import FOLDER, Planning, save_measured
 from infinity.planner.policies import smallest_budget
 from tests.helpers.profiles import hardware, transformer
-from tests.test_planning import planning_for
+from tests.planner.test_planning import planning_for
 
 PROFILE, DRIVE = transformer(layers=3), hardware(1.0)
 

@@ -13,9 +13,9 @@ from infinity.core.plan import ActivationPlan, Outcome, Place
 from infinity.observe.memory_picture import draw_memory
 from infinity.observe.plan_table import Way, plan_table, ways_table
 from infinity.planner.planning import FOLDER, PLAN, Planning, load_measured, plan_rows
-from infinity.planner.player import play, play_in_detail
 from infinity.planner.policies import POLICIES
 from infinity.planner.policies import plan as make_plan
+from infinity.planner.simulator import play, play_in_detail
 
 #: What each simple policy does, for people.
 _BASELINES = {

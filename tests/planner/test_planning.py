@@ -19,8 +19,8 @@ from infinity.planner.planning import (
     plan_rows,
     save_measured,
 )
-from infinity.planner.player import play
 from infinity.planner.policies import POLICIES, smallest_budget
+from infinity.planner.simulator import play
 from tests.helpers.profiles import hardware, transformer
 
 
