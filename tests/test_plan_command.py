@@ -112,6 +112,13 @@ def test_ways_that_model_or_machine_lack_are_said_to_be_impossible(
     assert (found[name].outcome, found[name].note) == (None, why)
 
 
+def test_without_scipy_the_bound_says_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    found = {way.name: way for way in ways(open_plan(str(run), None))}["no plan is faster than"]
+    assert found.outcome is None
+    assert "infinity-offload[bound]" in found.note
+
+
 def test_plans_are_looked_at_without_torch() -> None:
     code = "import sys, infinity.app.plan; print({'torch', 'scipy', 'omegaconf'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -48,16 +48,11 @@ from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Profile, Traffic
-from infinity.planner.channels import (
-    LEAST_SPEED,
-    LOAD,
-    STORE,
-    Channel,
-    delay_s_per_byte,
-    mixed_rates,
-)
+from infinity.planner.channels import LEAST_SPEED, LOAD, STORE, Channel, delay_s_per_byte, mixed_rates
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 
+#: As indices: looking a member of an enum up costs more than the arithmetic around it.
+_WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
 #: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
 _NOW_S = 1e-12
 
@@ -194,8 +189,8 @@ class TransferQueues:
 
     def submit_units(self, traffic: Traffic) -> None:
         """Queue what units move; see [Note: units go first]."""
-        self._units[Channel.NVME_READ].left_nbytes += traffic.nbytes_read
-        self._units[Channel.NVME_WRITE].left_nbytes += traffic.nbytes_written
+        self._units[_READ].left_nbytes += traffic.nbytes_read
+        self._units[_WRITE].left_nbytes += traffic.nbytes_written
         self._moving = None
 
     def cancel(self, channel: Channel, index: int) -> bool:
@@ -249,7 +244,7 @@ class TransferQueues:
             elif transfer is not None and transfer.ready_s - self.now_s > _NOW_S:
                 next_s, first[channel] = min(next_s, transfer.ready_s - self.now_s), None
         read, write = self._mixed
-        both = first[Channel.NVME_WRITE] is not None and first[Channel.NVME_READ] is not None
+        both = first[_WRITE] is not None and first[_READ] is not None
         rates = (write, read, *self.rates[2:]) if both else self.rates
         self._moving, beside = [], 0.0
         for channel, transfer in enumerate(first):

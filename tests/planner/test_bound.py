@@ -12,6 +12,8 @@ from infinity.planner.policies import keep_all, plan, smallest_budget
 from infinity.planner.simulator import play
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
 
+pytest.importorskip("scipy", reason="an extra: bound")
+
 
 def budget(profile: Profile, channels: Hardware, share: float) -> int:
     least = smallest_budget(profile, channels)
