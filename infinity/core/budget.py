@@ -26,7 +26,7 @@ HUGE_NBYTES = 2 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """What one unit takes on this rank (bytes)."""
+    """Bytes of one unit on this rank."""
 
     name: str
     full: int  # the flat buffer; a full gradient takes the same
@@ -42,7 +42,7 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """How the device budget is divided (bytes).
+    """A division of the device budget (bytes).
 
     Attributes:
         early: Updates start inside backward.
@@ -84,7 +84,7 @@ def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
 
 
 def piece_nbytes(staging_nbytes: int) -> int:
-    """What one of :data:`STAGED_PIECES` buffers may take through which shards go to an accelerator (bytes).
+    """Return the bytes of one of :data:`STAGED_PIECES` buffers through which shards go to an accelerator.
 
     Args:
         staging_nbytes: What shards in host memory leave of the host budget.
@@ -183,7 +183,7 @@ def _occasion(waits: Sequence[UnitSizes], early: bool) -> str:
 
 
 def _way_out(waits: Sequence[UnitSizes], early: bool) -> str:
-    """What lets gradients wait less, beside a larger budget."""
+    """Return what lets gradients wait less, beside a larger budget."""
     if not early:
         return ", or set optim.max_grad_norm=null so that gradients need not wait"
     if _accumulate(waits, early):

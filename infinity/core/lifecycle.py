@@ -1,4 +1,4 @@
-"""Where a unit or a slot is, and where it may go next.
+"""States of units and of saved activations, and the edges between them.
 
 One enum and one table for each, one :meth:`Lifecycle.move`. A state is described by the memory it costs;
 nothing else remembers where the bytes are.
@@ -12,14 +12,14 @@ from infinity.core.errors import StateError
 
 
 class Tier(Enum):
-    """Where a shard lives between uses."""
+    """The home of a shard between uses."""
 
     HOST = "host"
     NVME = "nvme"
 
 
 class UnitState(Enum):
-    """What memory a unit's weights cost on this rank."""
+    """States of a unit, each with the memory that its weights cost on this rank."""
 
     ON_NVME = "an extent"
     FETCHING = "extent + staging buffer being filled"
@@ -45,7 +45,7 @@ ALLOWED: dict[UnitState, frozenset[UnitState]] = {
 
 
 class SlotState(Enum):
-    """What memory a saved activation costs on this rank."""
+    """States of a saved activation, each with the memory that it costs on this rank."""
 
     RESIDENT = "its storage"
     STORING = "its storage + what it is copied to"
@@ -54,8 +54,8 @@ class SlotState(Enum):
 
 
 #: A store that fails, or is not worth it any more, falls back to RESIDENT; a load that fails to STORED.
-#: What was loaded is RESIDENT, and STORED again when its readers are done. A storage that somebody else
-#: kept alive is RESIDENT without a load.
+#: What was loaded is RESIDENT, and STORED again when its readers are done. A storage that
+#: another reference kept alive is RESIDENT without a load.
 SLOT_ALLOWED: dict[SlotState, frozenset[SlotState]] = {
     SlotState.RESIDENT: frozenset({SlotState.STORING, SlotState.STORED}),
     SlotState.STORING: frozenset({SlotState.STORED, SlotState.RESIDENT}),

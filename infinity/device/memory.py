@@ -97,7 +97,7 @@ class HostBuffer:
             _cudart().cudaHostUnregister(self.tensor.data_ptr())
             self._pinned = False
         # The pages go now; the addresses go with the last view of them, so that a view that
-        # outlives its lease reads zeros and never somebody else's memory.
+        # outlives its lease reads zeros and never another buffer's memory.
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -169,7 +169,7 @@ class BufferLease:
 
 
 class BufferPool:
-    """What pools share: the accounting. Any thread may call.
+    """A bounded set of buffers, with its accounting. Any thread may call.
 
     Args:
         capacity_nbytes: Bytes that all buffers may take together.
@@ -208,7 +208,7 @@ class BufferPool:
 
     @property
     def held(self) -> dict[str, int]:
-        """Who holds how many bytes."""
+        """Bytes that are leased, by holder."""
         with self._changed:
             return dict(self._held)
 

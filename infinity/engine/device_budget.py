@@ -1,4 +1,4 @@
-"""How one model's device budget is divided now, and when it has to be divided again.
+"""Division of one model's device budget, and when it is divided again.
 
 [Note: more gradients than before]
 A step is foreseen as: one backward, in which what was trainable when the optimizer was made gets a

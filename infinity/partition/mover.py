@@ -1,4 +1,4 @@
-"""Brings a unit's full values and takes them away: fetch, upload, gather; release.
+"""Moves the full values of units: fetch, upload, gather; release.
 
 [Note: where the shard lands]
 The full buffer is leased first, and this rank's shard is read straight into its own slice of it.
@@ -15,7 +15,7 @@ host memory), and ``start`` goes on from there.
 
 [Note: a buffer that compute still reads]
 On an accelerator a unit is released when its last operator was launched, not when it ended. So the
-release records an event on the compute stream, and who writes into that buffer next waits for it.
+release records an event on the compute stream, and the next writer of that buffer waits for it.
 
 [Note: pieces]
 A shard may be larger than what the host budget has for staging. So it is read in pieces of a bounded
@@ -141,7 +141,7 @@ R = TypeVar("R")
 
 
 class Shards(Protocol):
-    """Where shards come from."""
+    """The source of a unit's shards."""
 
     def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading the shard's newest committed weights; waits for its own update first.
@@ -207,7 +207,7 @@ class UnitMover:
 
     Args:
         units: All of the model's.
-        shards: Where shards come from.
+        shards: The source of shards.
         pool: Where full buffers are leased (the device tier).
         staging: Through pinned host memory, only with an accelerator.
         collectives: None with one rank.
@@ -325,7 +325,7 @@ class UnitMover:
             lease.release()
 
     def stay(self, index: int) -> Tensor:
-        """Release a unit, but keep its full buffer for the next pass: the slice that its update works on."""
+        """Keep a released unit's full buffer for the next pass; return the slice that its update writes."""
         unit, lease = self.units[index], self.take(index)
         assert lease is not None, "who stays is present"
         weight, leases = unit.shard_of(lease.tensor.view(unit.dtype)), [lease]
@@ -337,7 +337,7 @@ class UnitMover:
 
     @_never_inference
     def take(self, index: int) -> Lease | None:
-        """Release a unit, but keep its full buffer: the caller must give the lease back."""
+        """Release a unit, but keep its full buffer, whose lease the caller must release."""
         unit = self.units[index]
         ready = self._arriving.pop(index, None)
         if ready is not None:

@@ -1,9 +1,9 @@
-"""Plays a plan: walks ahead of the position, serves what it did not foresee, records anew.
+"""The prefetcher: plays a plan ahead of the position, serves on demand what it did not foresee, records anew.
 
 [Note: passes]
 A training pass lasts from one optimizer step to the next, whatever the number of forwards and
 backwards in it; an inference pass is one outermost call without gradients. Each kind has its own
-trace and plan; what is present in memory is shared. A visit is neither: somebody reads a few values
+trace and plan; what is present in memory is shared. A visit is neither: a few values are read
 (``gathered``, ``state_dict``), and no plan follows from it.
 
 [Note: the same on every rank]
@@ -13,7 +13,7 @@ that run the same modules start the same gathers in the same order.
 [Note: what stays while it is updated]
 Where the plan wants a unit at the beginning of the next pass and there is room, its buffer stays when
 its gradients are complete, and the update writes the new weights there. Until the next pass begins
-nobody may read it: a use before that releases it and is served the committed version on demand.
+it must not be read: a use before that releases it and is served the committed version on demand.
 
 [Note: what the plan did not foresee]
 An event that is not the plan's next one is served on demand, and the plan waits: often a use was
@@ -164,7 +164,7 @@ class Prefetcher:
         self.pins[unit] = self.pins.get(unit, 0) + 1
         self._begin()
         if unit in self.staying:
-            self._release(unit)  # its buffer will hold the next version; somebody wants the committed one
+            self._release(unit)  # its buffer will hold the next version; the committed one is wanted
         over = self.running.align(Event(Kind.USE, unit))
         release, fetch = self._actions(over)
         self._release_all(release)
@@ -180,7 +180,7 @@ class Prefetcher:
         self.mover.finish(unit)
 
     def unpin(self, unit: int) -> None:
-        """One user of ``unit`` has ended."""
+        """Take back one pin of ``unit``."""
         if self.pins.get(unit, 0):
             self.pins[unit] -= 1
             self._advance(Event(Kind.UNPIN, unit))
@@ -216,7 +216,7 @@ class Prefetcher:
         self.running = self.inference
 
     def begin_visit(self) -> None:
-        """What follows, until :meth:`end_inference`, is neither training nor inference."""
+        """Begin a visit, which lasts until :meth:`end_inference`."""
         self.running = self.visit
 
     def end_inference(self) -> None:
@@ -287,7 +287,7 @@ class Prefetcher:
         self._fetch_all(fetch)
 
     def _actions(self, over: range) -> tuple[list[int], list[int]]:
-        """What the plan releases and fetches at these positions, taken together."""
+        """Return the plan's releases and fetches at these positions, taken together."""
         if self.running.plan is None:
             return [], []
         if len(over) != 1:
@@ -360,7 +360,7 @@ class Prefetcher:
 
 
 class BackwardPins:
-    """Uses units for a backward pass, and lets each go when nobody in it reads it any more.
+    """Units that a backward pass uses, each until its last reader in that pass is done.
 
     Args:
         prefetcher: Serves uses, and has room.
@@ -411,17 +411,17 @@ class BackwardPins:
             self._prefetcher.use(index)
 
     def unpin(self, index: int) -> None:
-        """Nobody reads the unit any more, and its weights stay."""
+        """Release a unit that is not read any more, and whose weights stay."""
         if index in self._kept:
             del self._kept[index]
             self._prefetcher.unpin(index)
 
     def forget(self, index: int) -> None:
-        """The unit's gradients are complete, and its weights are gone to the update."""
+        """Forget a unit whose gradients are complete, and whose weights went to the update."""
         self._kept.pop(index, None)
 
     def drop(self) -> None:
-        """The backward pass has ended."""
+        """Release every unit at the end of the backward pass."""
         for index in [*self._kept, *self._read]:
             self._prefetcher.unpin(index)
         self._kept.clear()

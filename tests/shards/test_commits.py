@@ -7,7 +7,7 @@ import torch
 
 import infinity
 from infinity.core.transfer import TransferFuture
-from infinity.shards.commits import CommitRecord, read_commit
+from infinity.shards.updates import CommitRecord, read_commit
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
@@ -50,7 +50,7 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    from infinity.shards.commits import Commits
+    from infinity.shards.updates import Commits
 
     commits = Commits(tmp_path / "record", lambda: None)
     good, bad = TransferFuture(), TransferFuture()
