@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import infinity
-from infinity.activations.activations import METERED
-from infinity.activations.ledger import Ledger
+from infinity.activations.controller import METERED
+from infinity.activations.slots import ActivationStats
 from infinity.app.activation_view import ActivationView
 from infinity.app.train import train
 from infinity.observe.events import StepReport
@@ -21,7 +21,7 @@ from infinity.observe.summary import (
 )
 from infinity.planner.planning import FOLDER, Planning, load_measured
 from tests.helpers.profiles import hardware, transformer
-from tests.test_planning import planning_for
+from tests.planner.test_planning import planning_for
 
 REPORT = StepReport(
     step=1,
@@ -39,24 +39,24 @@ MEASURED = replace(PLANNING.predicted, step_s=1.1 * PLANNING.predicted.step_s)
 
 
 def activations(policy: str) -> Any:
-    cache = SimpleNamespace(ledger=Ledger())
+    cache = SimpleNamespace(stats=ActivationStats())
     return SimpleNamespace(policy=policy, planning=None, cache=cache, measured=lambda: MEASURED)
 
 
-def steps(view: ActivationView, ledger: Ledger, *stored: int) -> None:
+def steps(view: ActivationView, stats: ActivationStats, *stored: int) -> None:
     for nbytes in stored:
-        ledger.nbytes_stored += nbytes
-        ledger.nbytes_loaded += nbytes // 2
+        stats.nbytes_stored += nbytes
+        stats.nbytes_loaded += nbytes // 2
         view.step(REPORT)
 
 
 def test_a_plan_is_kept_and_said_once_when_it_is_made(tmp_path: Path) -> None:
     given, said = activations("plan"), list[str]()
     view = ActivationView(given, tmp_path, 2, said.append)
-    steps(view, given.cache.ledger, 900)
+    steps(view, given.cache.stats, 900)
     assert not (tmp_path / FOLDER).exists()
     given.planning = PLANNING
-    steps(view, given.cache.ledger, 800, 100, 100, 60)
+    steps(view, given.cache.stats, 800, 100, 100, 60)
     assert Planning.load(tmp_path / FOLDER) == PLANNING
     assert said == [PLANNING.describe()]
     result = view.result()
@@ -69,9 +69,9 @@ def test_a_plan_is_kept_and_said_once_when_it_is_made(tmp_path: Path) -> None:
 
 def test_a_policy_by_hand_has_figures_and_no_files(tmp_path: Path) -> None:
     given = activations("offload")
-    given.cache.ledger.came(5 * 2**20)
+    given.cache.stats.came(5 * 2**20)
     view = ActivationView(given, tmp_path, 1, lambda line: None)
-    steps(view, given.cache.ledger, 100, 100, 200)
+    steps(view, given.cache.stats, 100, 100, 200)
     result = view.result()
     assert result is not None
     assert activation_rows(result) == [

@@ -16,7 +16,7 @@ from infinity.core.errors import BudgetError, RecipeError
 from infinity.planner.planning import FOLDER, Planning, save_measured
 from infinity.planner.policies import smallest_budget
 from tests.helpers.profiles import hardware, transformer
-from tests.test_planning import planning_for
+from tests.planner.test_planning import planning_for
 
 PROFILE, DRIVE = transformer(layers=3), hardware(1.0)
 
@@ -110,6 +110,13 @@ def test_ways_that_model_or_machine_lack_are_said_to_be_impossible(
     planning_for(transformer(layers=layers), hardware(gib_per_s)).save(tmp_path)
     found = {way.name: way for way in ways(open_plan(str(tmp_path), None))}
     assert (found[name].outcome, found[name].note) == (None, why)
+
+
+def test_without_scipy_the_bound_says_what_to_install(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    found = {way.name: way for way in ways(open_plan(str(run), None))}["no plan is faster than"]
+    assert found.outcome is None
+    assert "infinity-offload[bound]" in found.note
 
 
 def test_plans_are_looked_at_without_torch() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infinity.activations import cache
-from infinity.activations.activations import METERED
+from infinity.activations.controller import METERED
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule

@@ -15,7 +15,7 @@ from infinity.core.errors import RecipeError
 from infinity.planner.planning import FOLDER, Planning, load_measured
 from infinity.planner.policies import smallest_budget
 from tests.helpers.profiles import hardware, transformer
-from tests.test_planning import planning_for
+from tests.planner.test_planning import planning_for
 
 TINY = """
 model: {n_layers: 2, d_model: 64, n_heads: 2, seq_len: 64}

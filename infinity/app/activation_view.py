@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from infinity.activations.activations import Activations
+from infinity.activations.controller import Activations
 from infinity.observe.events import StepReport
 from infinity.observe.summary import ActivationSummary
 from infinity.planner.planning import FOLDER, save_measured
@@ -34,8 +34,8 @@ class ActivationView:
         self._steps: list[tuple[int, int, float]] = []  # since it is settled what is done: bytes, stall
 
     def step(self, report: StepReport) -> None:
-        ledger = self._activations.cache.ledger
-        moved = ledger.nbytes_stored, ledger.nbytes_loaded
+        stats = self._activations.cache.stats
+        moved = stats.nbytes_stored, stats.nbytes_loaded
         if self._planned or self._activations.policy != "plan":
             stored, loaded = (now - before for now, before in zip(moved, self._moved))
             self._steps.append((stored, loaded, report.stall_s.get(CAUSE, 0.0)))
@@ -63,7 +63,7 @@ class ActivationView:
             nbytes_stored=round(stored),
             nbytes_loaded=round(loaded),
             stall_s=stall_s,
-            saved_peak_nbytes=activations.cache.ledger.peak_nbytes,
+            saved_peak_nbytes=activations.cache.stats.peak_nbytes,
         )
         if planning is None:
             return summary

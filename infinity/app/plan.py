@@ -12,10 +12,11 @@ from infinity.core.nbytes import format_nbytes, parse_nbytes
 from infinity.core.plan import ActivationPlan, Outcome, Place
 from infinity.observe.memory_picture import draw_memory
 from infinity.observe.plan_table import Way, plan_table, ways_table
+from infinity.planner.bound import bound
 from infinity.planner.planning import FOLDER, PLAN, Planning, load_measured, plan_rows
-from infinity.planner.player import play, play_in_detail
 from infinity.planner.policies import POLICIES
 from infinity.planner.policies import plan as make_plan
+from infinity.planner.simulator import play, play_in_detail
 
 #: What each simple policy does, for people.
 _BASELINES = {
@@ -139,13 +140,13 @@ def _needs_drive(plan: ActivationPlan) -> bool:
 
 def _bound(planning: Planning, capacity_nbytes: int | None) -> Way:
     """The step time that no plan beats in the same budget, or with the same peak where there is none."""
-    from infinity.planner.bound import bound  # scipy takes a second to import
-
     nbytes, name = capacity_nbytes or planning.predicted.peak_nbytes, "no plan is faster than"
     try:
         least_s = bound(planning.profile, planning.hardware, nbytes)
     except BudgetError:
         return Way(name, None, f"unknown within {format_nbytes(nbytes)}")
+    except ModuleNotFoundError:
+        return Way(name, None, "unknown without scipy: pip install 'infinity-offload[bound]'")
     return Way(name, Outcome(least_s, 0.0, 0.0, nbytes, 0, 0, 0), "linear program")
 
 

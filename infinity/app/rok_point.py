@@ -12,8 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import infinity
-from infinity.activations.activations import METERED, Activations
-from infinity.api.offload_activations import Bound
+from infinity.activations.controller import METERED, Activations, FixedBudget
 from infinity.app.data import Batch
 from infinity.app.inputs import open_inputs
 from infinity.app.recipe import Recipe
@@ -50,7 +49,7 @@ def measure(folder: Path) -> RokPoint:
         activations: Activations = optimizer.runtime.activations
         activations.meters = True
         if point.budget_nbytes is not None:
-            activations.room = Bound(point.budget_nbytes)
+            activations.budget = FixedBudget(point.budget_nbytes)
         steps = Steps(warmup_steps(recipe.train.accumulate), activations)
         loop = Loop(recipe, model, optimizer, data, [steps])
         loop.run()
@@ -63,12 +62,12 @@ class Steps:
     """Takes the medians of the steps after the first ones; a :class:`~infinity.observe.metrics.View`."""
 
     def __init__(self, warmup: int, activations: Activations) -> None:
-        self._warmup, self._ledger = warmup, activations.cache.ledger
+        self._warmup, self._stats = warmup, activations.cache.stats
         self._moved = 0, 0
         self._taken: list[tuple[float, int, int, int]] = []
 
     def step(self, report: StepReport) -> None:
-        moved = self._ledger.nbytes_stored, self._ledger.nbytes_loaded
+        moved = self._stats.nbytes_stored, self._stats.nbytes_loaded
         stored, loaded = (now - before for now, before in zip(moved, self._moved))
         self._moved = moved
         if report.step > self._warmup:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.activations.activations import Activations
+from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
@@ -110,7 +110,7 @@ class StepExecutor:
                 self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
             )
             self._attach_residents(units, streaming)
-            activations.room = self
+            activations.budget = self
             self._stack = stack.pop_all()
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
@@ -160,7 +160,7 @@ class StepExecutor:
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
 
-    # --- the budget of activations (infinity.activations.activations: ActivationBudget) --------------------
+    # --- the budget of activations (infinity.activations.controller: ActivationBudget) ---------------------
 
     def capacities(self) -> Sequence[int | None]:
         """Return what units leave of ``memory.device``, and what the least that they need leaves (bytes)."""

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.activations.activations import Activations
-from infinity.activations.cache import TensorCache
-from infinity.activations.channels import measure_hardware, open_shelves
+from infinity.activations.controller import Activations
+from infinity.activations.store import measure_hardware, open_stores
+from infinity.activations.tensor_cache import TensorCache
 from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
@@ -127,13 +127,11 @@ class Runtime:
 
     def _make_activations(self) -> Activations:
         memory, storage, device = self.config.memory, self.storage, self.ranks.device
-        shelves = open_shelves(
-            device, storage.host_pool, storage.piece_nbytes, storage.volume, storage.engine
-        )
-        if memory.activations == "offload" and not shelves:
+        stores = open_stores(device, storage.host_pool, storage.piece_nbytes, storage.volume, storage.engine)
+        if memory.activations == "offload" and not stores:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
-        cache = TensorCache(device, shelves, lambda wait: self.stalls("activation", wait))
+        cache = TensorCache(device, stores, lambda wait: self.stalls("activation", wait))
         recomputed = self.config.layer_schedule  # by itself: little is left to plan
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
         decide = partial(self.ranks.decide, where="the plan for activations")

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from infinity.activations.cache import Kept
-from infinity.activations.identity import Watch, is_plain, storages_of
-from tests.activation.stage import assert_parity, cached_gradients, gradients
+from infinity.activations.tensor_cache import KeptTensor, is_plain, storages_of
+from tests.activations.stage import assert_parity, cached_gradients, gradients
 
 N = 64
 
@@ -28,7 +27,7 @@ def test_views_transposes_and_dtype_views_share_one_slot(stage):
         packed = [stage.cache.pack(view) for view in views]
     assert len({id(p.slot) for p in packed}) == 1
     stage.all_stored()
-    assert stage.cache.ledger.nbytes_stored == x.nbytes
+    assert stage.cache.stats.nbytes_stored == x.nbytes
     wanted = [view.clone() for view in views]
     strides = [(view.stride(), view.dtype, view.storage_offset()) for view in views]
     del x, views
@@ -65,7 +64,7 @@ def test_a_write_makes_another_slot_and_the_older_one_cannot_be_read(stage):
     assert stage.cache.unpack(after).eq(1).all()
 
 
-def test_a_stored_storage_is_freed_and_its_watch_holds_nothing(any_stage):
+def test_a_stored_storage_is_freed_and_its_handle_holds_nothing(any_stage):
     x = torch.randn(N, N) @ torch.randn(N, N)
     alive = weakref.ref(x.untyped_storage())
     with any_stage.forward():
@@ -77,13 +76,13 @@ def test_a_stored_storage_is_freed_and_its_watch_holds_nothing(any_stage):
     any_stage.assert_empty()
 
 
-def test_a_store_that_is_called_off_holds_nothing(stage):
+def test_a_store_that_is_cancelled_holds_nothing(stage):
     stage.engine.delay_s = 0.05
     stage.cache.queue._most_nbytes = 1
     x, y = torch.randn(N, N), torch.randn(N, N)
     with stage.forward():
         first, second = stage.cache.pack(x), stage.cache.pack(y)
-    stage.cache.queue.call_off(second.slot)
+    stage.cache.queue.cancel(second.slot)
     alive = weakref.ref(y.untyped_storage())
     del y, second
     assert alive() is None
@@ -100,7 +99,7 @@ def test_parameters_buffers_their_views_and_transposes_pass_through(stage):
     model.matrix = nn.Parameter(torch.randn(N, N))
     with stage.forward(model):
         for tensor in (model.matrix, model.matrix.t(), model.matrix[1:], model.weight, model.running_mean):
-            assert type(stage.cache.pack(tensor)) is Kept
+            assert type(stage.cache.pack(tensor)) is KeptTensor
     assert set(storages_of(model.parameters())) <= set(stage.cache.exempt)
 
 
@@ -123,7 +122,7 @@ def test_parameters_buffers_their_views_and_transposes_pass_through(stage):
 def test_what_is_not_worth_it_or_not_plain_memory_stays_where_it_is(stage, tensor):
     with stage.forward():
         packed = stage.cache.pack(tensor)
-    assert type(packed) is Kept
+    assert type(packed) is KeptTensor
     back = stage.cache.unpack(packed)
     assert back.shape == tensor.shape
     assert back.is_meta or torch.equal(
@@ -150,12 +149,12 @@ def test_subclasses_stay_where_they_are(stage):
 
     with stage.forward():
         packed = stage.cache.pack(torch.ones(N, N).as_subclass(Mine))
-    assert type(packed) is Kept
+    assert type(packed) is KeptTensor
     assert type(stage.cache.unpack(packed)) is Mine
 
 
 def test_outside_a_pass_everything_is_kept(stage):
-    assert type(stage.cache.pack(torch.ones(N, N))) is Kept
+    assert type(stage.cache.pack(torch.ones(N, N))) is KeptTensor
 
 
 def test_inference_tensors_are_refused_as_in_plain_pytorch(stage):
@@ -276,12 +275,13 @@ def test_a_write_that_torch_does_not_count_is_seen_as_in_plain_pytorch_while_the
     assert_parity(stage, loss, leaf())
 
 
-def test_a_watch_counts_writes_of_every_alias():
-    x = torch.zeros(N)
-    watch, view = Watch(x), x[3:].detach()
-    watch.check()
+def test_writes_of_every_alias_are_counted(stage):
+    x = torch.zeros(N, N)
+    with stage.forward():
+        packed, view = stage.cache.pack(x), x[3:].detach()
+    packed.check()
     x.data.add_(1)  # has a count of its own, as in plain PyTorch
-    watch.check()
+    packed.check()
     view.add_(1)
     with pytest.raises(RuntimeError, match=r"at version 1; wanted version 0"):
-        watch.check()
+        packed.check()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.activations import cache
-from infinity.activations.activations import METERED, PROFILED
+from infinity.activations import tensor_cache
+from infinity.activations.controller import METERED, PROFILED
 from infinity.activations.profiler import Profiler
 from infinity.app.models.config import GPTConfig
 from infinity.app.models.gpt import GPT
@@ -30,7 +30,7 @@ LEAST_NBYTES = 32 * 2**10
 def _small_slots():
     """Small models have small activations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "LEAST_NBYTES", LEAST_NBYTES)
+        patch.setattr(tensor_cache, "LEAST_NBYTES", LEAST_NBYTES)
         yield
 
 
@@ -115,7 +115,7 @@ def test_recording_does_not_make_the_predicted_step_longer(tmp_path, monkeypatch
         packed(profiler, key, tensor)
 
     monkeypatch.setattr(Profiler, "packed", slowly)
-    monkeypatch.setattr(cache.TensorCache, "_unobserved", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(tensor_cache.TensorCache, "_unprofiled", lambda self: contextlib.nullcontext())
     activations, _ = steps(streaming(tmp_path, "memory.activations=plan"), PROFILED + 2)
     *_, before, recorded, _ = activations.passes.ended
     assert recorded.number == PROFILED
@@ -161,14 +161,14 @@ def test_a_budget_that_no_plan_meets_is_the_same_error_on_every_rank(tmp_path, m
 
 
 def _refusal_of_rank(overrides):
-    cache.LEAST_NBYTES = LEAST_NBYTES
+    tensor_cache.LEAST_NBYTES = LEAST_NBYTES
     with pytest.raises(infinity.BudgetError) as refused:
         steps(overrides)
     return str(refused.value)
 
 
 def _plan_of_rank(overrides):
-    cache.LEAST_NBYTES = LEAST_NBYTES
+    tensor_cache.LEAST_NBYTES = LEAST_NBYTES
     activations, _ = steps(overrides)
     return activations.planning.plan.to_json()
 

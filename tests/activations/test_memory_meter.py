@@ -6,7 +6,7 @@ import threading
 import torch
 from torch import Tensor
 
-from infinity.activations.memory_meter import MemoryMeter
+from infinity.activations.profiler import MemoryMeter
 
 KIB = 1024
 

@@ -2,35 +2,37 @@
 
 import pytest
 
-from infinity.activations import passes as module
-from infinity.activations.ledger import Ledger
-from infinity.activations.passes import Passes
+from infinity.activations import controller
+from infinity.activations.controller import PassTimer
+from infinity.activations.slots import ActivationStats
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, as its only item."""
     now = [100.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(controller.time, "perf_counter", lambda: now[0])
     return now
 
 
-def run(passes: Passes, ledger: Ledger, clock: list[float], time_s: float, *, updates: bool) -> None:
+def run(
+    passes: PassTimer, stats: ActivationStats, clock: list[float], time_s: float, *, updates: bool
+) -> None:
     passes.begin()
     clock[0] += time_s
-    ledger.nbytes_stored += 10
-    ledger.nbytes_loaded += 7
-    ledger.waited_s += time_s / 4
+    stats.nbytes_stored += 10
+    stats.nbytes_loaded += 7
+    stats.waited_s += time_s / 4
     passes.end(updates=updates)
     clock[0] += 1000.0  # what lies between passes belongs to none
 
 
 def test_a_pass_with_the_update_is_not_compared_with_one_before_it(clock: list[float]) -> None:
-    ledger = Ledger()
-    passes = Passes(ledger)
+    stats = ActivationStats()
+    passes = PassTimer(stats)
     for time_s in (1.0, 3.0, 2.0):  # steps of two micro-batches
-        run(passes, ledger, clock, time_s, updates=False)
-        run(passes, ledger, clock, 10 * time_s, updates=True)
+        run(passes, stats, clock, time_s, updates=False)
+        run(passes, stats, clock, 10 * time_s, updates=True)
     within, last = passes.typical(0, updates=False), passes.typical(0, updates=True)
     assert within is not None
     assert last is not None
@@ -39,10 +41,10 @@ def test_a_pass_with_the_update_is_not_compared_with_one_before_it(clock: list[f
 
 
 def test_the_first_passes_are_left_out(clock: list[float]) -> None:
-    ledger = Ledger()
-    passes = Passes(ledger)
+    stats = ActivationStats()
+    passes = PassTimer(stats)
     for time_s in (9.0, 1.0, 1.0):
-        run(passes, ledger, clock, time_s, updates=True)
+        run(passes, stats, clock, time_s, updates=True)
     typical = passes.typical(1, updates=True)
     assert typical is not None
     assert typical.time_s == 1.0
@@ -51,11 +53,11 @@ def test_the_first_passes_are_left_out(clock: list[float]) -> None:
 
 
 def test_a_pass_computes_while_it_does_not_wait_for_bytes_or_move_them(clock: list[float]) -> None:
-    ledger = Ledger()
-    passes = Passes(ledger)
+    stats = ActivationStats()
+    passes = PassTimer(stats)
     for time_s in (8.0, 16.0):
-        run(passes, ledger, clock, time_s, updates=True)
-    run(passes, ledger, clock, 1.0, updates=False)
+        run(passes, stats, clock, time_s, updates=True)
+    run(passes, stats, clock, 1.0, updates=False)
     assert [each.compute_s(0.01) for each in passes.alike(0, updates=True)] == pytest.approx(
         [6 * (1 - 0.17 / 8), 12 * (1 - 0.17 / 16)]
     )
@@ -64,18 +66,18 @@ def test_a_pass_computes_while_it_does_not_wait_for_bytes_or_move_them(clock: li
 
 
 def test_a_pass_ends_once(clock: list[float]) -> None:
-    ledger = Ledger()
-    passes = Passes(ledger)
+    stats = ActivationStats()
+    passes = PassTimer(stats)
     passes.end(updates=True)
-    run(passes, ledger, clock, 1.0, updates=True)
+    run(passes, stats, clock, 1.0, updates=True)
     passes.end(updates=True)
     assert len(passes.ended) == 1
 
 
 def test_what_is_remembered_is_bounded(clock: list[float]) -> None:
-    ledger = Ledger()
-    passes = Passes(ledger)
-    for _ in range(module.REMEMBERED + 5):
-        run(passes, ledger, clock, 1.0, updates=True)
-    assert len(passes.ended) == module.REMEMBERED
+    stats = ActivationStats()
+    passes = PassTimer(stats)
+    for _ in range(controller.REMEMBERED + 5):
+        run(passes, stats, clock, 1.0, updates=True)
+    assert len(passes.ended) == controller.REMEMBERED
     assert passes.ended[0].number == 5

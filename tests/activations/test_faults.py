@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.activations import cache
+from infinity.activations import tensor_cache
 from infinity.core.errors import DiskError, InfinityError, PeerError
 from infinity.shards import storage
 from tests.helpers import models
@@ -41,7 +41,7 @@ def broken_step(folder: str, on: str, guilty: bool) -> tuple[str, str, float]:
     import torch.distributed as dist
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    cache.LEAST_NBYTES = 4096
+    tensor_cache.LEAST_NBYTES = 4096
     factory, batch = models.build("gpt", seed=0)
     began_s = time.monotonic()
     with breakable() as engines:
@@ -90,7 +90,7 @@ def test_a_disk_error_of_one_rank_ends_the_other_with_a_peer_error(tmp_path, on)
 def stored_on_two_ranks(folder: str) -> tuple[list[float], int]:
     import torch.distributed as dist
 
-    cache.LEAST_NBYTES = 512
+    tensor_cache.LEAST_NBYTES = 512
     factory, batch = models.build("gpt", seed=0)
     settings = streaming(Path(folder), "memory.activations=offload")
     out = train(

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.script import Alike, Planned
+from infinity.activations.tensor_cache import PlannedPolicy, UniformPolicy
 from infinity.core.plan import ActivationPlan, Load, Place
-from tests.activation.stage import assert_same, live_slots
+from tests.activations.stage import assert_same, live_slots
 
 WIDTH = 24
 POLICIES = {
-    "store": Alike(Place.NVME),
-    "recompute": Alike(Place.KEEP, recompute=True),
-    "both": Alike(Place.NVME, recompute=True),
+    "store": UniformPolicy(Place.NVME),
+    "recompute": UniformPolicy(Place.KEEP, recompute=True),
+    "both": UniformPolicy(Place.NVME, recompute=True),
 }
 
 
@@ -114,21 +114,21 @@ def test_interleaved_passes(stage, policy):
 
 
 def test_a_pass_is_loaded_as_it_was_stored_whatever_is_planned_since(stage):
-    """Its loads are those of its own script: none is left to be asked for at the last moment."""
+    """Its loads are those of its own policy: none is left to be asked for at the last moment."""
     model = Model()
-    with stage.forward(model, Alike(Place.NVME)) as record:
+    with stage.forward(model, UniformPolicy(Place.NVME)) as record:
         first = model(batch(0))
     keys = list(record.packed)
     begins = ActivationPlan("plan", dict.fromkeys(keys, Place.NVME), tuple(Load(None, key) for key in keys))
-    with stage.forward(model, Planned(begins)):
+    with stage.forward(model, PlannedPolicy(begins)):
         second = model(batch(1))
-    with stage.forward(model, Planned(ActivationPlan("keep"))):
+    with stage.forward(model, PlannedPolicy(ActivationPlan("keep"))):
         third = model(batch(2))
     stage.all_stored()
     second.backward()
-    assert stage.cache.ledger.on_demand == 0
+    assert stage.cache.stats.on_demand == 0
     (first + third).backward()
-    assert stage.cache.ledger.nbytes_loaded > 0
+    assert stage.cache.stats.nbytes_loaded > 0
     del first, second, third, record
     stage.assert_empty()
 

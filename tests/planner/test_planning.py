@@ -13,14 +13,14 @@ from infinity.planner.planning import (
     MEASURED,
     PLAN,
     PROFILE,
-    Fates,
+    BlockCounts,
     Planning,
     load_measured,
     plan_rows,
     save_measured,
 )
-from infinity.planner.player import play
 from infinity.planner.policies import POLICIES, smallest_budget
+from infinity.planner.simulator import play
 from tests.helpers.profiles import hardware, transformer
 
 
@@ -76,11 +76,11 @@ def test_each_block_has_one_fate() -> None:
         SlotKey(0, 0): Place.NVME,  # outside blocks
     }
     plan = ActivationPlan("plan", places, recomputed=frozenset([regions[2]]))
-    fates = Fates.of(profile, plan)
-    assert fates == Fates(kept=2, host=1, nvme=1, recomputed=1)
-    assert str(fates) == "1 of 5 blocks to NVMe, 1 to host memory, 1 recomputed, 2 kept"
-    assert str(Fates.of(profile, ActivationPlan("keep"))) == "5 of 5 blocks kept"
-    assert str(Fates(0, 0, 0, 0)) == "no blocks"
+    counts = BlockCounts.of(profile, plan)
+    assert counts == BlockCounts(kept=2, host=1, nvme=1, recomputed=1)
+    assert str(counts) == "1 of 5 blocks to NVMe, 1 to host memory, 1 recomputed, 2 kept"
+    assert str(BlockCounts.of(profile, ActivationPlan("keep"))) == "5 of 5 blocks kept"
+    assert str(BlockCounts(0, 0, 0, 0)) == "no blocks"
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from infinity.activations import cache
-from tests.activation.stage import Stage
+from infinity.activations import tensor_cache
+from tests.activations.stage import Stage
 
 
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
 
 
 @pytest.fixture

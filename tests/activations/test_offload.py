@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.activations import cache
-from infinity.activations.activations import METERED
+from infinity.activations import tensor_cache
+from infinity.activations.controller import METERED
 from infinity.api import offload_activations as offloading
 from infinity.core.errors import DiskError, InfinityError, StateError
-from tests.activation.stage import assert_same, live_slots
-from tests.activation.test_nested import Model, batch
+from tests.activations.stage import assert_same, live_slots
+from tests.activations.test_nested import Model, batch
 from tests.helpers import models
 from tests.helpers.faulty import Fault, FaultyEngine
 from tests.helpers.limits import file_limit
@@ -63,7 +63,7 @@ def test_losses_weights_and_buffers_are_those_of_the_plain_loop(tmp_path, policy
     with infinity.offload_activations(model, policy=policy, nvme=tmp_path) as activations:
         ours = loop(model, steps=METERED)
     assert_same(ours, plain)
-    assert (activations.cache.ledger.nbytes_stored > 0) == (policy in ("offload", "plan"))
+    assert (activations.cache.stats.nbytes_stored > 0) == (policy in ("offload", "plan"))
     assert not files(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_two_models_in_one_loss(tmp_path):
         infinity.offload_activations(second, policy="offload", nvme=tmp_path) as two,
     ):
         assert_same(step(first, second), plain)
-    assert min(one.cache.ledger.nbytes_stored, two.cache.ledger.nbytes_stored) > 0
+    assert min(one.cache.stats.nbytes_stored, two.cache.stats.nbytes_stored) > 0
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -140,13 +140,13 @@ def test_an_interrupted_forward_does_not_reach_into_the_next_one(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             model(batch(0))
         handle.remove()
-        stored = activations.cache.ledger.nbytes_stored
+        stored = activations.cache.stats.nbytes_stored
         assert_same(loop(model), plain)
-        assert activations.cache.ledger.nbytes_stored > stored
+        assert activations.cache.stats.nbytes_stored > stored
         assert activations.cache.record is None
-        stored = activations.cache.ledger.nbytes_stored
+        stored = activations.cache.stats.nbytes_stored
         other(batch(0)).backward()
-        assert activations.cache.ledger.nbytes_stored == stored
+        assert activations.cache.stats.nbytes_stored == stored
 
 
 def test_a_model_on_which_nobody_calls_backward(tmp_path, engines):
@@ -158,10 +158,10 @@ def test_a_model_on_which_nobody_calls_backward(tmp_path, engines):
                 model(batch(seed))
         cache = activations.cache
         cache.queue.drain()
-        cache.ledger.tidy()
-        assert cache.ledger.resident_nbytes == 0
+        cache.stats.free_deferred()
+        assert cache.stats.resident_nbytes == 0
         assert engines[0].volume.allocated_nbytes == 0
-        assert cache.ledger.nbytes_loaded == 0
+        assert cache.stats.nbytes_loaded == 0
 
 
 def test_a_graph_that_outlives_the_context_can_be_dropped(tmp_path):
@@ -190,7 +190,7 @@ def test_compiled_blocks_and_models(tmp_path, what, policy):
     before = [layer._compiled_call_impl for layer in model.layers]
     with infinity.offload_activations(model, policy=policy, nvme=tmp_path) as activations:
         assert_same(loop(model, steps=2), plain)
-    assert (activations.cache.ledger.nbytes_stored > 0) == (policy == "offload")
+    assert (activations.cache.stats.nbytes_stored > 0) == (policy == "offload")
     assert [layer._compiled_call_impl for layer in model.layers] == before
     torch.compiler.reset()
 
@@ -204,7 +204,7 @@ def test_a_model_without_blocks_is_stored_whole(tmp_path):
     with infinity.offload_activations(model, policy="offload", nvme=tmp_path) as activations:
         model(inputs).sum().backward()
     assert_same([p.grad for p in model.parameters()], plain)
-    assert activations.cache.ledger.nbytes_stored > 0
+    assert activations.cache.stats.nbytes_stored > 0
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_a_model_of_init_is_told_to_use_its_recipe(tmp_path):
 def test_a_disk_error_is_raised_in_the_step_and_the_step_can_be_repeated(
     tmp_path, engines, monkeypatch, on, nth
 ):
-    monkeypatch.setattr(cache, "LEAST_NBYTES", 8192)  # a whole block at least
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 8192)  # a whole block at least
     model = Model(dropout=0.1)
     plain = loop(copy.deepcopy(model))
     with infinity.offload_activations(model, policy="offload", nvme=tmp_path) as activations:
@@ -301,8 +301,8 @@ def test_a_disk_error_is_raised_in_the_step_and_the_step_can_be_repeated(
         model.zero_grad()
         assert_same(loop(model), plain)
         activations.cache.queue.drain()
-        activations.cache.ledger.tidy()
-        assert activations.cache.ledger.resident_nbytes == 0
+        activations.cache.stats.free_deferred()
+        assert activations.cache.stats.resident_nbytes == 0
 
 
 def test_a_full_disk_is_raised_and_the_step_can_be_repeated_when_there_is_room(tmp_path):
@@ -321,16 +321,16 @@ def test_a_slow_disk_is_no_error_and_what_waits_is_bounded(tmp_path, engines):
     plain = loop(copy.deepcopy(model))
     with infinity.offload_activations(model, policy="offload", nvme=tmp_path) as activations:
         engines[0].delay_s = 0.01
-        ledger = activations.cache.ledger
+        stats = activations.cache.stats
         assert_same(loop(model), plain)
-        assert ledger.forwarded > 0
+        assert stats.forwarded > 0
         activations.cache.queue.drain()
         activations.cache.backlog_nbytes = 20_000
         most, put = [], activations.cache.queue.put
 
-        def watched(slot, shelf):
+        def watched(slot, store):
             most.append(activations.cache.queue.nbytes)
-            put(slot, shelf)
+            put(slot, store)
 
         activations.cache.queue.put = watched
         model(batch(0))

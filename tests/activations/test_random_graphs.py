@@ -7,10 +7,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from infinity.activations.script import Planned
+from infinity.activations.tensor_cache import PlannedPolicy
 from infinity.core.plan import ActivationPlan, Load, Place
 from infinity.core.profile import SlotKey
-from tests.activation.stage import Stage, assert_same
+from tests.activations.stage import Stage, assert_same
 
 N = 16
 WEIGHTS = 2
@@ -147,7 +147,7 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
         plan = data.draw(plans(keys, len(blocks)))
         stage.cache.backlog_nbytes = plan.backlog_nbytes
         stage.engine.delay_s = data.draw(st.sampled_from([0.0, 0.002]))
-        with stage.forward(model, Planned(plan)):
+        with stage.forward(model, PlannedPolicy(plan)):
             loss = run(model)
         ours = outcome(model, loss)
         del loss
@@ -155,9 +155,9 @@ def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_p
             return  # where torch recomputes, it does not look at what was written inside
         assert_outcome(ours, plain)
         assert_left(stage, ours)
-        ledger = stage.cache.ledger
-        assert 0 <= ledger.nbytes_loaded <= ledger.nbytes_stored
-        assert ledger.peak_nbytes >= 0
+        stats = stage.cache.stats
+        assert 0 <= stats.nbytes_loaded <= stats.nbytes_stored
+        assert stats.peak_nbytes >= 0
     finally:
         stage.close()
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infinity.activations import cache
-from infinity.activations.activations import METERED
+from infinity.activations import tensor_cache
+from infinity.activations.controller import METERED
 from tests.helpers import models, zoo
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, reference, streaming, train
@@ -21,7 +21,7 @@ def steps_of(policy):
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch):
     """Tiny models have tiny activations."""
-    monkeypatch.setattr(cache, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
 
 
 CASES = [

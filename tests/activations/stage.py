@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.activations.blocks import find_blocks, watched
-from infinity.activations.cache import Record, TensorCache
-from infinity.activations.identity import storages_of
-from infinity.activations.script import Alike, Script
-from infinity.activations.shelf import DirectShelf, StagedShelf
-from infinity.activations.slot import Slot
+from infinity.activations.blocks import recomputable_blocks, tracked
+from infinity.activations.slots import Slot
+from infinity.activations.store import DirectStore, StagedStore
+from infinity.activations.tensor_cache import (
+    ActivationPolicy,
+    PassRecord,
+    TensorCache,
+    UniformPolicy,
+    storages_of,
+)
 from infinity.core.plan import Place
 from infinity.device.memory import HostPool
 from infinity.nvme.engines.threads_engine import ThreadsEngine
@@ -23,7 +27,7 @@ from infinity.nvme.volume import Volume
 from tests.helpers.faulty import FaultyEngine
 
 CPU = torch.device("cpu")
-STORE = Alike(Place.NVME)
+STORE = UniformPolicy(Place.NVME)
 
 
 class Stage:
@@ -31,32 +35,32 @@ class Stage:
 
     Args:
         folder: For the files.
-        shelf: ``direct``, ``disk`` (staged through host memory, in pieces) or ``host``.
+        kind: ``direct``, ``disk`` (staged through host memory, in pieces) or ``host``.
     """
 
-    def __init__(self, folder: Path, shelf: str = "direct") -> None:
+    def __init__(self, folder: Path, kind: str = "direct") -> None:
         self.volume = Volume([folder / "a.bin"])
         self.engine = FaultyEngine(ThreadsEngine(self.volume, threads=2))
         self.pool = HostPool(2**24, patience_s=2)
-        if shelf == "direct":
-            made: Any = DirectShelf(self.volume, self.engine)
-        elif shelf == "disk":
-            made = StagedShelf(CPU, self.pool, self.volume, self.engine, piece_nbytes=8192)
+        if kind == "direct":
+            made: Any = DirectStore(self.volume, self.engine)
+        elif kind == "disk":
+            made = StagedStore(CPU, self.pool, self.volume, self.engine, piece_nbytes=8192)
         else:
-            made = StagedShelf(CPU, self.pool)
-        self.shelf = made
+            made = StagedStore(CPU, self.pool)
+        self.store = made
         self.cache = TensorCache(CPU, {Place.NVME: made, Place.HOST: made}, lambda wait: wait())
 
     @contextmanager
-    def forward(self, model: torch.nn.Module | None = None, script: Script = STORE):
+    def forward(self, model: torch.nn.Module | None = None, policy: ActivationPolicy = STORE):
         """One recorded pass."""
         cache = self.cache
         if model is not None:
             cache.exempt = storages_of([*model.parameters(), *model.buffers()])
-        cache.record = Record(script)
+        cache.record = PassRecord(policy)
         try:
             with (
-                watched(find_blocks(model) if model is not None else [], cache),
+                tracked(recomputable_blocks(model) if model is not None else [], cache),
                 torch.autograd.graph.saved_tensors_hooks(cache.pack, cache.unpack),
             ):
                 yield cache.record
@@ -70,11 +74,11 @@ class Stage:
     def assert_empty(self) -> None:
         """Nothing is left of any step; no garbage collection was needed."""
         self.cache.queue.drain()
-        self.cache.ledger.tidy()
+        self.cache.stats.free_deferred()
         until_s = time.monotonic() + 5
         while self.volume.allocated_nbytes + self.pool.leased_nbytes and time.monotonic() < until_s:
             time.sleep(0.001)  # loads that nobody waits for
-        assert self.cache.ledger.resident_nbytes == 0
+        assert self.cache.stats.resident_nbytes == 0
         assert self.volume.allocated_nbytes == 0
         assert self.pool.leased_nbytes == 0
         assert not len(self.cache._slots)
@@ -117,7 +121,7 @@ def assert_same(ours: list[Tensor | None], plain: list[Tensor | None]) -> None:
 
 def assert_parity(stage: Stage, loss: Callable[..., Tensor], *inputs: Tensor) -> None:
     """The same gradients to the bit, something was stored, and nothing is left."""
-    stored = stage.cache.ledger.nbytes_stored
+    stored = stage.cache.stats.nbytes_stored
     assert_same(cached_gradients(stage, loss, list(inputs)), gradients(loss, list(inputs)))
-    assert stage.cache.ledger.nbytes_stored > stored
+    assert stage.cache.stats.nbytes_stored > stored
     stage.assert_empty()

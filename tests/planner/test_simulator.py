@@ -4,14 +4,26 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity.core.plan import ActivationPlan, Hardware, Load, Place
-from infinity.core.profile import Block, Kind, Operator, Phase, Profile, Slot, SlotKey, StorageUse, Traffic
-from infinity.planner.player import bounded, play, play_in_detail
-from infinity.planner.script import Saved, script_of
-from infinity.planner.timeline import Timeline
+from infinity.core.profile import (
+    BlockCall,
+    Kind,
+    Operator,
+    Phase,
+    Profile,
+    SlotKey,
+    SlotUse,
+    StorageUse,
+    Traffic,
+)
+from infinity.planner.channels import Channel
+from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
+from infinity.planner.migration import least_memory
+from infinity.planner.search import with_loads, within
+from infinity.planner.simulator import Simulator, StepTimeline, TransferQueues, bounded, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
 KEEP = ActivationPlan("keep")
@@ -19,9 +31,9 @@ MADE = (Kind.ACTIVATION, Kind.WORKING)
 ENDLESS = Hardware(1e30, 1e30, 2e30, 1e30)
 
 
-def saved_under(profile: Profile, plan: ActivationPlan) -> list[Saved]:
+def saved_under(profile: Profile, plan: ActivationPlan) -> list[InactivePeriod]:
     """What a plan may name."""
-    return [saved for saved in script_of(profile, plan.recomputed).saved if saved.is_named]
+    return [period for period in lifetimes_of(profile, plan.recomputed).periods if period.is_named]
 
 
 @st.composite
@@ -34,7 +46,7 @@ def random_plans(draw: st.DrawFn, profile: Profile) -> ActivationPlan:
     loads = []
     for slot in slots:
         if draw(st.integers(0, 4)):
-            after = draw(st.sampled_from([None, *(s.key for s in slots if s.needed_at <= slot.needed_at)]))
+            after = draw(st.sampled_from([None, *(s.key for s in slots if s.end <= slot.end)]))
             loads.append(Load(after, slot.key))
     backlog = draw(st.sampled_from([None, 0, 50_000]))
     return replace(bare, places=places, loads=tuple(loads), backlog_nbytes=backlog)
@@ -167,9 +179,10 @@ def chain(*, held: bool = False) -> Profile:
         Operator("op", 1.0, () if not i else (i - 1,), (i,), Phase.FORWARD, 2 * i + 1) for i in range(3)
     ]
     backward = [Operator("op_backward", 1.0, (2 - i,), (), Phase.BACKWARD, -1) for i in range(3)]
-    slots = [Slot(SlotKey(2 * i + 1, 0), i, 100, i, 5 - i, 5 - i, held) for i in range(3)]
+    slots = [SlotUse(SlotKey(2 * i + 1, 0), i, 100, i, 5 - i, 5 - i, held) for i in range(3)]
     blocks = [
-        Block(f"blocks.{i}", 2 * i + 1, (i, i + 1), (5 - i, 6 - i), (i - 1,) if i else ()) for i in range(3)
+        BlockCall(f"blocks.{i}", 2 * i + 1, (i, i + 1), (5 - i, 6 - i), (i - 1,) if i else ())
+        for i in range(3)
     ]
     return Profile(6.0, (*forward, *backward), tuple(storages), tuple(slots), tuple(blocks))
 
@@ -183,7 +196,7 @@ def send(after: SlotKey | None, **more: object) -> ActivationPlan:
     return ActivationPlan("hand", {FIRST: Place.NVME}, (Load(after, FIRST),), **more)  # type: ignore[arg-type]
 
 
-def times(timeline: Timeline, channel: str) -> list[tuple[float, float]]:
+def times(timeline: StepTimeline, channel: str) -> list[tuple[float, float]]:
     return [(move.begin_s, move.end_s) for move in timeline.channels.get(channel, ())]
 
 
@@ -267,7 +280,7 @@ def test_the_input_of_a_recomputed_block_is_its_slot() -> None:
     plan = ActivationPlan("hand", {SlotKey(3, 0): Place.NVME}, recomputed=frozenset({1, 3}))
     saved = saved_under(chain(), plan)
     # The last block's before all, then x0 when block 3 runs again, which is position 4.
-    assert [(each.key, each.needed_at) for each in saved] == [((5, 0), 3), ((3, 0), 4)]
+    assert [(each.key, each.end) for each in saved] == [((5, 0), 3), ((3, 0), 4)]
     outcome = play(chain(), plan, SLOW)
     assert outcome.nbytes_stored == outcome.nbytes_loaded == 100
     assert outcome.step_s == 6.0 + 2 + 2  # both blocks again, and the read at the second one's beginning
@@ -285,7 +298,7 @@ def test_memory_goes_when_it_is_stored_and_forward_is_done_with_it() -> None:
 def test_the_inputs_of_a_recomputed_block_are_there_when_it_runs_again() -> None:
     plan = ActivationPlan("hand", {FIRST: Place.NVME}, recomputed=frozenset({3}))
     (saved,) = [saved for saved in saved_under(chain(), plan) if saved.key == FIRST]
-    assert saved.needed_at == 4  # block 3 reads it before its own backward
+    assert saved.end == 4  # block 3 reads it before its own backward
     outcome, timeline = play_in_detail(chain(), plan, SLOW)
     assert times(timeline, "NVMe read") == [(4.0, 6.0)]
     assert timeline.recomputed[0].begin_s == 6.0
@@ -322,8 +335,8 @@ def test_a_recomputed_forward_needs_its_working_memory_again() -> None:
         Operator("head_backward", 1.0, (), (), Phase.BACKWARD, -1),
         Operator("x_backward", 1.0, (2,), (), Phase.BACKWARD, -1),
     )
-    slots = (Slot(FIRST, 2, 100, 2, 4, 4, False),)
-    profile = Profile(5.0, operators, storages, slots, (Block("block", 1, (0, 3), (4, 5), ()),))
+    slots = (SlotUse(FIRST, 2, 100, 2, 4, 4, False),)
+    profile = Profile(5.0, operators, storages, slots, (BlockCall("block", 1, (0, 3), (4, 5), ()),))
     outcome, timeline = play_in_detail(profile, ActivationPlan("hand", recomputed=frozenset({1})), SLOW)
     assert play(profile, KEEP, SLOW).peak_nbytes == 140
     assert outcome.peak_nbytes == 240  # x is there from the beginning, then w and v
@@ -371,3 +384,97 @@ def test_what_may_wait_to_be_stored_is_what_waits_on_the_drive_that_was_measured
     waiting = play(profile, bound, slow)
     assert waiting.stall_s > 0
     assert waiting.peak_nbytes < play(profile, made, slow).peak_nbytes
+
+
+# --- the parts: queues of transfers, stops, backlogs ----------------------------------------------
+
+#: A byte per second to write, two to read, both together as fast as alone; a second until the first byte.
+MIXED = Hardware(2.0, 1.0, 3.0, 1.0, latency_s=1.0)
+
+
+def pass_all(queues: TransferQueues) -> list[tuple[int, int | None, float, float]]:
+    """Channel, index, beginning and end of each transfer, until nothing moves."""
+    ended = []
+    while queues.next_s() < float("inf"):
+        ended += [(*transfer, queues.now_s) for transfer in queues.advance(queues.next_s())]
+    return ended
+
+
+def test_the_latency_of_a_transfer_passes_while_others_move() -> None:
+    queues = TransferQueues(MIXED)
+    queues.submit(Channel.NVME_WRITE, 0, 3)
+    queues.submit(Channel.NVME_WRITE, 1, 2)
+    assert pass_all(queues) == [(Channel.NVME_WRITE, 0, 1.0, 4.0), (Channel.NVME_WRITE, 1, 4.0, 6.0)]
+
+
+def test_what_units_move_goes_before_what_is_on_its_way() -> None:
+    queues = TransferQueues(MIXED)
+    queues.submit(Channel.NVME_READ, 0, 4)
+    queues.advance(queues.next_s())
+    queues.advance(1.0)  # two of the four bytes
+    queues.submit_units(Traffic(0, 6, 0))
+    assert pass_all(queues) == [(Channel.NVME_READ, None, 2.0, 5.0), (Channel.NVME_READ, 0, 1.0, 6.0)]
+
+
+def test_a_transfer_that_waits_for_others_can_be_cancelled_and_the_first_one_cannot() -> None:
+    queues = TransferQueues(MIXED)
+    for index in range(3):
+        queues.submit(Channel.NVME_WRITE, index, 1)
+    assert [queues.cancel(Channel.NVME_WRITE, index) for index in (0, 1)] == [False, True]
+    assert [index for _, index, _, _ in pass_all(queues)] == [0, 2]
+
+
+def all_leave(lifetimes: Lifetimes, *places: Place) -> dict[int, Place]:
+    """All storages that can leave, to the places in turn."""
+    return {i: places[i % len(places)] for i, period in enumerate(lifetimes.periods) if period.can_leave}
+
+
+@st.composite
+def plays(draw: st.DrawFn) -> tuple[Lifetimes, ActivationPlan, Hardware]:
+    profile, channels = draw(random_profiles()), draw(random_hardware())
+    lifetimes = lifetimes_of(profile, frozenset(b.region for b in profile.blocks if draw(st.booleans())))
+    places = all_leave(lifetimes, Place.NVME, *([Place.HOST] if draw(st.booleans()) else []))
+    plan = with_loads(lifetimes, places, channels, None)
+    return lifetimes, replace(plan, backlog_nbytes=draw(st.sampled_from([None, 0, 50_000]))), channels
+
+
+@given(plays())
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+def test_a_play_that_is_looked_at_is_the_same(case: tuple[Lifetimes, ActivationPlan, Hardware]) -> None:
+    quick, looked_at = Simulator(*case).run(), Simulator(*case, StepTimeline()).run()
+    assert looked_at.step_s == pytest.approx(quick.step_s)
+    assert looked_at.stall_s == pytest.approx(quick.stall_s, abs=1e-9)
+    assert (looked_at.nbytes_stored, looked_at.nbytes_loaded) == (quick.nbytes_stored, quick.nbytes_loaded)
+    assert (looked_at.peak_nbytes, looked_at.host_peak_nbytes) == (quick.peak_nbytes, quick.host_peak_nbytes)
+
+
+@given(plays())
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_stored_and_not_forwarded_is_loaded_once(
+    case: tuple[Lifetimes, ActivationPlan, Hardware],
+) -> None:
+    lifetimes, plan, _ = case
+    outcome = Simulator(*case).run()
+    nbytes = {period.key: period.nbytes for period in lifetimes.periods if period.is_named}
+    on_nvme = sum(nbytes[key] for key, place in plan.places.items() if place is Place.NVME)
+    assert outcome.nbytes_loaded <= outcome.nbytes_stored <= on_nvme
+    assert outcome.host_peak_nbytes <= sum(nbytes[key] for key in plan.places) - on_nvme
+
+
+def test_a_backlog_keeps_a_budget_that_stores_are_too_slow_for() -> None:
+    lifetimes, slow = lifetimes_of(transformer(8)), hardware(0.2)
+    places = all_leave(lifetimes, Place.NVME)
+    capacity = int(least_memory(lifetimes, places).max()) * 3 // 2
+    plan = with_loads(lifetimes, places, slow, capacity)
+    free = Simulator(lifetimes, plan, slow).run()
+    assert free.peak_nbytes > capacity
+    found = within(lifetimes, plan, slow, capacity)
+    assert found is not None
+    bound, outcome = found
+    assert bound.backlog_nbytes is not None
+    assert outcome == Simulator(lifetimes, bound, slow).run()
+    assert outcome.peak_nbytes <= capacity
+    assert outcome.stall_s > free.stall_s
+    assert within(lifetimes, plan, slow, capacity, outcome.step_s) is None  # nothing is faster
+    assert within(lifetimes, plan, slow, free.peak_nbytes) == (plan, free)
+    assert within(lifetimes, plan, slow, int(least_memory(lifetimes, places).max()) - 1) is None
