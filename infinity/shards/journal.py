@@ -6,9 +6,14 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.nvme.errors import CorruptRecordError
+from infinity.core.errors import InfinityError
+from infinity.core.files import sync
 
 _MAGIC = "infinity-commit-1"
+
+
+class CorruptRecordError(InfinityError, OSError):
+    """A commit record is there, but is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +42,7 @@ def write_commit(path: Path, record: CommitRecord) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)  # the new name, too, survives a power cut
-    finally:
-        os.close(folder)
+    sync(path.parent)  # the new name, too, survives a power cut
 
 
 def read_commit(path: Path) -> CommitRecord | None:

@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.errors import DiskError
+from infinity.core.errors import DirectoryError, DiskError
 from infinity.core.extent import Extent
 from infinity.device.pool import BufferLease
 from infinity.nvme.engines import make_engine
-from infinity.nvme.errors import BufferedIOWarning, DirectoryError
-from infinity.nvme.space import Space
-from infinity.nvme.volume import SealedFile, Volume
+from infinity.nvme.volume import BufferedIOWarning, SealedFile, Space, Volume
 
 MIB = 2**20
 
@@ -173,7 +171,7 @@ from pathlib import Path
 from infinity.core.errors import DiskError
 from infinity.nvme.engines import make_engine
 from infinity.device.pool import HostPool
-from infinity.nvme.volume import SealedFile, Volume
+from infinity.nvme.volume import BufferedIOWarning, SealedFile, Space, Volume
 
 name, path = sys.argv[1], Path(sys.argv[2])
 MIB = 2**20

@@ -5,10 +5,11 @@ import warnings
 from infinity.core.transfer import TransferEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
-from infinity.nvme.errors import EngineWarning
 from infinity.nvme.volume import Volume
 
-__all__ = ["EngineWarning", "make_engine"]
+
+class EngineWarning(UserWarning):
+    """The fastest engine cannot be used here; the line says why and what to do."""
 
 
 def make_engine(name: str, volume: Volume) -> TransferEngine:
@@ -34,7 +35,7 @@ def make_engine(name: str, volume: Volume) -> TransferEngine:
 
 def _fastest(volume: Volume) -> TransferEngine:
     if volume.buffered:
-        return ThreadsEngine(volume)  # through the page cache, libaio blocks whoever submits
+        return ThreadsEngine(volume)  # through the page cache, libaio blocks the thread that submits
     try:
         return LibaioEngine(volume)
     except (ImportError, OSError) as error:
