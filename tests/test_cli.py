@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity import train as train_module
+from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError
@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 #: Trains "for ever", in place of the loop, and says when it begins and ends.
 SLEEPER = """
 import sys, time
-from infinity import cli, train
+from infinity import cli
+from infinity.app import train
 def sleep(recipe):
     try:
         print("begun", flush=True)

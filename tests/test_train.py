@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import train as train_module
+from infinity.app import train as train_module
 from infinity.app.inputs import _short
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import Loop, RankMean, lr_factor, set_threads, train, world_size

@@ -1,114 +1,14 @@
-"""Updates: tickets that many threads wait for, and which elements belong to whom."""
+"""Which elements of a shard belong to which parameter group."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from infinity.partition.unit import Unit, layout
-from infinity.shards.updates import After, Ticket, spans_of
+from infinity.shards.updates import spans_of
 
 fast = settings(deadline=None, max_examples=150)
-
-
-# --- tickets ------------------------------------------------------------------------------------
-
-
-def test_every_call_runs_once_whenever_the_ticket_ends():
-    for _ in range(200):
-        ticket, ran, start = Ticket(), [], threading.Barrier(4)
-
-        def register(number, ticket=ticket, ran=ran, start=start):
-            start.wait()
-            for i in range(20):
-                ticket.then(lambda i=i: ran.append((number, i)))
-
-        def finish(ticket=ticket, start=start):
-            start.wait()
-            ticket.finish(None)
-
-        with ThreadPoolExecutor(4) as threads:
-            jobs = [threads.submit(register, n) for n in range(3)] + [threads.submit(finish)]
-            for job in jobs:
-                job.result()
-        assert sorted(ran) == [(n, i) for n in range(3) for i in range(20)]
-
-
-def test_an_error_surfaces_at_every_wait_and_nowhere_else():
-    ticket, ran = Ticket(), []
-    ticket.then(lambda: ran.append(1))
-    ticket.finish(OSError("disk"))
-    assert ticket.done()
-    assert ran == [1]
-    for _ in range(2):
-        with pytest.raises(OSError, match="disk"):
-            ticket.wait()
-
-
-def test_a_transfer_after_another_begins_only_when_the_first_has_ended():
-    first, second, begun = Ticket(), Ticket(), []
-    after = After(first, lambda: begun.append(1) or second)
-    called = []
-    after.then(lambda: called.append(1))
-    assert not begun
-    assert not after.done()
-    first.finish(None)
-    assert begun == [1]
-    assert not after.done()
-    assert not called
-    second.finish(None)
-    assert after.done()
-    assert called == [1]
-    after.wait()
-
-
-@pytest.mark.parametrize("where", ["first", "begin", "second"])
-def test_an_error_on_the_way_is_told_by_wait(where):
-    first, second, begun, called = Ticket(), Ticket(), [], []
-
-    def begin():
-        begun.append(1)
-        if where == "begin":
-            raise OSError("begin")
-        return second
-
-    after = After(first, begin)
-    after.then(lambda: called.append(1))
-    first.finish(OSError("first") if where == "first" else None)
-    second.finish(OSError("second"))
-    assert after.done()
-    assert called == [1]
-    assert begun == ([] if where == "first" else [1])
-    with pytest.raises(OSError, match=where):
-        after.wait()
-
-
-def test_waiting_for_a_transfer_that_has_not_begun_ends_with_it():
-    for _ in range(200):
-        first, second, start = Ticket(), Ticket(), threading.Barrier(3)
-        after = After(first, lambda second=second: second)
-        called = threading.Event()
-
-        def end(ticket, start=start):
-            start.wait()
-            ticket.finish(None)
-
-        with ThreadPoolExecutor(3) as threads:
-            jobs = [threads.submit(end, first), threads.submit(end, second)]
-            start.wait()
-            after.then(called.set)
-            after.wait()
-            for job in jobs:
-                job.result()
-        assert called.wait(5)
-        assert after.done()
-
-
-# --- spans --------------------------------------------------------------------------------------
 
 
 @st.composite

@@ -24,8 +24,7 @@ from torch import nn
 from infinity.api.init import gathered
 from infinity.checkpoint.publish import Publication
 from infinity.core.errors import RecipeError, StateError
-from infinity.engine.registry import runtime_of
-from infinity.engine.runtime import Runtime
+from infinity.engine.runtime import Runtime, runtime_of
 from infinity.partition import builder
 from infinity.partition.parameters import ServedParameters
 
@@ -60,7 +59,7 @@ def add_lora(
     """
     peft = _peft()
     runtime = runtime_of(model)
-    if runtime.construction.active or runtime.connection is not None:
+    if runtime.construction.active or runtime.started:
         raise StateError(
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
@@ -105,7 +104,7 @@ def _shapes_only(model: nn.Module) -> Iterator[None]:
 
 def _take_in(runtime: Runtime, adapted: nn.Module) -> None:
     """Cut what is new in ``adapted`` into units, as if it had been built in the model's own block."""
-    full = builder.TARGET_SHARD_NBYTES * runtime.world_size
+    full = builder.TARGET_SHARD_NBYTES * runtime.ranks.world_size
     with runtime.construction as construction:
         construction.late = None  # adapters have their values
         construction.roots.append(adapted)
@@ -149,7 +148,7 @@ def save_lora(model: Any, directory: str | Path) -> None:
     """
     runtime = runtime_of(model)
     values = _adapters(model, runtime)
-    if runtime.rank:
+    if runtime.ranks.rank:
         return
     with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)

@@ -1,4 +1,4 @@
-"""One point of the recompute-offload-keep curve, in its own process: ``python -m infinity.app.rok_point DIR``."""
+"""One point of the recompute-offload-keep curve, in its own process: ``python -m infinity.app.rok_point``."""
 
 import json
 import math

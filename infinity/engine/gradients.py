@@ -1,4 +1,4 @@
-"""From autograd's gradients to complete, reduced shards: collect, reduce, hand over.
+"""Gradients on their way from autograd to the updates: collected by unit, reduced over ranks, handed over.
 
 [Note: when gradients are complete]
 When every trainable parameter of the unit has fired, or when the backward pass ends: an unused
@@ -14,57 +14,58 @@ a model larger than memory could not be kept.
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from infinity.comm.collectives import Collectives, Pending
+from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
 from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool
-from infinity.engine.hooks import Hooks
-from infinity.partition.gradients import UnitGradient
+from infinity.partition.gradients import ReleasedGradient, UnitGradient
 from infinity.partition.mover import UnitMover
-from infinity.partition.unit import Segment, Unit
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.updates import Updates, Weights
 
 
-class Backward:
-    """Takes one model's gradients.
+class Gradients:
+    """The gradients of one model's step on this rank.
 
     Args:
-        units: All units.
-        pool: Where gradients are leased (the device tier).
-        host: Pinned host memory for the update, only with an accelerator.
+        units: All of the model's.
+        leaves: Indices of units that are reduced when backward leaves their module.
+        prefetcher: Serves uses of units.
+        pins: Units that backward keeps.
         mover: Has the weights.
         updates: Gets complete shards.
+        pool: Memory of gradients (the device tier).
+        host: Pinned host memory for the update, only with an accelerator.
         collectives: None with one rank.
-        reduce_dtype: Dtype in which shards are added over ranks.
-        prepare: Called before each forward.
+        reduce_dtype: Dtype of the gradient reduction.
+
+    Attributes:
         hold_weights: Keep a unit's weights for its update, in place of reading them again.
+        syncing: False under ``no_sync``: backward completes no gradients.
+        synced: A backward pass has completed the gradients of this step.
     """
 
     def __init__(
-        self, units: list[Unit], pool: Pool, host: Pool | None, mover: UnitMover, updates: Updates,
-        collectives: Collectives | None, reduce_dtype: torch.dtype, prepare: Callable[[], None],
-        *, hold_weights: bool,
+        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
+        mover: UnitMover, updates: Updates, pool: Pool, host: Pool | None,
+        collectives: Collectives | None, reduce_dtype: torch.dtype, *, hold_weights: bool,
     ) -> None:  # fmt: skip
-        self.units, self.pool, self.host, self.mover = units, pool, host, mover
-        self.updates, self.collectives = updates, collectives
-        self.reduce_dtype, self.hold_weights, self._prepare = reduce_dtype, hold_weights, prepare
-        self.hooks: Hooks  # set by the runtime: hooks and this know each other
-        self.syncing = True  # False under no_sync
-        self.synced = False  # a backward pass has completed the gradients of this step
+        self.units, self._leaves, self.prefetcher, self.pins = units, leaves, prefetcher, pins
+        self.mover, self.updates, self.pool, self.host = mover, updates, pool, host
+        self.collectives, self.reduce_dtype = collectives, reduce_dtype
+        self.hold_weights = hold_weights
+        self.syncing, self.synced = True, False
+        self._received: dict[int, Segment] = {}  # by id of the parameter, whose .grad is a placeholder
         self._open: dict[int, UnitGradient] = {}
         self._shards: dict[int, tuple[Tensor, Lease]] = {}  # added up over micro-batches
-        self._pending: list[Pending] = []
         self._delivered: set[int] = set()
         self._fired = False
 
     # --- what hooks call ---------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        """A forward pass that autograd records begins."""
-        self._prepare()
-        self.updates.expect()
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
         """One parameter's gradient of this backward pass.
@@ -85,8 +86,32 @@ class Backward:
         if gradient is None:
             gradient = self._begin(unit)
         gradient.add(segment, grad)
-        if gradient.complete and self.hooks.completes(unit):
+        self._received[id(segment.param)] = segment
+        if gradient.complete and self._completes(unit):
             self._complete(unit, gradient)
+
+    def _completes(self, unit: Unit) -> bool:
+        """Whether the last gradient of ``unit`` also is the last read of its weights."""
+        frozen_in_part = len(unit.trainable) < len(unit.segments)
+        return unit.index not in self._leaves and not (frozen_in_part and self.pins.recomputed(unit.index))
+
+    def check_received(self, param: nn.Parameter) -> None:
+        """Raise if a gradient that was received from ``param`` in this step was dropped or replaced."""
+        segment = self._received.get(id(param))
+        if segment is not None:
+            _check_placeholder(segment)
+
+    def check(self) -> None:
+        """Raise if a received gradient was dropped or replaced, or a weight written.
+
+        Raises:
+            StateError: ``model.zero_grad()``, ``p.grad = ...``, ``p.data = ...`` or the like.
+        """
+        for segment in self._received.values():
+            _check_placeholder(segment)
+        for unit in self.units:
+            if unit.flat is not None:
+                unit.check_all_attached()
 
     def complete_together(self, units: Iterable[Unit]) -> None:
         """All gradients of these units are there; what has not fired counts as zero."""
@@ -119,9 +144,7 @@ class Backward:
 
     def finish(self) -> None:
         """Wait until every complete gradient has reached the updates."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        self.updates.wait_for_gradients()
 
     def reset(self) -> None:
         """The step is over, or forgotten: no gradient is left."""
@@ -134,16 +157,16 @@ class Backward:
         self._shards.clear()
         self._delivered.clear()
         self.synced = self._fired = False
-        self.hooks.forget_gradients()
+        self._received.clear()
         forgotten = self.updates.forget()
         # the buffers of those that stayed may hold what is forgotten
-        self.hooks.prefetcher.forget(self.hooks.prefetcher.staying.intersection(forgotten))
+        self.prefetcher.forget(self.prefetcher.staying.intersection(forgotten))
 
     # --- completion --------------------------------------------------------------------------
 
     def _complete(self, unit: Unit, gradient: UnitGradient) -> None:
         if not self.syncing:
-            self.hooks.pins.unpin(unit.index)
+            self.pins.unpin(unit.index)
             gradient.end_backward()
             if self.collectives is not None:
                 self._reduce(unit, self._open.pop(unit.index), self._add_up)
@@ -192,18 +215,18 @@ class Backward:
 
         arrived = spare.tensor.view(unit.dtype)
         pending = self.collectives.reduce(unit.index, unit.name, flat, arrived, shard, ended)
-        self._pending.append(pending)
+        self.updates.announce(pending)
 
     def _take_weights(self, unit: Unit) -> Weights:
         """The weights of this rank's shard for the update, as far as they are at hand."""
         weights = Weights()
-        if self.hooks.streams(unit):
-            self.hooks.pins.forget(unit.index)
-            if self.hooks.prefetcher.stays(unit.index):
+        if self.prefetcher.streams(unit.index):
+            self.pins.forget(unit.index)
+            if self.prefetcher.stays(unit.index):
                 weights = Weights(self.mover.stay(unit.index), stay=True)
             elif (lease := self.mover.take(unit.index)) is not None:
                 weights = self._kept(unit, lease)
-            self.hooks.prefetcher.done(unit.index)
+            self.prefetcher.done(unit.index)
         return weights
 
     def _kept(self, unit: Unit, lease: Lease) -> Weights:
@@ -235,3 +258,14 @@ class Backward:
         out.copy_(grad)
         lease.release()
         return out, kept
+
+
+def _check_placeholder(segment: Segment) -> None:
+    grad = segment.param.grad
+    if type(grad) is not ReleasedGradient:
+        raise StateError(
+            f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
+            "gradient itself is kept in its unit and would be applied. To drop the gradients call "
+            "optimizer.zero_grad(), not model.zero_grad(); to change them, use hooks of tensors "
+            "(param.register_hook) or scale the loss"
+        )

@@ -21,7 +21,7 @@ block, when every parameter has its full name, :class:`LateValues` gives each un
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.parameters import ServedParameters
-from infinity.partition.unit import Segment, Unit, layout, placeholder
+from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
 
 class Masters(Protocol):
@@ -57,7 +57,7 @@ class LateValues(Protocol):
         """Whether what is written to a touched parameter of ``unit`` is kept now, or scratch."""
         ...
 
-    def fill(self, units: Sequence[Unit], masters: Masters) -> None:
+    def fill(self, units: UnitIndex, masters: Masters) -> None:
         """Store every unit's values; names are known. Every rank must call."""
         ...
 
@@ -88,7 +88,6 @@ class Construction:
         self.roots: list[nn.Module] = []
         self._patched: dict[type[nn.Module], Any] = {}
         self._building: list[nn.Module] = []
-        self._unit_of: dict[int, Unit] = {}
         self._whole: Unit | None = None  # the closed unit that is materialised now
         self._thread = threading.get_ident()
         self.active = False
@@ -112,16 +111,14 @@ class Construction:
 
     def close_unit(self, unit: Unit) -> None:
         """Store a unit that just closed and drop its full values."""
-        for segment in unit.segments:
-            self._unit_of[id(segment.param)] = unit
         self._put_away(unit)
 
     def touch(self, param: nn.Parameter) -> None:
-        """Somebody asked for ``param`` by its name in a module."""
-        unit = self._unit_of.get(id(param))
-        if unit is not None and unit is not self._whole:
+        """Materialise the unit of ``param``, which was asked for by its name in a module."""
+        place = self.builder.units.find(param)
+        if place is not None and place[0] is not self._whole:
             self._stow()
-            self._materialise(unit)
+            self._materialise(place[0])
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
         """A whole copy of ``param``, for modules that are cloned while a model is built."""
@@ -237,14 +234,13 @@ class Construction:
         Only while units have no place yet: see [Note: values that come later].
         """
         used = {id(p) for root in self.roots for p in root.parameters()}
-        closed, self.builder.units = self.builder.units, []
-        for unit in closed:
+        kept: list[Unit] = []
+        for unit in self.builder.units:
             params = [(s.name, s.param) for s in unit.segments if id(s.param) in used]
             if params:
                 segments = layout(params, unit.dtype.itemsize)
-                again = Unit(len(self.builder.units), segments, unit.dtype, unit.rank, unit.world_size)
-                self.builder.units.append(again)
-                self._unit_of.update((id(s.param), again) for s in segments)
+                kept.append(Unit(len(kept), segments, unit.dtype, unit.rank, unit.world_size))
+        self.builder.units.replace(kept)
 
     def _true_roots(self) -> list[nn.Module]:
         """The modules that no other module of this construction holds."""

@@ -20,7 +20,7 @@ release records an event on the compute stream, and who writes into that buffer 
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
@@ -52,19 +52,19 @@ class Shards(Protocol):
         ...
 
     def resident(self, unit: Unit) -> Tensor | None:
-        """The shard when its home is host memory."""
+        """Return the shard of a unit whose home is host memory; None for others."""
         ...
 
     def fetch_waits_for(self, unit: Unit) -> str:
-        """What a fetch of ``unit`` waits for now: ``update`` or ``read``."""
+        """Return the cause of a wait for ``unit``'s fetch: ``update`` or ``read``."""
         ...
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """What waits until the unit's update has put the new weights where the old ones were."""
+        """Return a wait for the unit's update to put the new weights where the old ones were."""
         ...
 
-    def leave_in_peace(self, unit: Unit) -> None:
-        """When this returns, no update reads or writes the weights that the unit stayed with."""
+    def wait_until_unused(self, unit: Unit) -> None:
+        """Return when no update reads or writes the weights that the unit stayed with."""
         ...
 
 
@@ -115,7 +115,7 @@ class UnitMover:
     """
 
     def __init__(
-        self, units: list[Unit], shards: Shards, pool: Pool, staging: Staging | None,
+        self, units: Sequence[Unit], shards: Shards, pool: Pool, staging: Staging | None,
         collectives: Collectives | None, waits: Waits,
     ) -> None:  # fmt: skip
         self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
@@ -217,7 +217,7 @@ class UnitMover:
     def release(self, index: int) -> None:
         staying = self._staying.pop(index, None)
         if staying is not None:
-            self.shards.leave_in_peace(self.units[index])
+            self.shards.wait_until_unused(self.units[index])
             staying.release()
             return
         lease = self.take(index)

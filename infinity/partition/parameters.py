@@ -55,7 +55,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         )
 
 
-def serve(module: nn.Module, touch: Touch, deep_copy: DeepCopy) -> None:
+def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy) -> None:
     """Put a :class:`ServedParameters` in place of ``module._parameters``."""
     if not isinstance(module._parameters, ServedParameters):
         module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy)

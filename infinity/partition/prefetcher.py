@@ -24,7 +24,7 @@ the plan of the next pass.
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from infinity.partition.prefetch_plan import Plan, make_plan
@@ -52,6 +52,33 @@ class Mover(Protocol):
 
 #: Events that must follow each other as in the plan before it goes on elsewhere.
 CONTEXT = 3
+
+
+class StepOrder:
+    """The order in which a training step uses its units and completes their gradients.
+
+    Written by the prefetcher when a plan is made, read by whatever schedules updates.
+
+    Attributes:
+        gradients: Units in the order in which a step completes their gradients; empty while unknown.
+    """
+
+    def __init__(self) -> None:
+        self._first_uses: dict[int, int] = {}
+        self.gradients: tuple[int, ...] = ()
+
+    def learn(self, events: Sequence[Event]) -> None:
+        """Take in a training pass's trace."""
+        self._first_uses = {e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE}
+        self.gradients = tuple(event.unit for event in events if event.kind is Kind.DONE)
+
+    def forget_gradients(self) -> None:
+        """The plan that the order of gradients came from is not followed any more."""
+        self.gradients = ()
+
+    def first_use(self, unit: int) -> int:
+        """Return the position of a unit's first use in the next step; its index while unknown."""
+        return self._first_uses.get(unit, unit)
 
 
 class Pass:
@@ -113,23 +140,20 @@ class Prefetcher:
         nbytes: Size of each streaming unit's full buffer (bytes).
         capacity_nbytes: What all full buffers together may take.
         can_stay: Units that may be updated where they are.
+        order: Learns the order of training steps.
     """
 
     def __init__(
-        self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int, can_stay: Container[int] = ()
-    ) -> None:
-        self.mover, self.nbytes, self.capacity_nbytes, self.can_stay = (
-            mover,
-            nbytes,
-            capacity_nbytes,
-            can_stay,
-        )
+        self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int,
+        can_stay: Container[int] = (), order: StepOrder | None = None,
+    ) -> None:  # fmt: skip
+        self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
+        self.can_stay, self.order = can_stay, order or StepOrder()
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
         self.pins: dict[int, int] = {}
         self.training, self.inference, self.visit = Pass(), Pass(), Pass()
         self.running = self.training
-        self._first_uses: dict[int, int] = {}
         self._unforeseen: dict[int, None] = {}  # present, but in no plan: the first to go
         self.on_demand = 0  # uses, in this training pass, that no plan foresaw
         self.planned: list[int] | None = None  # fetches of this training pass, by its plan
@@ -218,19 +242,15 @@ class Prefetcher:
         self.capacity_nbytes = capacity_nbytes
         self.training.follow(None)
         self.inference.follow(None)
+        self.order.forget_gradients()
+
+    def streams(self, unit: int) -> bool:
+        """Whether the unit's full values come and go; the others are always there."""
+        return unit in self.nbytes
 
     def holds(self, units: Iterable[int]) -> bool:
         """Whether all of ``units`` fit into memory together."""
         return sum(self.nbytes[unit] for unit in units) <= self.capacity_nbytes
-
-    def first_use(self, unit: int) -> int:
-        """Position of a unit's first use in the next training pass; its index while unknown."""
-        return self._first_uses.get(unit, unit)
-
-    def order_of_gradients(self) -> list[int]:
-        """Units in the order in which a training pass completes their gradients; empty while unknown."""
-        plan = self.training.plan
-        return [e.unit for e in plan.events if e.kind is Kind.DONE] if plan else []
 
     # --- decisions ---------------------------------------------------------------------------
 
@@ -239,9 +259,7 @@ class Prefetcher:
         if events and (ended.plan is None or ended.plan.events != events):
             ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes, can_stay=self.can_stay))
             if ended is self.training:
-                self._first_uses = {
-                    e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE
-                }
+                self.order.learn(events)
         ended.restart()
 
     def _begin(self) -> None:

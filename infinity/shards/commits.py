@@ -6,14 +6,77 @@ of step t is on disk; by then the forward pass of step t+1 has waited for nearly
 anyway. A process that is killed at any moment leaves a record whose versions are whole.
 """
 
-import contextlib
+import json
+import os
 import threading
+import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from infinity.core.transfer import Transfer
-from infinity.shards.journal import CommitRecord, write_commit
+from infinity.core.errors import InfinityError
+from infinity.core.files import sync
+from infinity.core.transfer import Transfer, TransferFuture
+
+_MAGIC = "infinity-commit-1"
+
+
+class CorruptRecordError(InfinityError, OSError):
+    """A commit record is there, but is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """After ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
+
+    step: int
+    versions: tuple[int, ...]
+
+
+def write_commit(path: Path, record: CommitRecord) -> None:
+    """Replace the record at ``path``; a crash at any moment leaves the old one or the new one.
+
+    What the record speaks of must be on disk before (:meth:`infinity.nvme.volume.Volume.sync`).
+    One writer per path.
+
+    Raises:
+        OSError: It could not be written; the old record is whole.
+    """
+    body = json.dumps({"step": record.step, "versions": record.versions}, separators=(",", ":"))
+    text = f"{_MAGIC} {zlib.crc32(body.encode()):08x} {body}\n"
+    draft = path.with_name(path.name + ".new")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync(path.parent)  # the new name, too, survives a power cut
+
+
+def read_commit(path: Path) -> CommitRecord | None:
+    """The record at ``path``; None when nothing was committed.
+
+    Raises:
+        CorruptRecordError: The file is not a whole record.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        magic, crc, body = data.decode().rstrip("\n").split(" ", 2)
+        if magic != _MAGIC or int(crc, 16) != zlib.crc32(body.encode()):
+            raise ValueError("checksum")
+        fields = json.loads(body)
+        return CommitRecord(int(fields["step"]), tuple(int(version) for version in fields["versions"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptRecordError(
+            f"{path}: not a whole commit record ({len(data)} bytes, {error}); "
+            "the drive lost or changed it: restore a checkpoint"
+        ) from error
 
 
 class Commits:
@@ -27,13 +90,12 @@ class Commits:
     def __init__(self, path: Path, sync: Callable[[], None]) -> None:
         self.path, self._sync = path, sync
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
-        self._last: Future[None] | None = None
+        self._last: TransferFuture | None = None
 
     def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
         """Write ``record`` as soon as every update has landed; never, if one fails."""
         self.wait()
-        done: Future[None] = Future()
-        self._last = done
+        written = self._last = TransferFuture()
         left = [len(updates) + 1]
         lock = threading.Lock()
 
@@ -42,7 +104,7 @@ class Commits:
                 left[0] -= 1
                 if left[0]:
                     return
-            self._thread.submit(self._write, record, updates, done)
+            self._thread.submit(written.run, partial(self._write, record, updates))
 
         for update in updates:
             update.then(landed)
@@ -54,22 +116,15 @@ class Commits:
         Raises:
             DiskError: An update of that step failed; the record before it stands.
         """
-        while self._last is not None:  # in slices: Ctrl-C must get through
-            with contextlib.suppress(TimeoutError):
-                self._last.result(timeout=1.0)
-                return
+        if self._last is not None:
+            self._last.wait()
 
     def close(self) -> None:
         """End the thread, after the record that is being written."""
         self._thread.shutdown()
 
-    def _write(self, record: CommitRecord, updates: Sequence[Transfer], done: "Future[None]") -> None:
-        try:
-            for update in updates:
-                update.wait()  # ended: raises at once if it failed
-            self._sync()
-            write_commit(self.path, record)
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+    def _write(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
+        for update in updates:
+            update.wait()  # ended: raises at once if it failed
+        self._sync()
+        write_commit(self.path, record)

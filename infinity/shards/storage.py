@@ -99,6 +99,11 @@ class Storage:
         room = 0 if self.on_gpu else self.host_nbytes - self.host_pool.leased_nbytes
         return max(budget.STAGED_CHUNKS, room // self._chunk_nbytes)
 
+    @property
+    def piece_nbytes(self) -> int:
+        """The most that one buffer takes through which shards go to an accelerator (bytes)."""
+        return budget.piece_nbytes(self.host_nbytes - self.resident_nbytes)
+
     def close(self) -> None:
         """Close the engine, remove the files, give back the memory. May be called twice."""
         self._stack.close()

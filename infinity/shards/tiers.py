@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.extent import Extent
@@ -52,17 +53,18 @@ class Tiers:
 
     Args:
         storage: Host memory for residents and staging, and files for the others.
-        gather: Makes a full tensor, ``(numel,)``, of this rank's slice; every rank must call.
+        ranks: Those that share the units.
 
     Attributes:
         shared_base: Places units of a frozen base in extents that runs share, while it is loaded.
     """
 
-    def __init__(self, storage: Storage, gather: Callable[[Unit, Tensor], Tensor]) -> None:
+    def __init__(self, storage: Storage, ranks: Ranks) -> None:
+        self.storage, self._ranks = storage, ranks
         self.layout: StateLayout = storage.layout
         self.pool: Pool = storage.host_pool
         self.store, self.engine = storage.store, storage.units_engine
-        self.chunk_numel, self.versions, self.gather = storage.chunk_numel, storage.memory.versions, gather
+        self.chunk_numel, self.versions = storage.chunk_numel, storage.memory.versions
         self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
         self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
@@ -210,8 +212,18 @@ class Tiers:
                 moment.zero_()
 
     def get(self, unit: Unit) -> Tensor:
-        """The full exact values, fp32, ``(numel,)``. Every rank must call."""
+        """Return the full exact values, fp32, ``(numel,)``. Every rank must call."""
         return self.gather(unit, self.shard_fields(unit)[0])
+
+    def gather(self, unit: Unit, shard: Tensor) -> Tensor:
+        """Return full values on the CPU, ``(numel,)``, from every rank's ``shard``. Every rank must call."""
+        if self._ranks.collectives is None:
+            return shard
+        full = torch.empty(unit.numel, dtype=shard.dtype)
+        unit.shard_of(full).copy_(shard)
+        full = full.to(self._ranks.device)
+        self._ranks.collectives.gather(unit.index, unit.name, full, lambda: None).wait()
+        return full.cpu()
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""

@@ -3,12 +3,12 @@
 [Note: when an update starts]
 With two versions, and when nothing global must be known first (no clipping), a unit's update starts
 as soon as its gradient exists, inside backward: it reads the committed version and writes the next.
-``step`` then only turns the page: what was next is committed. Otherwise gradients are held, and the
+``step`` then only publishes them: what was next is committed. Otherwise gradients are held, and the
 updates start at ``step``. Either way they lag into the next forward, where the next fetch of a unit
 waits for that unit's own update, and they run in the order in which the next forward will need them.
 
 [Note: what is forgotten]
-Skipping a step, or ``zero_grad()`` without ``step()``, is not turning the page: the next version is
+Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: the next version is
 overwritten by the next update. A unit in host memory has one place, so it is only updated at
 ``step``.
 """
@@ -22,16 +22,16 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
 from infinity.core.tier import Tier
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.transfer import ChainedTransfer, Lease, Transfer, TransferFuture
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
-from infinity.optim.tickets import After, Ticket
+from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Unit
-from infinity.shards.commits import Commits
-from infinity.shards.journal import CommitRecord
+from infinity.shards.commits import CommitRecord, Commits
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
 
@@ -51,8 +51,37 @@ class Weights:
     stay: bool = False
 
 
+class UpdateFuture(TransferFuture):
+    """An update in flight; ends when its last write has landed.
+
+    Attributes:
+        computed: Set when the new weights exist, and the update reads what it was given no more.
+    """
+
+    __slots__ = ("computed",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = threading.Event()
+
+    def wait_computed(self) -> None:
+        """Return when the new weights exist, though they may not be on disk yet.
+
+        Raises:
+            DiskError: The update has failed.
+        """
+        while not self.computed.wait(1.0):  # in slices: Ctrl-C must get through
+            pass
+        if self.done():
+            self.wait()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        super().finish(error)
+        self.computed.set()
+
+
 @dataclass(slots=True)
-class Ready:
+class PendingUpdate:
     """A unit whose gradient of this step is complete on this rank."""
 
     unit: Unit
@@ -60,7 +89,7 @@ class Ready:
     sum_of_squares: float
     lease: Lease  # of the gradient
     weights: Weights
-    ticket: Ticket | None = None  # when the update has started
+    future: UpdateFuture | None = None  # when the update has started
 
     def release(self) -> None:
         """Gradient and weights are read no more; may be called twice."""
@@ -85,37 +114,45 @@ class Updates:
         tiers: Where shards live.
         rule: Updates shards in host memory, on the training thread.
         pipeline: Updates the others; None when everything is resident.
+        units: All of the model's.
+        order: Of uses and gradients in a step, which orders the updates.
         early: Start inside backward where versions allow it.
-        next_use: Position of a unit's first use in the next pass, for the order of updates.
-        order_of_gradients: Indices of units in the order in which a step completes their gradients.
-        units: All of the model's, for the commit record.
         commits: Writes the commit record; None without two versions on disk.
         on_failure: Called with the error of an update, on the pipeline's thread.
     """
 
     def __init__(
-        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, *, early: bool,
-        next_use: Callable[[int], int], order_of_gradients: Callable[[], Sequence[int]] = tuple,
-        units: Sequence[Unit] = (), commits: Commits | None = None,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
+        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, units: Sequence[Unit],
+        order: StepOrder, *, early: bool, commits: Commits | None,
+        on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
-        self.early, self.next_use, self._on_failure = early, next_use, on_failure
-        self.order_of_gradients = order_of_gradients
+        self.units, self.order, self.early = units, order, early
+        self.commits, self._on_failure = commits, on_failure
         self._expecting = False
-        self.units, self.commits = units, commits
+        self._incoming: list[Pending] = []  # reductions whose gradients will be added
         self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
-        self.ready: dict[int, Ready] = {}
+        self.ready: dict[int, PendingUpdate] = {}
         self.steps = 0
         self.loss_scale = 1.0
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
-        self._tickets: dict[int, Ticket] = {}
+        self._futures: dict[int, UpdateFuture] = {}
         self._hypers: list[Hyper] | None = None
         self._tensors: list[Tensor] = []
         self._group_of: dict[int, int] = {}  # by id of the parameter; frozen ones are in none
         self._lock = threading.Lock()
 
     # --- gradients ---------------------------------------------------------------------------
+
+    def announce(self, reduction: Pending) -> None:
+        """Expect a gradient that its reduction over ranks will :meth:`add`."""
+        self._incoming.append(reduction)
+
+    def wait_for_gradients(self) -> None:
+        """Block until every announced gradient has been added."""
+        for reduction in self._incoming:
+            reduction.wait()
+        self._incoming.clear()
 
     def add(self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights) -> None:
         """A shard's gradient is complete, ``(shard_numel,)``; any thread.
@@ -125,7 +162,7 @@ class Updates:
             weights: Those that the update starts from.
         """
         squares = sum_of_squares(grad, compiled=self.rule.compiled)
-        ready = Ready(unit, grad, squares, lease, weights)
+        ready = PendingUpdate(unit, grad, squares, lease, weights)
         with self._lock:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
@@ -141,11 +178,11 @@ class Updates:
 
     def _expected(self, unit: Unit) -> Expected:
         chunks = partial(_chunks, self.tiers.version(unit), self.tiers.version(unit, ahead=1))
-        return Expected(unit.name, chunks, self._tickets.get(unit.index))
+        return Expected(unit.name, chunks, self._futures.get(unit.index))
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
-        on_nvme = [index for index in self.order_of_gradients() if self.units[index].home is Tier.NVME]
+        on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
@@ -155,11 +192,11 @@ class Updates:
     # --- the step ----------------------------------------------------------------------------
 
     def commit(self, grad_scale: float) -> None:
-        """Make this step's updates the model: turn the page, or start what was held."""
+        """Commit the step: publish running updates, start deferred ones."""
         self._check_hypers()
         for index in self._in_order_of_use(self.ready):
             ready = self.ready[index]
-            if ready.ticket is None:
+            if ready.future is None:
                 self._start(ready, grad_scale)
             ready.unit.updates += 1
             if ready.unit.home is Tier.NVME:
@@ -171,46 +208,54 @@ class Updates:
     def _record(self) -> None:
         """Let the commit record follow when the updates of this step have landed."""
         if self.commits is not None:
-            tickets = [ready.ticket for ready in self.ready.values() if ready.ticket is not None]
+            futures = [ready.future for ready in self.ready.values() if ready.future is not None]
             versions = tuple(unit.version for unit in self.units)
-            self.commits.add(CommitRecord(self.steps, versions), tickets)
+            self.commits.add(CommitRecord(self.steps, versions), futures)
 
     def forget(self) -> list[int]:
         """Drop this step's gradients and updates; the committed version stays. Returns whose they were."""
         forgotten = list(self.ready)
         for ready in self.ready.values():
-            if ready.ticket is not None:
-                ready.ticket.wait()  # it writes into the next version, which nobody will read
+            if ready.future is not None:
+                ready.future.wait()  # it writes into the next version, which nobody will read
             ready.release()
         self._close_step()
         return forgotten
 
+    # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
+
     def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading a shard's committed weights from byte ``start`` on, after the update of them."""
-        ticket = self._tickets.get(unit.index)
-        if ticket is None or ticket.done() or self._is_next(unit):
-            if ticket is not None and ticket.done() and not self._is_next(unit):
-                ticket.wait()  # raises if that update failed: its weights are not there
+        future = self._futures.get(unit.index)
+        if future is None or future.done() or self._is_next(unit):
+            if future is not None and future.done() and not self._is_next(unit):
+                future.wait()  # raises if that update failed: its weights are not there
             return self.tiers.read_weight(unit, memory, start)
-        return After(ticket, lambda: self.tiers.read_weight(unit, memory, start))
+        return ChainedTransfer(future, lambda: self.tiers.read_weight(unit, memory, start))
+
+    def resident(self, unit: Unit) -> Tensor | None:
+        """Return the shard of a unit that lives in host memory; None for others."""
+        resident = self.tiers.residents.get(unit.index)
+        return None if resident is None else resident.weight
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """What waits for the new weights of a unit that stayed; without an update they are the old ones."""
-        ticket = self._tickets.get(unit.index)
-        return (lambda: None) if ticket is None else ticket.wait_computed
-
-    def leave_in_peace(self, unit: Unit) -> None:
-        """When this returns, no update reads or writes the weights that ``unit`` stayed with."""
-        ready, ticket = self.ready.get(unit.index), self._tickets.get(unit.index)
-        if ready is not None and ready.ticket is None:
-            ready.weights = Weights()  # the update will read them
-        elif ticket is not None:
-            ticket.computed.wait()
+        """Return a wait for the new weights of a unit that stayed; without an update there is none."""
+        future = self._futures.get(unit.index)
+        return (lambda: None) if future is None else future.wait_computed
 
     def fetch_waits_for(self, unit: Unit) -> str:
-        """What a fetch of ``unit`` waits for now: its update, or the disk's read."""
-        ticket = self._tickets.get(unit.index)
-        return "read" if ticket is None or ticket.done() or self._is_next(unit) else "update"
+        """Return the cause of a wait for ``unit``'s fetch: its ``update``, or the disk's ``read``."""
+        future = self._futures.get(unit.index)
+        return "read" if future is None or future.done() or self._is_next(unit) else "update"
+
+    def wait_until_unused(self, unit: Unit) -> None:
+        """Return when no update reads or writes the weights that ``unit`` stayed with."""
+        self.wait_for_gradients()  # its own may still be on the way to the update
+        ready, future = self.ready.get(unit.index), self._futures.get(unit.index)
+        if ready is not None and ready.future is None:
+            ready.weights = Weights()  # the update will read them
+        elif future is not None:
+            future.computed.wait()
 
     def drain(self) -> None:
         """Block until every update that was started has landed."""
@@ -226,13 +271,13 @@ class Updates:
 
     # --- starting ----------------------------------------------------------------------------
 
-    def _start(self, ready: Ready, grad_scale: float) -> None:
+    def _start(self, ready: PendingUpdate, grad_scale: float) -> None:
         if ready.unit.home is Tier.NVME:
             self._launch(ready, grad_scale)
         else:
             self._update_resident(ready, grad_scale)
 
-    def _update_resident(self, ready: Ready, grad_scale: float) -> None:
+    def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         resident = self.tiers.residents[ready.unit.index]
         hypers = self._tensors_for(grad_scale)
         for span in spans_of(ready.unit, self._group_of):
@@ -242,15 +287,15 @@ class Updates:
             self.rule.update(weight, ready.grad[part], state, weight, hypers[span.group])
         ready.release()
 
-    def _launch(self, ready: Ready, grad_scale: float) -> None:
+    def _launch(self, ready: PendingUpdate, grad_scale: float) -> None:
         assert self.pipeline is not None
         unit = ready.unit
         if self.commits is not None:
             self.commits.wait()  # see the commit barrier
-        earlier = self._tickets.get(unit.index)
+        earlier = self._futures.get(unit.index)
         if earlier is not None:
             earlier.wait()
-        ready.ticket = self._tickets[unit.index] = ticket = Ticket()
+        ready.future = self._futures[unit.index] = future = UpdateFuture()
         with self._lock:
             hypers = self._tensors_for(grad_scale)
         runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in spans_of(unit, self._group_of))
@@ -261,16 +306,16 @@ class Updates:
         self.pipeline.submit(
             UpdateJob(
                 name=unit.name, weight=ready.weights.values, grad=ready.grad, chunks=chunks, runs=runs,
-                priority=self.next_use(unit.index), on_computed=partial(_computed, ready, ticket),
-                on_done=partial(self._landed, ticket), in_place=ready.weights.stay,
+                priority=self.order.first_use(unit.index), on_computed=partial(_computed, ready, future),
+                on_done=partial(self._landed, future), in_place=ready.weights.stay,
             )
         )  # fmt: skip
 
-    def _landed(self, ticket: Ticket, error: BaseException | None) -> None:
+    def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
         """The end of an update; on the pipeline's thread."""
         if error is not None:
             self._on_failure(error)
-        ticket.finish(error)
+        future.finish(error)
 
     def _sizes(self, unit: Unit) -> tuple[int, int]:
         layout = self.tiers.layout
@@ -312,7 +357,7 @@ class Updates:
 
     def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
         """Held updates start in the order in which the next forward needs them."""
-        return sorted(indices, key=lambda i: (self.next_use(i), i))
+        return sorted(indices, key=lambda i: (self.order.first_use(i), i))
 
     def _close_step(self) -> None:
         self.ready.clear()
@@ -322,13 +367,13 @@ class Updates:
     def _is_next(self, unit: Unit) -> bool:
         """Whether the unit's update in flight belongs to a step that is not committed yet."""
         ready = self.ready.get(unit.index)
-        return ready is not None and ready.ticket is not None
+        return ready is not None and ready.future is not None
 
 
-def _computed(ready: Ready, ticket: Ticket) -> None:
+def _computed(ready: PendingUpdate, future: UpdateFuture) -> None:
     """The update has read what it was given; on the pipeline's thread."""
     ready.release()
-    ticket.computed.set()
+    future.computed.set()
 
 
 def _chunks(committed: Version, following: Version) -> tuple[Chunk, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.shards.journal import CommitRecord, CorruptRecordError, read_commit, write_commit
+from infinity.shards.commits import CommitRecord, CorruptRecordError, read_commit, write_commit
 
 
 def test_what_was_committed_is_read(tmp_path: Path) -> None:
