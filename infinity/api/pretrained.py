@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from infinity.api.init import Init
-from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import Loading, OnProgress, stamp_files
+from infinity.checkpoint.directory import Checkpoint, stamp_files
+from infinity.checkpoint.load import Loading, OnProgress
 from infinity.checkpoint.model import build_model, read_config
-from infinity.checkpoint.plan import Choice
 from infinity.engine.config import EngineConfig, HasEngineConfig
 from infinity.engine.runtime import Runtime
 from infinity.shards.shared_base import SharedBase
@@ -69,7 +68,7 @@ def from_pretrained(
             config = read_config(path, config_overrides)
             base = _shared_base(runtime, path, config) if frozen else None  # looks at files not yet open
             checkpoint = files.enter_context(Checkpoint(path))
-            loading = Loading(checkpoint, Choice(new, ignore), on_progress)
+            loading = Loading(checkpoint, new, ignore, on_progress)
             runtime.construction.late = loading
             if base is not None:
                 loading.sharing, runtime.tiers.shared_base = base.sharing, base

@@ -10,18 +10,16 @@ import errno as errno_names
 import glob
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.tensor_writer import WriteError
+from infinity.checkpoint.writer import writing
 from infinity.core.errors import CheckpointError
 from infinity.core.files import open_locked, sync
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
-INDEX_NAME = "model.safetensors.index.json"
 
 #: What makes up a tokenizer or processor in a directory of a Hugging Face model, as patterns of names.
 #: Code (``*.py``) is not among them.
@@ -154,18 +152,6 @@ def copy_tokenizer(source: Path, out: Path) -> None:
         with writing(f"writing {target}", target):
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-
-
-@contextmanager
-def writing(action: str, path: Path) -> Iterator[None]:
-    """Errors of the drive as ours."""
-    try:
-        yield
-    except WriteError:
-        raise
-    except OSError as error:
-        where = error.filename2 or error.filename or path
-        raise WriteError(error.errno or errno_names.EIO, action, str(where)) from error
 
 
 def _check_whole(source: Path) -> None:
