@@ -50,7 +50,6 @@ class Bench:
                 *self.limits(world),
                 f"memory.nvme=[{self.folder / 'nvme'}]",
                 "memory.resident=false",
-                "optim.compile=false",
             ],
             steps=steps,
             tokens=self.options.tokens,

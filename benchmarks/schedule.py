@@ -82,9 +82,7 @@ class Bench:
         """Gradients wait for their norm; beside them there is room for four of the largest units."""
         largest = max(self.shape.vocabulary * self.shape.hidden, self.shape.block_numel)
         rounding = 2 * MIB * (2 * self.shape.layers + 8)
-        quick = ["optim.compile=false"] if self.options.quick else []  # each process would compile
         return [
-            *quick,
             "memory.activations=keep",  # the budget is of units alone
             f"memory.device={2 * self.shape.numel + 4 * (2 * largest) + rounding}",
             f"memory.host={self.options.host}",

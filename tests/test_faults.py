@@ -19,7 +19,7 @@ import torch
 
 import infinity
 from infinity.core.errors import DiskError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.engine import runtime as runtime_module
 from infinity.nvme.run_directory import find_leftovers
 from infinity.shards import storage as storage_module

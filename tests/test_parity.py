@@ -61,14 +61,6 @@ def test_accumulated_micro_batches(tmp_path, place, clip):
     assert_bitwise(ours, plain)
 
 
-def test_the_compiled_update_gives_the_same_bits(tmp_path):
-    factory, batch = models.build("llama", seed=5)
-    plain = reference(factory, batch)
-    for place in ("host", "nvme"):
-        overrides = [*placements(tmp_path)[place], "optim.compile=true"]
-        assert_bitwise(train(factory, batch, overrides), plain)
-
-
 def test_frozen_parameters_get_no_gradient_and_no_update(tmp_path):
     factory, batch = models.build("llama", seed=6)
 

@@ -1,4 +1,4 @@
-"""``AdamW``: the ``torch.optim.Optimizer`` face of updates that happen elsewhere."""
+"""``AdamW``: a ``torch.optim.Optimizer`` whose updates run beside training."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.errors import StateError
+from infinity.core.transfer import TransferEngine
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.observe.events import StepReport
+from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.scaler import LossScaler
 
@@ -54,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
         #: Whether the last step was skipped, because a gradient was not finite.
         self.skipped = False
         self.steps = 0
-        self._report_mark = _Mark(self.runtime)
+        self._report_mark = self._mark()
 
     def _connect(self) -> None:
         executor = self.runtime.executor(clips=self.max_grad_norm is not None)
@@ -108,9 +110,12 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 param.grad = None
 
+    def _mark(self) -> "_Mark":
+        return _Mark(self.runtime.stalls, self.runtime.storage.engine)
+
     def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:
         """Figures of everything since the last report; call it once after every step."""
-        before, now = self._report_mark, _Mark(self.runtime)
+        before, now = self._report_mark, self._mark()
         self._report_mark = now
         runtime, executor = self.runtime, self.runtime.executor()
         planned = executor.planned
@@ -131,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when; empty unless the recipe says ``observe.timeline``."""
+        """Spans of compute and transfers; empty unless the recipe says ``observe.timeline``."""
         return self.runtime.timeline
 
     def synchronize(self) -> None:
@@ -203,10 +208,9 @@ class AdamW(torch.optim.Optimizer):
 class _Mark:
     """Running totals at one moment."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, stalls: Stalls, engine: TransferEngine | None) -> None:
         self.time_s = time.perf_counter()
-        self.stalls = dict(runtime.stalls.seconds)
-        engine = runtime.storage.engine
+        self.stalls = dict(stalls.seconds)
         self.read = engine.nbytes_read if engine else 0
         self.written = engine.nbytes_written if engine else 0
 

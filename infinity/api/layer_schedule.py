@@ -7,7 +7,7 @@ from infinity.engine.runtime import runtime_of
 
 
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
-    """What takes the model's place in a loop in which a step reads every weight twice, whatever its batch.
+    """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
     All micro-batches of a step go through a block before the next block is read::
 

@@ -21,7 +21,7 @@ from infinity.core.budget import piece_nbytes
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.device.machine import free_host_nbytes
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.engine.runtime import is_served
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights

@@ -30,6 +30,10 @@ from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
 
 COMMAND_LINE = "on the command line"
+#: Keys that recipes had, and what to do about each.
+_REMOVED = {
+    "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key",
+}
 #: Of a type and None, as Python gives them for types and for literals.
 _UNIONS = (types.UnionType, typing.Union)
 
@@ -331,6 +335,8 @@ def _impossible(key: str, got: object, wanted: str, origin: _Origin) -> RecipeEr
 def _unknown(key: str, origin: _Origin) -> RecipeError:
     """Names the nearest valid key: the same name elsewhere, a near one here, a near one anywhere."""
     known = [f"{section}.{name}" for section, name, _, _ in _settings()]
+    if key in _REMOVED:
+        return RecipeError(f"{key} {origin.of(key)}: no longer a key; {_REMOVED[key]}")
     section, _, name = key.rpartition(".")
     siblings = [other for other in known if other.startswith(f"{section}.")]
     near = (

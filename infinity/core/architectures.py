@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How to build a model from what ``config.json`` says.
+    """A model of our own, and how to build it from ``config.json``.
 
     Attributes:
         config: A dataclass, whose fields are the entries of the file.

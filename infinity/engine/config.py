@@ -1,4 +1,4 @@
-"""The settings of the engine: what ``Init`` needs to know, whoever trains the model."""
+"""Settings of the engine: budgets, directories and dtypes of one ``Init``."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Protocol

@@ -1,4 +1,4 @@
-"""How one model's device budget is divided now, and when it has to be divided again.
+"""Division of one model's device budget, and when it is divided again.
 
 [Note: more gradients than before]
 A step is foreseen as: one backward, in which what was trainable when the optimizer was made gets a
@@ -20,8 +20,8 @@ from torch import nn
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
+from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.storage import Storage
 

@@ -17,11 +17,10 @@ from infinity.activations.activations import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
-from infinity.core.lifecycle import UnitState
+from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
 from infinity.device.machine import free_host_nbytes
-from infinity.device.pool import BufferPool, DevicePool, HostPool
+from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import Gradients
@@ -32,13 +31,11 @@ from infinity.observe.timeline import Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
-from infinity.partition.mover import UnitMover
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher, StepOrder
-from infinity.partition.staging import Staging
+from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
-from infinity.shards.updates import Updates
+from infinity.shards.updates import Commits, Updates
 
 
 class StepExecutor:
@@ -79,7 +76,7 @@ class StepExecutor:
         self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
         storage, early = tiers.storage, not clips and config.memory.versions == 2
         with contextlib.ExitStack() as stack:
-            reduce_dtype = torch.float32 if config.partition.reduce_dtype == "fp32" else storage.layout.dtype
+            reduce_dtype = reduction_dtype(config, storage.layout.dtype)
             self.budget = UnitBudget(
                 units, leaves, ranks, storage, reduce_dtype, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
@@ -242,6 +239,11 @@ class StepExecutor:
         self._stack.close()
 
 
+def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the gradient reduction of weights in ``dtype``."""
+    return torch.float32 if config.partition.reduce_dtype == "fp32" else dtype
+
+
 def _ceiling_nbytes(ranks: Ranks) -> int:
     """The most that a device budget may be if the recipe has none (bytes)."""
     if ranks.on_accelerator:
@@ -261,15 +263,15 @@ def _make_updates(
 ) -> Updates:  # fmt: skip
     """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
     storage, pipeline = tiers.storage, None
-    commits = storage.open_commits()
+    commits = Commits.open(storage)
     if commits is not None:
         stack.callback(commits.close)
     if storage.units_engine is not None:
-        background = AdamWRule(storage.layout.dtype, compiled=False)
+        background = AdamWRule(storage.layout.dtype)
         timed: Any = TimedRule(background, timeline) if timeline.enabled else background
         pipeline = UpdatePipeline(
             storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
         )
         stack.callback(pipeline.close)
-    rule = AdamWRule(storage.layout.dtype, compiled=False, threads=torch.get_num_threads())
+    rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
     return Updates(tiers, rule, pipeline, units, order, early=early, commits=commits, on_failure=on_failure)

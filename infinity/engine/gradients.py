@@ -15,17 +15,146 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.core.transfer import Lease, Pool
-from infinity.partition.gradients import ReleasedGradient, UnitGradient
 from infinity.partition.mover import UnitMover
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.updates import Updates, Weights
+
+
+class UnitGradient:
+    """The flat gradient of one unit, ``(numel,)`` in the compute dtype.
+
+    Lives from the first gradient of a step until its reduction or update; micro-batches add to it
+    in the compute dtype and in order, exactly as ``p.grad`` would.
+    """
+
+    def __init__(self, unit: Unit, lease: Lease) -> None:
+        self.unit, self.lease = unit, lease
+        self.flat: Tensor = lease.tensor.view(unit.dtype)
+        self._written: set[int] = set()  # segments (by offset) that hold a gradient of this step
+        self._fired: set[int] = set()  # segments that fired in this backward
+
+    @classmethod
+    def begin(cls, unit: Unit, pool: Pool) -> "UnitGradient":
+        """Lease memory for a unit's gradient; block while updates hold too much."""
+        return cls(unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}"))
+
+    def add(self, segment: Segment, grad: Tensor) -> None:
+        """Take in one parameter's gradient of this backward."""
+        if grad.is_sparse:
+            raise StateError(
+                f"{segment.name} got a sparse gradient; wanted a dense one. Build the embedding "
+                "with sparse=False"
+            )
+        place = self.flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+        if segment.offset in self._written:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            self._written.add(segment.offset)
+        self._fired.add(segment.offset)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter has fired in this backward."""
+        return len(self._fired) == len(self.unit.trainable)
+
+    def end_backward(self) -> None:
+        """Expect another micro-batch."""
+        self._fired.clear()
+
+    def seal(self) -> Tensor:
+        """Set elements that no gradient reached (unused, frozen, padding) to zero; return the flat buffer."""
+        position = 0
+        for segment in sorted(self.unit.segments, key=lambda s: s.offset):
+            if segment.offset in self._written:
+                if position < segment.offset:
+                    self.flat[position : segment.offset].zero_()
+                position = segment.stop
+        if position < self.unit.numel:
+            self.flat[position:].zero_()
+        return self.flat
+
+
+#: What may be asked of a released gradient: nothing that depends on its values.
+_SHAPES = frozenset(
+    [
+        "shape",
+        "size",
+        "dim",
+        "ndim",
+        "numel",
+        "nelement",
+        "stride",
+        "dtype",
+        "device",
+        "layout",
+        "element_size",
+        "itemsize",
+        "is_floating_point",
+        "is_complex",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_nested",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_mkldnn",
+        "is_mps",
+        "is_xla",
+        "is_leaf",
+        "is_contiguous",
+        "_has_compatible_shallow_copy_type",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "requires_grad",
+        "grad_fn",
+        "get_device",
+        "storage_offset",
+        "names",
+        "has_names",
+        "_is_view",
+        "__repr__",
+        "__hash__",
+        "__len__",
+    ]
+)
+
+
+class ReleasedGradient(torch.Tensor):
+    """Stands for ``p.grad`` while the gradient is in its unit: it has the shape, and no values.
+
+    Any operation on it raises, in place of giving NaN or doing nothing.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":  # of a property, which func is bound to
+            name = func.__self__.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _SHAPES or TracingContext.try_get() is not None:  # torch.compile looks at shapes
+                return func(*args, **(kwargs or {}))
+            if name in ("to", "cpu", "cuda") and func(*args, **(kwargs or {})) is args[0]:
+                return args[0]  # model.to() of the device where it is
+            if name == "__set__" and args[0] is args[1]:
+                return None  # the same
+        raise StateError(
+            f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded, and is not here. "
+            "Clip with infinity.AdamW(..., max_grad_norm=...), read optimizer.grad_norm after step(), and "
+            "scale the loss in place of the gradients"
+        )
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class Gradients:
@@ -68,7 +197,7 @@ class Gradients:
     # --- what hooks call ---------------------------------------------------------------------
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        """One parameter's gradient of this backward pass.
+        """Take in one parameter's gradient of this backward pass.
 
         Raises:
             StateError: The gradients of this step are complete already.
@@ -114,7 +243,7 @@ class Gradients:
                 unit.check_all_attached()
 
     def complete_together(self, units: Iterable[Unit]) -> None:
-        """All gradients of these units are there; what has not fired counts as zero."""
+        """Complete the gradients of these units; parameters that have not fired count as zero."""
         for unit in units if self._fired else ():  # torch.autograd.grad accumulates nothing
             if unit.trainable and unit.index not in self._delivered:
                 self._complete(unit, self._open.get(unit.index) or self._begin(unit))
@@ -124,7 +253,7 @@ class Gradients:
         return gradient
 
     def end_backward(self) -> None:
-        """The graph is done: what has not fired counts as zero."""
+        """Complete all gradients at the end of a graph; parameters that have not fired count as zero."""
         if not self._fired:
             return  # torch.autograd.grad: nothing was accumulated
         for unit in self.units:
@@ -136,18 +265,18 @@ class Gradients:
         self.synced, self._fired = self.syncing, False
 
     def abort_backward(self) -> None:
-        """The backward pass raised: if it left gradients, nothing of this step counts."""
+        """Forget the gradients of this step, whose backward pass raised."""
         if self._fired:
             self.reset()
 
     # --- step --------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until every complete gradient has reached the updates."""
+        """Block until every complete gradient has reached the updates."""
         self.updates.wait_for_gradients()
 
     def reset(self) -> None:
-        """The step is over, or forgotten: no gradient is left."""
+        """Drop what is left of this step's gradients: it is over, or forgotten."""
         self.finish()
         for gradient in self._open.values():
             gradient.lease.release()
@@ -218,7 +347,7 @@ class Gradients:
         self.updates.announce(pending)
 
     def _take_weights(self, unit: Unit) -> Weights:
-        """The weights of this rank's shard for the update, as far as they are at hand."""
+        """Return the weights of this rank's shard for the update, as far as they are in memory."""
         weights = Weights()
         if self.prefetcher.streams(unit.index):
             self.pins.forget(unit.index)
@@ -230,7 +359,7 @@ class Gradients:
         return weights
 
     def _kept(self, unit: Unit, lease: Lease) -> Weights:
-        """What is kept for the update of a full buffer that nobody else needs."""
+        """Keep this rank's weights of a full buffer that is not needed any more, for their update."""
         if not self.hold_weights or unit.home is Tier.HOST:
             lease.release()
             return Weights()
@@ -250,7 +379,7 @@ class Gradients:
         return Weights(weight, kept)
 
     def _to_host(self, grad: Tensor, lease: Lease) -> tuple[Tensor, Lease]:
-        """A gradient where the update runs: beside the CPU."""
+        """Return a gradient in host memory, where the update runs, with its lease."""
         if self.host is None:
             return grad, lease
         kept = self.host.lease(grad.numel() * grad.itemsize, who="gradient for the update")

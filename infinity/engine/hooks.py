@@ -17,15 +17,15 @@ is frozen in it may be read after the last one, so they are complete when backwa
 Ranks use different experts. So entering a leaf uses all its units, in the order of the model, and what
 happens inside changes nothing. In backward the first weight or gradient of a leaf opens it; the first
 of anything else closes it: autograd goes through operators from the latest to the earliest, so it has
-left the leaf. Then all its gradients are complete, those of experts that nobody used as zeros. When a
+left the leaf. Then all its gradients are complete, those of unused experts as zeros. When a
 leaf ran several times before one backward, its gradients come at the end, and so does their completion.
 
 [Note: everything else that autograd saves]
 goes to the tensor cache, which keeps it, stores it, or lets blocks be recomputed.
 
-[Note: who is outermost]
-People call submodules, and run forward twice before one backward. Whichever module is outermost in
-a call opens the saved-tensor hooks and closes them.
+[Note: the outermost module]
+Submodules are called on their own, and forward runs twice before one backward. The outermost module
+of a call opens the saved-tensor hooks and closes them.
 """
 
 import functools
@@ -42,10 +42,8 @@ from torch.utils._pytree import tree_leaves
 from infinity.activations.activations import Activations
 from infinity.activations.cache import Kept, Saved
 from infinity.core.errors import StateError
-from infinity.engine.gradients import Gradients
-from infinity.partition.gradients import ReleasedGradient
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.engine.gradients import Gradients, ReleasedGradient
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 
 
@@ -114,7 +112,7 @@ class Hooks:
     # --- forward -----------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, args: Any = ()) -> None:
-        """Before ``module.forward(*args)``."""
+        """Use the units of a module whose forward begins, with ``args``."""
         frame = Frame(module, [])
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
@@ -132,7 +130,7 @@ class Hooks:
                     self._watch(place[0].index, args)
 
     def _watch(self, index: int, args: Any) -> None:
-        """Learn when backward has passed a call that reads a frozen unit."""
+        """Register a hook that tells when backward has passed a call that reads a frozen unit."""
         if self._reads[index] and torch._C._current_graph_task_id() != -1:
             return  # recomputed: the graph of the first forward is the one that backward goes through
         for value in args:
@@ -154,7 +152,7 @@ class Hooks:
         frame.leaf = True
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """After ``module.forward``, also when it raised (then ``output`` is None)."""
+        """Release the units of a module's forward, also when it raised (then ``output`` is None)."""
         if not any(frame.module is module for frame in self.stack):
             return
         while (frame := self.stack.pop()).module is not module:
@@ -257,7 +255,7 @@ class Hooks:
     # --- backward ----------------------------------------------------------------------------
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
-        """A backward pass runs: its end must reach us, whatever it began with."""
+        """Ask autograd, once per backward pass, to call back when it ends."""
         if not self._in_backward:
             self._in_backward = True
             engine = torch.autograd.Variable._execution_engine
@@ -279,7 +277,7 @@ class Hooks:
             self.pins.keep_for(torch._C._current_autograd_node(), unit.index)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
-        """Backward is in ``leaf`` (or in none), and has left the one before."""
+        """Take note that backward is in ``leaf`` (or in none), and has left the one before."""
         if leaf is self._leaf:
             return
         left, self._leaf = self._leaf, leaf
@@ -297,7 +295,7 @@ class Hooks:
         self._leave_backward()
 
     def _abort_backward(self) -> None:
-        """The last backward pass raised; what it left behind must not be taken for gradients."""
+        """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
         self.gradients.abort_backward()
         self._leave_backward()
 
@@ -309,7 +307,7 @@ class Hooks:
     # --- parameters --------------------------------------------------------------------------
 
     def _hook_parameters(self) -> None:
-        """Gradient hooks for parameters that became trainable."""
+        """Register gradient hooks of parameters that became trainable."""
         for unit, segment in self.units.segments():
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
                 self._hooked.add(id(segment.param))

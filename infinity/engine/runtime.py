@@ -1,10 +1,10 @@
 """Owns the parts of one rank that serve the models of one ``Init``, from the first module to ``close``.
 
 [Note: when something fails]
-An error surfaces where somebody waits: for a disk, a peer, a buffer. Those who do not wait must learn of
-it, too. So whoever sees an error that ends the run here (a collective, the update pipeline, ``close``
-on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside the collectives,
-and nobody here waits any longer for a buffer that will not come back.
+An error surfaces at a wait: for a disk, a peer, a buffer. Threads and ranks that do not wait for the same
+thing must learn of it, too. So the part that meets an error which ends the run (a collective, the update
+pipeline, ``close`` on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside
+the collectives, and nothing on this rank waits any longer for a buffer that will not come back.
 """
 
 import atexit
@@ -30,16 +30,16 @@ from infinity.core.errors import PeerError, StateError
 from infinity.core.plan import Hardware
 from infinity.device.machine import free_host_nbytes
 from infinity.engine.config import EngineConfig
-from infinity.engine.executor import StepExecutor
+from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.listener import Listener
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
+from infinity.optim.rules import prepare
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.init_context import Construction
-from infinity.partition.parameters import install_parameter_dict
+from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
@@ -64,6 +64,7 @@ class Runtime:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        prepare(self.dtype, reduction_dtype(config, self.dtype))
         self.stack = contextlib.ExitStack()
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)

@@ -127,7 +127,7 @@ class UnitBuilder:
             self._open_nbytes += nbytes
 
     def close(self, alive: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-        """Close the open unit with those of its parameters that are still somebody's."""
+        """Close the open unit with those of its parameters that a module still owns."""
         params = [item for item in self._open.values() if alive(item[1])]
         self._known -= self._open.keys() - {id(param) for _, param in params}  # ids are used again
         self._open, self._open_nbytes = {}, 0

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.errors import StateError
-from infinity.core.lifecycle import Lifecycle, UnitState
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Lifecycle, Tier, UnitState
 from infinity.core.transfer import Lease
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].
@@ -131,7 +130,7 @@ class Unit:
         self.allow_writes()
 
     def allow_writes(self) -> None:
-        """What was written to the parameters until now is stored, or is the stored value."""
+        """Accept the writes to the parameters until now: they are stored."""
         for segment in self.segments:
             segment.writes = segment.param._version
 
@@ -143,7 +142,7 @@ class Unit:
             segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
 
     def check_attached(self, segment: Segment) -> None:
-        """The parameter views the flat buffer, and nobody gave it other data.
+        """Raise unless the parameter views the flat buffer and was not written.
 
         Raises:
             StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
@@ -160,7 +159,7 @@ class Unit:
             )
 
     def check_data(self, segment: Segment) -> None:
-        """The parameter's data is what the unit's state says."""
+        """Raise unless the parameter's data is what the unit's state says."""
         if self.flat is None:
             self.check_released(segment)
         else:
@@ -172,7 +171,7 @@ class Unit:
             self.check_attached(segment)
 
     def check_released(self, segment: Segment) -> None:
-        """Nobody else gave the parameter other data while it was released.
+        """Raise if the parameter was given other data while it was released.
 
         Raises:
             StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.

@@ -40,7 +40,7 @@ from infinity.shards.store import ChunkExtents, ShardStore, Version
 #: Chunks that are read and hashed at one time: with two that are loaded they fit the room for staging.
 _READ_AHEAD = 3
 #: Changed whenever the meaning of a base's bytes changes.
-_FORMAT = 1
+_FORMAT = 2
 _DIFFERS = "has another SHA-256 than when it was written"
 
 

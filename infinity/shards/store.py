@@ -1,4 +1,4 @@
-"""Which extents hold which unit: two versions, cut into the chunks of the update.
+"""Extents of every unit: two versions, cut into the chunks of the update.
 
 [Note: the layout of a unit on disk]
 A version of a unit is its shard's weights, end to end, and its shard's state, chunk by chunk, each

@@ -1,10 +1,10 @@
-"""Where each unit's shard lives, host or NVMe: the only code that turns a unit into bytes.
+"""Homes of shards, in host memory or on NVMe: the only code that turns a unit into bytes.
 
 A unit that fits the host budget stays there and moves nothing; the rest have extents. With one
 rank and no accelerator, a unit whose home is host memory *is* its flat buffer.
 
 [Note: frozen units]
-While a model is built nobody knows what will be trained. So a unit then has its weights and what makes
+While a model is built it is unknown what will be trained. So a unit then has its weights and what makes
 them exact, and in the host budget the room for its moments is only set aside. When an optimizer is made,
 :meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones to units that
 would live on NVMe. A unit that is thawed later gets its moments then.
@@ -21,12 +21,10 @@ from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.extent import Extent
-from infinity.core.lifecycle import UnitState
+from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
-from infinity.optim.layout import StateLayout
-from infinity.optim.master import master_of, store_master
+from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.shared_base import SharedBase
 from infinity.shards.storage import Storage
@@ -116,13 +114,13 @@ class Tiers:
                     self._set_aside.discard(unit.index)
                     self._used_nbytes -= self._moments_nbytes(unit)
             for unit in sorted(units, key=lambda unit: not unit.trainable):
-                self._bring_home(unit)
+                self._promote_to_host(unit)
         for unit in units:
             if unit.trainable:
                 self._give_moments(unit)
 
     def _nbytes(self, unit: Unit, *, moments: bool = True) -> int:
-        """What the pool takes for a resident (bytes)."""
+        """Return the bytes that the pool takes for a resident."""
         n = unit.shard_numel
         nbytes = rounded(self.layout.weight_nbytes(n)) + rounded(self._exact.state_nbytes(n))
         return nbytes + (self._moments_nbytes(unit) if moments else 0)
@@ -141,8 +139,8 @@ class Tiers:
         unit.home = Tier.HOST
         unit.lifecycle.state = UnitState.ON_HOST
 
-    def _bring_home(self, unit: Unit) -> None:
-        """Take a unit from NVMe into host memory if it fits."""
+    def _promote_to_host(self, unit: Unit) -> None:
+        """Move a unit from NVMe into host memory if it fits."""
         nbytes = self._nbytes(unit, moments=bool(unit.trainable))
         if not self._stored(unit) or self._used_nbytes + nbytes > self.resident_nbytes:
             return
@@ -292,7 +290,7 @@ class Tiers:
                         self._fetch(chunk, lease, weight, state)
                     yield chunk.start, weight, state
                     if write:
-                        if not target.exact.pieces and self._says_more(weight, state):
+                        if not target.exact.pieces and self._has_remainder(weight, state):
                             target = self._store.add_exact(unit.index, number)
                         for transfer in self._start(self._engine.write, target, lease.memory):
                             held.callback(transfer.wait)
@@ -321,8 +319,8 @@ class Tiers:
             for moment in state[-_MOMENTS:]:
                 moment.zero_()
 
-    def _says_more(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
-        """Whether the exact values are not the weights themselves."""
+    def _has_remainder(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
+        """Whether any fp32 master differs from its rounded weight."""
         if self.layout.dtype is torch.float16:
             return True  # room that was not written reads as zeros, which are no float16 masters
         return any(bool(remainder.view(torch.int64).any()) for remainder in state[:-_MOMENTS])
@@ -334,7 +332,7 @@ class Tiers:
         return [move(extent, part) for extent, part in self._parts(chunk, memory)]
 
     def _parts(self, chunk: ChunkExtents, memory: memoryview) -> Iterator[tuple[Extent, memoryview]]:
-        """What a chunk has on NVMe, and where it is in memory."""
+        """Yield a chunk's extents on NVMe, each with its place in memory."""
         begin = 0
         for extent, nbytes in (
             (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
@@ -348,7 +346,7 @@ class Tiers:
     # --- what training moves -----------------------------------------------------------------
 
     def version(self, unit: Unit, ahead: int = 0) -> Version:
-        """Where an update reads, or with ``ahead=1`` writes; a unit that was frozen gets room first."""
+        """Return the version that an update reads, or with ``ahead=1`` writes."""
         self._train(unit)
         return self._store.version(unit.index, unit.version + ahead)
 

@@ -1,4 +1,4 @@
-"""From complete gradients to committed versions.
+"""Updates of shards: from complete gradients to committed versions.
 
 [Note: when an update starts]
 With two versions, and when nothing global must be known first (no clipping), a unit's update starts
@@ -11,29 +11,156 @@ waits for that unit's own update, and they run in the order in which the next fo
 Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: the next version is
 overwritten by the next update. A unit in host memory has one place, so it is only updated at
 ``step``.
+
+[Note: the commit barrier]
+The updates of step t+1 write over what step t-1 committed. So the first of them waits until the record
+of step t is on disk; by then the forward pass of step t+1 has waited for nearly all updates of step t
+anyway. A process that is killed at any moment leaves a record whose versions are whole.
 """
 
+import json
 import math
+import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from infinity.comm.collectives import Pending
-from infinity.core.errors import StateError
-from infinity.core.tier import Tier
+from infinity.core.errors import InfinityError, StateError
+from infinity.core.files import sync
+from infinity.core.lifecycle import Tier
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer, TransferFuture
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Unit
-from infinity.shards.commits import CommitRecord, Commits
+from infinity.shards.storage import Storage
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
+
+_MAGIC = "infinity-commit-1"
+
+
+class CorruptRecordError(InfinityError, OSError):
+    """A commit record is there, but is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """After ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
+
+    step: int
+    versions: tuple[int, ...]
+
+
+def write_commit(path: Path, record: CommitRecord) -> None:
+    """Replace the record at ``path``; a crash at any moment leaves the old one or the new one.
+
+    What the record speaks of must be on disk before (:meth:`infinity.nvme.volume.Volume.sync`).
+    One writer per path.
+
+    Raises:
+        OSError: It could not be written; the old record is whole.
+    """
+    body = json.dumps({"step": record.step, "versions": record.versions}, separators=(",", ":"))
+    text = f"{_MAGIC} {zlib.crc32(body.encode()):08x} {body}\n"
+    draft = path.with_name(path.name + ".new")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync(path.parent)  # the new name, too, survives a power cut
+
+
+def read_commit(path: Path) -> CommitRecord | None:
+    """The record at ``path``; None when nothing was committed.
+
+    Raises:
+        CorruptRecordError: The file is not a whole record.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        magic, crc, body = data.decode().rstrip("\n").split(" ", 2)
+        if magic != _MAGIC or int(crc, 16) != zlib.crc32(body.encode()):
+            raise ValueError("checksum")
+        fields = json.loads(body)
+        return CommitRecord(int(fields["step"]), tuple(int(version) for version in fields["versions"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptRecordError(
+            f"{path}: not a whole commit record ({len(data)} bytes, {error}); "
+            "the drive lost or changed it: restore a checkpoint"
+        ) from error
+
+
+class Commits:
+    """Writes one rank's commit records, on a thread of its own.
+
+    Args:
+        path: The record.
+        sync: Makes the drive keep what was written (:meth:`infinity.nvme.volume.Volume.sync`).
+    """
+
+    def __init__(self, path: Path, sync: Callable[[], None]) -> None:
+        self.path, self._sync = path, sync
+        self._thread = ThreadPoolExecutor(1, "infinity-commit")
+        self._last: TransferFuture | None = None
+
+    @classmethod
+    def open(cls, storage: Storage) -> "Commits | None":
+        """Return the writer of a rank's commit records; None where no unit has two versions on disk."""
+        if storage.volume is None or storage.commit_record is None or storage.memory.versions < 2:
+            return None
+        return cls(storage.commit_record, storage.volume.sync)
+
+    def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
+        """Write ``record`` as soon as every update has landed; never, if one fails."""
+        self.wait()
+        written = self._last = TransferFuture()
+        left = [len(updates) + 1]
+        lock = threading.Lock()
+
+        def landed() -> None:
+            with lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+            self._thread.submit(written.run, partial(self._write, record, updates))
+
+        for update in updates:
+            update.then(landed)
+        landed()
+
+    def wait(self) -> None:
+        """Block until the last record is on disk.
+
+        Raises:
+            DiskError: An update of that step failed; the record before it stands.
+        """
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        """End the thread, after the record that is being written."""
+        self._thread.shutdown()
+
+    def _write(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
+        for update in updates:
+            update.wait()  # ended: raises at once if it failed
+        self._sync()
+        write_commit(self.path, record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +282,23 @@ class Updates:
         self._incoming.clear()
 
     def add(self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights) -> None:
-        """A shard's gradient is complete, ``(shard_numel,)``; any thread.
+        """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
 
         Args:
             lease: Held for ``grad``, given back when the update has read it.
             weights: Those that the update starts from.
         """
-        squares = sum_of_squares(grad, compiled=self.rule.compiled)
+        squares = sum_of_squares(grad)
         ready = PendingUpdate(unit, grad, squares, lease, weights)
         with self._lock:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
-            ready.release()  # the step will be skipped: nobody reads this gradient
+            ready.release()  # the step will be skipped, and this gradient not read
         elif self.early and unit.home is Tier.NVME:
             self._launch(ready, 1.0)
 
     def expect(self) -> None:
-        """A step begins: the states of its updates may be read before their gradients exist."""
+        """Let the states of a step's updates be read before their gradients exist."""
         if self.pipeline is not None and not self._expecting:
             self._expecting = True
             self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
@@ -186,7 +313,7 @@ class Updates:
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
-        """Over this rank's shards, in the order of units."""
+        """Return the sum over this rank's shards, in the order of units."""
         return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
 
     # --- the step ----------------------------------------------------------------------------
@@ -206,7 +333,7 @@ class Updates:
         self._close_step()
 
     def _record(self) -> None:
-        """Let the commit record follow when the updates of this step have landed."""
+        """Write the commit record when the updates of this step have landed."""
         if self.commits is not None:
             futures = [ready.future for ready in self.ready.values() if ready.future is not None]
             versions = tuple(unit.version for unit in self.units)
@@ -217,7 +344,7 @@ class Updates:
         forgotten = list(self.ready)
         for ready in self.ready.values():
             if ready.future is not None:
-                ready.future.wait()  # it writes into the next version, which nobody will read
+                ready.future.wait()  # it writes into the next version, which will not be read
             ready.release()
         self._close_step()
         return forgotten

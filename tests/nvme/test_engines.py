@@ -16,7 +16,7 @@ import torch
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
-from infinity.device.pool import BufferLease
+from infinity.device.memory import BufferLease
 from infinity.nvme.engines import EngineWarning, libaio_engine, make_engine
 from infinity.nvme.engines.base import QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
@@ -316,7 +316,7 @@ _INTERRUPTED = """
 import signal, sys
 from pathlib import Path
 from infinity.nvme.engines import make_engine
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.volume import Volume
 
 volume = Volume([Path(sys.argv[2])])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import DirectoryError, DiskError
 from infinity.core.extent import Extent
-from infinity.device.pool import BufferLease
+from infinity.device.memory import BufferLease
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import BufferedIOWarning, SealedFile, Space, Volume
 
@@ -170,8 +170,8 @@ import resource, sys
 from pathlib import Path
 from infinity.core.errors import DiskError
 from infinity.nvme.engines import make_engine
-from infinity.device.pool import HostPool
-from infinity.nvme.volume import BufferedIOWarning, SealedFile, Space, Volume
+from infinity.device.memory import HostPool
+from infinity.nvme.volume import SealedFile, Volume
 
 name, path = sys.argv[1], Path(sys.argv[2])
 MIB = 2**20

@@ -7,8 +7,7 @@ from torch import nn
 from infinity.core.errors import StateError
 from infinity.partition import builder
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.init_context import Construction
-from infinity.partition.parameters import ServedParameters, install_parameter_dict
+from infinity.partition.init_context import Construction, ServedParameters, install_parameter_dict
 from infinity.partition.unit import is_placeholder
 from tests.helpers import models
 

@@ -5,11 +5,9 @@ import torch
 from torch import nn
 
 from infinity.core.errors import DiskError, StateError
-from infinity.core.lifecycle import UnitState
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import TransferFuture
-from infinity.partition.mover import UnitMover
-from infinity.partition.staging import Staging
+from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakePool
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.partition.parameters import ServedParameters, install_parameter_dict
+from infinity.partition.init_context import ServedParameters, install_parameter_dict
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 import infinity
 import infinity.shards.storage
 from infinity.core.errors import DiskError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from infinity.nvme.base import BaseWarning
 from infinity.nvme.run_directory import find_leftovers, find_unused_bases

@@ -18,7 +18,7 @@ from infinity.api.schedule import LayerSchedule
 from infinity.app.train import train
 from infinity.core import budget
 from infinity.core.errors import BudgetError, RecipeError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
@@ -214,7 +214,7 @@ def backward(
 
 def room_for_a_block(folder: str, name: str, rule: Rule = CLIPPED) -> int:
     """The least ``memory.device`` (bytes) with which the layer schedule runs, as the errors say it."""
-    device = least(folder, name, rule, 1024, r"needed are .*?\((\d+) bytes")
+    device = least(folder, name, rule, 1024, r"at least .*?\((\d+) bytes")
     return device + least(folder, name, rule, device, r"Raise it by .*?\((\d+) bytes")
 
 
@@ -306,7 +306,7 @@ def losses_of(folder: Path, name: str, *overrides: str) -> list[float]:
         f"run.dir={folder}", f"run.name={name}", "observe.progress=false", f"data.files={text}",
         f"data.cache={folder}/tokens", "model.n_layers=2", "model.d_model=16", "model.n_heads=2",
         "model.seq_len=16", "train.steps=3", "train.batch_size=2", "train.accumulate=4", "train.threads=1",
-        "optim.compile=false", "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
+        "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
         "memory.host=400KiB", "train.eval_every=2",
     ]  # fmt: skip
     train(infinity.load_recipe(overrides=[*run, *overrides]))
