@@ -1,6 +1,7 @@
 """``infinity train | plan | rok | export | recipe``: the command line."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -18,6 +19,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path that the locale cannot write must not end a run
+            stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     try:
         with _terminable():

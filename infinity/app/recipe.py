@@ -11,7 +11,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from infinity.app.models.config import ModelConfig
 from infinity.core.config import MemoryConfig, SettingError, Valid, check, setting
 from infinity.core.errors import RecipeError
 from infinity.core.nbytes import parse_nbytes
-from infinity.engine.config import EngineConfig
+from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.config import ObserveConfig
 from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
@@ -62,8 +62,11 @@ class TrainConfig:
     steps: int = setting(1000, "optimizer steps", valid=Valid(least=1))
     batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1))
     accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1))
-    dtype: Literal["bf16", "fp16", "fp32"] = setting(
-        "bf16", "compute dtype; states stay exact fp32", valid=Valid(choices=("bf16", "fp16", "fp32"))
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+        "auto",
+        "compute dtype; states stay exact fp32; auto: bf16 where every rank's device multiplies it fast, "
+        "else fp32",
+        valid=Valid(choices=("auto", "bf16", "fp16", "fp32")),
     )
     eval_every: int | None = setting(
         100, "steps between held-out evaluations; null: never", valid=Valid(least=1)
@@ -136,6 +139,10 @@ class Recipe:
             timeline=self.observe.timeline,
             layer_schedule=self.train.schedule == "layer",
         )
+
+    def with_dtype(self, dtype: Dtype) -> "Recipe":
+        """Return the same recipe with the compute dtype that was chosen for ``auto``."""
+        return replace(self, train=replace(self.train, dtype=dtype))
 
     def to_yaml(self) -> str:
         """Every key, as YAML that :func:`load_recipe` reads back to an equal recipe."""

@@ -46,7 +46,7 @@ def show_rok(
     Raises:
         RecipeError: The recipe is wrong, or cannot be measured so; or the factors are none.
     """
-    from infinity.app.train import make_folder
+    from infinity.app.train import RECIPE, make_folder
 
     recipe = load_recipe(path, overrides)
     if recipe.train.schedule == "layer":
@@ -56,12 +56,20 @@ def show_rok(
     sizes = [factor * recipe.train.batch_size for factor in _factors(batches)]
     folder = make_folder(recipe)
     _say(console, f"{path} on its own data; each point in a process of its own; files in {folder}")
+
+    def measure(point: RokPoint, at: Path) -> RokPoint:
+        """Every point computes in the dtype that the first one chose."""
+        nonlocal recipe
+        measured = run_point(recipe, steps, point, at)
+        recipe = replace(recipe, train=replace(recipe.train, dtype=load_recipe(at / RECIPE).train.dtype))
+        return measured
+
     points = []
-    for point in measure_all(sizes, folder, lambda point, at: run_point(recipe, steps, point, at)):
+    for point in measure_all(sizes, folder, measure):
         points.append(point)
         _say(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
         given = {"recipe": path, "overrides": list(overrides), "points": [_figures(each) for each in points]}
-        (folder / "rok.json").write_text(json.dumps(given, indent=2) + "\n")
+        (folder / "rok.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
     console.print()
     console.print(rok_table(points))
     console.print()
@@ -83,19 +91,20 @@ def measure_all(sizes: Sequence[int], folder: Path, measure: Measure) -> Iterato
 
 def run_point(recipe: Recipe, steps: int, point: RokPoint, folder: Path) -> RokPoint:
     """Measure ``point`` in a process of its own; what it prints is kept in ``log.txt``."""
-    from infinity.app.rok_point import POINT, RECIPE, RESULT, warmup_steps
+    from infinity.app.rok_point import POINT, RESULT, warmup_steps
+    from infinity.app.train import keep_recipe
 
     folder.mkdir()
-    (folder / POINT).write_text(json.dumps(asdict(point)))
+    (folder / POINT).write_text(json.dumps(asdict(point)), encoding="utf-8")
     warmup = warmup_steps(recipe.train.accumulate)
-    (folder / RECIPE).write_text(_recipe_of(recipe, point, warmup + steps).to_yaml())
+    keep_recipe(_recipe_of(recipe, point, warmup + steps), folder)
     log = folder / "log.txt"
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         command = [sys.executable, "-m", "infinity.app.rok_point", str(folder)]
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if code or not (folder / RESULT).exists():
         return replace(point, error=_why(code, log))
-    return RokPoint(**json.loads((folder / RESULT).read_text()))
+    return RokPoint(**json.loads((folder / RESULT).read_text(encoding="utf-8")))
 
 
 def _recipe_of(recipe: Recipe, point: RokPoint, steps: int) -> Recipe:
@@ -124,7 +133,7 @@ def _why(code: int, log: Path) -> str:
     if code < 0:
         name = signal.Signals(-code).name
         return f"ended by {name}{': out of memory?' if name == 'SIGKILL' else ''}"
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
     return lines[-1] if lines else f"ended with exit code {code} and without a word"
 
 

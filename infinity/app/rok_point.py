@@ -18,12 +18,12 @@ from infinity.app.data import Batch
 from infinity.app.inputs import open_inputs
 from infinity.app.recipe import Recipe
 from infinity.app.rok_plot import RokPoint
-from infinity.app.train import Loop, built, set_threads, shape_of
+from infinity.app.train import RECIPE, Loop, built, keep_recipe, set_threads, shape_of
 from infinity.core.errors import InfinityError
 from infinity.observe.events import StepReport
 from infinity.planner.planning import FOLDER, save_measured
 
-POINT, RECIPE, RESULT = "point.json", "recipe.yaml", "result.json"
+POINT, RESULT = "point.json", "result.json"
 
 
 def warmup_steps(accumulate: int) -> int:
@@ -34,16 +34,19 @@ def warmup_steps(accumulate: int) -> int:
 def measure(folder: Path) -> RokPoint:
     """Train for the steps of ``recipe.yaml`` as ``point.json`` says; what they took.
 
-    A plan is kept in ``folder``, for ``infinity plan``.
+    A plan is kept in ``folder``, for ``infinity plan``, and the recipe with the dtype that was chosen.
 
     Raises:
         InfinityError: What a run may raise.
     """
-    point = RokPoint(**json.loads((folder / POINT).read_text()))
+    point = RokPoint(**json.loads((folder / POINT).read_text(encoding="utf-8")))
     recipe = infinity.load_recipe(folder / RECIPE)
     set_threads(recipe.train)
     data = open_inputs(recipe, shape_of(recipe), lambda line: None)
     with built(recipe, None, []) as (model, optimizer):
+        keep_recipe(
+            recipe.with_dtype(optimizer.runtime.config.dtype), folder
+        )  # with the dtype that was chosen
         activations: Activations = optimizer.runtime.activations
         activations.meters = True
         if point.budget_nbytes is not None:
@@ -116,7 +119,7 @@ def main(folder: str) -> int:
     except InfinityError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    (Path(folder) / RESULT).write_text(json.dumps(asdict(result)))
+    (Path(folder) / RESULT).write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
 
 

@@ -30,11 +30,15 @@ from infinity.app.models.gpt import GPT
 from infinity.app.recipe import Recipe, TrainConfig
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import InfinityError, RecipeError
+from infinity.device.machine import usable_cores
 from infinity.observe.metrics import MetricsFile, TensorBoard, View
 from infinity.observe.progress import ProgressDisplay
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
+
+#: In a run's folder: every key, with what was chosen where the recipe leaves it open.
+RECIPE = "recipe.yaml"
 
 
 def train(recipe: Recipe) -> Summary | None:
@@ -52,9 +56,12 @@ def train(recipe: Recipe) -> Summary | None:
         totals = SummaryBuilder()
         views = [totals, *open_views(recipe, folder, stack)] if folder else []
         model, optimizer = stack.enter_context(built(recipe, folder, views))
+        runtime = optimizer.runtime
+        if folder:
+            keep_recipe(recipe.with_dtype(runtime.config.dtype), folder)  # with the dtype that was chosen
         for display in views:
             if isinstance(display, ProgressDisplay):
-                optimizer.runtime.say.attend(display.say)
+                runtime.say.attend(display.say)
                 for note in notes_on(recipe, data):
                     display.say(note)
         if _saves(recipe) and folder and recipe.lora.rank is None:
@@ -62,7 +69,7 @@ def train(recipe: Recipe) -> Summary | None:
         activations = None
         if folder:
             say = partial(_tell, tuple(views))
-            activations = ActivationView(optimizer.runtime.activations, folder, recipe.train.accumulate, say)
+            activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, say)
             views.append(activations)
         with _interruptible(recipe):
             Loop(recipe, model, optimizer, data, views).run()
@@ -75,6 +82,8 @@ def train(recipe: Recipe) -> Summary | None:
             world_size=world_size(),
             budgets=optimizer.budgets,
             activations=activations.result(),
+            dtype=runtime.config.dtype,
+            notes=runtime.notes,
         )
         summary.write(folder / "summary.json")
         if recipe.observe.timeline:
@@ -245,7 +254,7 @@ def device() -> torch.device:
 def set_threads(config: TrainConfig) -> None:
     """Give each rank of this machine its share of the cores: more threads only wait for each other."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_num_threads(config.threads or max(1, usable_cores() // local))
 
 
 def make_folder(recipe: Recipe) -> Path:
@@ -257,12 +266,17 @@ def make_folder(recipe: Recipe) -> Path:
     folder = Path(recipe.run.dir).expanduser() / (recipe.run.name or _run_id())
     try:
         folder.mkdir(parents=True)
-        (folder / "recipe.yaml").write_text(recipe.to_yaml())
+        keep_recipe(recipe, folder)
     except FileExistsError as error:
         raise RecipeError(f"run.name: {folder} exists; give the run another name, or none") from error
     except OSError as error:
         raise RecipeError(f"run.dir: {error.filename or folder}: {error.strerror}") from error
     return folder
+
+
+def keep_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write the recipe into the run's folder."""
+    (folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
 
 
 def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:

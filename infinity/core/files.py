@@ -99,7 +99,7 @@ def is_named(fd: int, path: Path) -> bool:
 def lock_owner(path: Path) -> str:
     """The process that wrote itself into a lock file, for messages."""
     try:
-        owner = json.loads(path.read_text())
+        owner = json.loads(path.read_text(encoding="utf-8"))
         return f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -45,10 +45,6 @@ _MOST_MANIFEST_NBYTES = 2**30
 _PATIENCE_S = 60.0
 
 
-class BaseWarning(UserWarning):
-    """A frozen base that runs share was damaged; the line says what was done about it."""
-
-
 class DamagedBaseError(InfinityError, OSError):
     """The file of a frozen base is not what was sealed."""
 

@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,6 @@ from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
 _MIB = 2**20
 #: Files grow in steps of this, so that small extents do not cost a system call each (bytes).
 _GROWTH_NBYTES = 64 * _MIB
-
-
-class BufferedIOWarning(UserWarning):
-    """A file system refuses O_DIRECT: bytes go through the page cache, which costs speed and memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +170,16 @@ class Volume:
     def buffered(self) -> bool:
         """Whether some file goes through the page cache."""
         return any(not file.direct for file in self._files)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for people about each directory whose files go through the page cache."""
+        folders = dict.fromkeys(file.path.parent for file in self._files if not file.direct)
+        return [
+            f"{folder}: this file system has no O_DIRECT, so bytes go through the page cache: slower, and "
+            "memory beyond the budget; a local ext4 or xfs drive in memory.nvme has it"
+            for folder in folders
+        ]
 
     @property
     def allocated_nbytes(self) -> int:
@@ -351,13 +356,6 @@ def _create(path: Path) -> tuple[int, bool]:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        fd = os.open(path, flags, 0o600)
+        return os.open(path, flags, 0o600), False
     except OSError as error:
         raise DirectoryError(error.errno or errno.EIO, f"making the file {path}", path) from error
-    warnings.warn(
-        f"{path.parent}: this file system refuses O_DIRECT, so bytes go through the page cache: slower, and "
-        "memory beyond the budget; give memory.nvme a directory on a local ext4 or xfs drive",
-        BufferedIOWarning,
-        stacklevel=5,
-    )
-    return fd, False

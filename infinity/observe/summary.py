@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -66,9 +66,11 @@ class Summary:
     first_perplexity: float | None  # of the held-out tokens
     last_perplexity: float | None
     activations: ActivationSummary | None = None  # None: they were kept
+    dtype: str | None = None  # of the computation
+    notes: Sequence[str] = ()  # what is done otherwise on rank 0's machine, and why
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n")
+        path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n", encoding="utf-8")
 
 
 class SummaryBuilder:
@@ -110,6 +112,8 @@ class SummaryBuilder:
         world_size: int,
         budgets: Mapping[str, int | None],
         activations: ActivationSummary | None = None,
+        dtype: str | None = None,
+        notes: Sequence[str] = (),
     ) -> Summary:
         """The summary so far; ``budgets`` in bytes by tier, None where there is none."""
         series = self._planned if self._planned.step_s else self._all
@@ -141,6 +145,8 @@ class SummaryBuilder:
             first_perplexity=hesitation[0],
             last_perplexity=hesitation[1],
             activations=activations,
+            dtype=dtype,
+            notes=list(notes),
         )
 
 
@@ -209,6 +215,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("bottleneck", summary.bottleneck),
         ("files", summary.folder),
     ]
+    rows += [("machine" if number == 0 else "", note) for number, note in enumerate(summary.notes)]
     return rows
 
 

@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import shlex
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +31,8 @@ from infinity.core.errors import DiskError
 from infinity.core.extent import Extent, Piece
 from infinity.core.nbytes import format_nbytes
 from infinity.core.transfer import Lease, Pool, TransferEngine
-from infinity.nvme.base import BaseChunk, BaseFiles, BaseWarning, Chunks, DamagedBaseError, SealedBase
+from infinity.nvme.base import BaseChunk, BaseFiles, Chunks, DamagedBaseError, SealedBase
+from infinity.observe.listener import log
 from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
@@ -109,7 +109,7 @@ class SharedBase:
         try:
             sealed = files.find()
         except DamagedBaseError as error:
-            warnings.warn(f"{error}; it is written anew", BaseWarning, stacklevel=2)
+            log.warning("%s; it is written anew", error)
             sealed = None
         if sealed is not None:
             return _Reader(storage, files, sealed, self._wanted)
@@ -169,12 +169,12 @@ class _Reader:
         path = self._files.paths[0]
         if self._damaged:
             self._files.unlink(self._sealed.files)
-            warnings.warn(
-                f"{path} is damaged ({'; '.join(self._damaged)}). What differs was read from the checkpoint "
-                "again and lies in this run's own files; the base is forgotten, and the next run makes a new "
-                "one. Check the drive (dmesg, smartctl)",
-                BaseWarning,
-                stacklevel=2,
+            log.warning(
+                "%s is damaged (%s). What differs was read from the checkpoint again and lies in this run's "
+                "own files; the base is forgotten, and the next run makes a new one. Check the drive (dmesg, "
+                "smartctl)",
+                path,
+                "; ".join(self._damaged),
             )
         nbytes = format_nbytes(self._shared_nbytes)
         return [

@@ -85,7 +85,7 @@ def open_tokens(
         cache.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, say))
-        about = json.loads((path / _ABOUT).read_text())
+        about = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
         return Tokens(
             values=_map(path / _TOKENS, tokenizer.encode("").dtype),
             counts=_map(path / _COUNTS, np.dtype(np.bool_)) if about["counted"] else None,
@@ -151,7 +151,7 @@ def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malfo
         "malformed": errors.number,
         "first_malformed": errors.first,
     }
-    (folder / _ABOUT).write_text(json.dumps(about))
+    (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
 
 
 @dataclass(slots=True)
