@@ -72,7 +72,7 @@ class Storage:
             return
         directories = []
         for root in self.memory.nvme:
-            directories.append(RunDirectory.create(Path(root), run_id, rank))
+            directories.append(RunDirectory(Path(root), run_id, rank))
             self._stack.callback(directories[-1].remove)
         paths = [directory.file(f"rank{rank}.bin") for directory in directories]
         self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]

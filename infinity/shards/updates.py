@@ -33,10 +33,10 @@ from typing import Any
 from torch import Tensor
 
 from infinity.comm.collectives import Pending
-from infinity.core.errors import StateError
+from infinity.core.errors import InfinityError, StateError
+from infinity.core.files import sync
 from infinity.core.lifecycle import Tier
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer, TransferFuture
-from infinity.nvme.errors import CorruptRecordError
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
@@ -47,6 +47,10 @@ from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
 
 _MAGIC = "infinity-commit-1"
+
+
+class CorruptRecordError(InfinityError, OSError):
+    """A commit record is there, but is not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,7 @@ def write_commit(path: Path, record: CommitRecord) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)  # the new name, too, survives a power cut
-    finally:
-        os.close(folder)
+    sync(path.parent)  # the new name, too, survives a power cut
 
 
 def read_commit(path: Path) -> CommitRecord | None:

@@ -4,14 +4,14 @@ The cache's name is a digest of the files (path, size, time of change) and the t
 changed file is a new cache. Ranks that start together meet at a lock: one writes, the others wait.
 """
 
-import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from infinity.app.data.documents import Chunk, read_documents
 from infinity.app.data.files import DataError
 from infinity.app.data.tokenizer import Tokenizer
+from infinity.core.files import lock_file
 
 _FORMAT = 2
 #: Between two lines while tokens are written (s).
@@ -116,8 +117,8 @@ def _key(files: Sequence[Path], tokenizer: Tokenizer, skip_malformed: bool) -> s
 
 def _write_once(path: Path, write: Callable[[Path], None]) -> None:
     """Write ``path`` unless another process does first; it appears whole or not at all."""
-    with closing(os.fdopen(os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o644))) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = lock_file(path.with_suffix(".lock"), patience_s=math.inf)
+    try:
         if path.exists():
             return
         partial = path.with_suffix(".partial")
@@ -128,6 +129,8 @@ def _write_once(path: Path, write: Callable[[Path], None]) -> None:
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malformed: bool, say: Say) -> None:

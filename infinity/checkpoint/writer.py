@@ -17,9 +17,9 @@ import json
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,19 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinity.checkpoint.directory import DTYPES
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.extent import BLOCK_NBYTES, aligned
+from infinity.core.transfer import TransferFuture
 
 #: A block, and how many of them are filled or being written at one time.
 _WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
 
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WriteError(DiskError):
@@ -60,6 +56,18 @@ class WriteError(DiskError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return WriteError, (self.errno, self._action, self.path, self.offset, self.nbytes)
+
+
+@contextmanager
+def writing(action: str, path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Raise errors of the drive as :class:`WriteError`."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        where = error.filename2 or error.filename or path
+        raise WriteError(error.errno or errno_names.EIO, action, str(where), nbytes=nbytes) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +111,11 @@ def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
         if tensor.key in entries:
             raise CheckpointError(f"{tensor.key}: two tensors of {name} have this key; each needs its own")
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _NAMES:
             raise CheckpointError(f"{tensor.key}: safetensors cannot hold {tensor.dtype}; cast it first")
         offsets[tensor.key] = at
         entries[tensor.key] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.nbytes],
         }
@@ -146,14 +154,10 @@ class OutputFile:
     def __init__(self, path: Path, plan: FilePlan) -> None:
         self.path, self.plan = path, plan
         self._buffered = self._direct = -1
-        try:
+        with writing(f"opening {path}", path):
             self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise WriteError(error.errno or errno_names.EIO, f"opening {path}", path) from error
-        try:
+        with suppress(OSError):  # everything goes through the page cache: slower, and right
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            self._direct = -1  # everything goes through the page cache: slower, and right
 
     @classmethod
     def create(cls, folder: Path, plan: FilePlan) -> None:
@@ -163,13 +167,9 @@ class OutputFile:
             WriteError: The file system refuses.
         """
         path = folder / plan.name
-        try:
-            with path.open("xb") as file:
-                _reserve(file.fileno(), plan.nbytes)
-                file.write(plan.header)
-        except OSError as error:
-            action = f"making {path}"
-            raise WriteError(error.errno or errno_names.EIO, action, path, nbytes=plan.nbytes) from error
+        with writing(f"making {path}", path, plan.nbytes), path.open("xb") as file:
+            _reserve(file.fileno(), plan.nbytes)
+            file.write(plan.header)
 
     def put(self, offset: int, memory: memoryview) -> None:
         """Write ``memory``, page-aligned, whose first byte belongs at ``offset - offset % 4096``; blocks.
@@ -203,10 +203,8 @@ class OutputFile:
 
     def sync(self) -> None:
         """Return when the file is on the drive."""
-        try:
+        with writing(f"writing {self.path}", self.path):
             os.fsync(self._buffered)
-        except OSError as error:
-            raise WriteError(error.errno or errno_names.EIO, f"writing {self.path}", self.path) from error
 
     def close(self) -> None:
         for fd in {self._buffered, self._direct} - {-1}:
@@ -237,8 +235,8 @@ class RangeWriter:
         self.nbytes = 0
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
         self._free = [_Block() for _ in range(_DEPTH)]
-        self._writing: deque[tuple[_Block, Future[None]]] = deque()
-        self._run: _Run | None = None
+        self._filling: _Block | None = None
+        self._writing: deque[tuple[_Block, TransferFuture]] = deque()
         self._error: BaseException | None = None
 
     def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
@@ -249,16 +247,17 @@ class RangeWriter:
         data = values.detach().reshape(-1).view(torch.uint8).numpy()
         self.nbytes += len(data)
         while len(data) and self._error is None:
-            run = self._run
-            if run is None or run.file is not file or run.stop != offset or not run.room:
+            block = self._filling
+            if block is None or block.file is not file or block.stop != offset or not block.room:
                 self._submit()
-                run = self._run = _Run(file, offset, offset, self._block())
-            take = min(run.room, len(data))
-            run.take(data[:take])
-            offset, data = offset + take, data[take:]
+                block = self._filling = self._take_free()
+                block.file, block.start, block.stop = file, offset, offset
+            taken = min(block.room, len(data))
+            block.append(data[:taken])
+            offset, data = offset + taken, data[taken:]
 
     def check(self) -> None:
-        """Raise what has gone wrong so far.
+        """Raise the first error so far.
 
         Raises:
             WriteError: A range could not be written; those that came after it were dropped.
@@ -278,18 +277,23 @@ class RangeWriter:
         self.check()
 
     def _submit(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            self._writing.append((run.block, self._threads.submit(run.put)))
+        block, self._filling = self._filling, None
+        if block is not None:
+            written = TransferFuture()
+            self._writing.append((block, written))
+            self._threads.submit(written.run, block.put)
 
-    def _block(self) -> "_Block":
+    def _take_free(self) -> "_Block":
         if not self._free:
             self._end_oldest()
         return self._free.pop()
 
     def _end_oldest(self) -> None:
-        block, future = self._writing.popleft()
-        self._error = future.exception() or self._error
+        block, written = self._writing.popleft()
+        try:
+            written.wait()
+        except OSError as error:
+            self._error = self._error or error
         self._free.append(block)
 
     def __enter__(self) -> Self:
@@ -300,23 +304,15 @@ class RangeWriter:
 
 
 class _Block:
-    """Page-aligned memory."""
+    """Page-aligned memory that begins with the page of ``start``, for bytes ``[start, stop)`` of ``file``."""
 
     def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.file: OutputFile | None = None
+        self.start = self.stop = 0
+        self._memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError, AttributeError):  # a kernel without huge pages: slower, and right
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.array = np.frombuffer(self.memory, dtype=np.uint8)
-
-
-@dataclass(slots=True)
-class _Run:
-    """Bytes ``[start, stop)`` of a file, in a block that begins at the page of ``start``."""
-
-    file: OutputFile
-    start: int
-    stop: int
-    block: _Block
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._array = np.frombuffer(self._memory, dtype=np.uint8)
 
     @property
     def _filled(self) -> int:
@@ -326,10 +322,11 @@ class _Run:
     def room(self) -> int:
         return _WRITE_NBYTES - self._filled
 
-    def take(self, data: np.ndarray[Any, Any]) -> None:
+    def append(self, data: np.ndarray[Any, Any]) -> None:
         # By one thread: torch's would wait for each other where other processes compute.
-        self.block.array[self._filled : self._filled + len(data)] = data
+        self._array[self._filled : self._filled + len(data)] = data
         self.stop += len(data)
 
     def put(self) -> None:
-        self.file.put(self.start, memoryview(self.block.memory)[: self._filled])
+        assert self.file is not None
+        self.file.put(self.start, memoryview(self._memory)[: self._filled])

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.checkpoint import traced
-from infinity.checkpoint.directory import InMemory
-from infinity.checkpoint.traced import Traced, UntraceableError
+from infinity.checkpoint import conversions
+from infinity.checkpoint.conversions import Traced, UntraceableError
+from infinity.checkpoint.directory import MemoryTensor
 
 
-class Counting(InMemory):
+class Counting(MemoryTensor):
     """Counts the elements that are read from it."""
 
     def __init__(self, tensor):
@@ -43,21 +43,21 @@ def fused_experts(gates, ups):
     return torch.cat([torch.stack(gates, dim=0), torch.stack(ups, dim=0)], dim=1)
 
 
-def test_experts_are_fused_into_two_runs_each_and_no_element_is_read_twice():
+def test_experts_are_fused_into_two_parts_each_and_no_element_is_read_twice():
     gates, ups = [pair(6, 5) for _ in range(4)], [pair(6, 5) for _ in range(4)]
     tensor = fused_experts([each for each, _ in gates], [each for each, _ in ups])
     stand_in = fused_experts([each for _, each in gates], [each for _, each in ups])
-    assert len(stand_in.runs) == 8
+    assert len(stand_in.parts) == 8
     stand_in.fill(0, torch.empty(tensor.numel()))
-    assert sum(run.source.numel_read for run in stand_in.runs) == tensor.numel()
+    assert sum(part.source.numel_read for part in stand_in.parts) == tensor.numel()
     assert_same(tensor, stand_in)
 
 
-def test_a_cut_matrix_is_one_run_for_each_part():
+def test_each_piece_of_a_cut_matrix_is_one_part():
     tensor, stand_in = pair(12, 5)
     parts = torch.chunk(stand_in, 3, dim=0)
     for whole, part in zip(torch.chunk(tensor, 3, dim=0), parts, strict=True):
-        assert len(part.runs) == 1
+        assert len(part.parts) == 1
         assert_same(whole, part.contiguous())
 
 
@@ -103,10 +103,10 @@ def test_what_takes_elements_apart_is_refused(operation):
         operation(pair(3, 4)[1])
 
 
-def test_too_many_runs_are_refused(monkeypatch):
-    monkeypatch.setattr(traced, "MOST_RUNS", 10)
+def test_too_many_parts_are_refused(monkeypatch):
+    monkeypatch.setattr(conversions, "MOST_PARTS", 10)
     _, stand_in = pair(11, 2, 3)
-    assert len(torch.cat([stand_in.reshape(11, 6)] * 5, dim=0).runs) == 5
+    assert len(torch.cat([stand_in.reshape(11, 6)] * 5, dim=0).parts) == 5
     with pytest.raises(UntraceableError):
         torch.cat([stand_in, stand_in], dim=1)
 

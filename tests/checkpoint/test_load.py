@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 import infinity
-from infinity.checkpoint.plan import Converted
+from infinity.checkpoint.load import Converted
 from infinity.core.errors import CheckpointError
 from infinity.engine.runtime import runtime_of
 from tests.helpers import zoo
@@ -283,7 +283,7 @@ def test_experts_are_read_expert_by_expert_and_one_that_is_missing_is_named(save
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3"])
 def test_what_cannot_be_traced_is_converted_whole_to_the_same_values(saved, load, monkeypatch, name):
     directory, plain, _ = saved(name)
-    monkeypatch.setattr("infinity.checkpoint.traced.MOST_RUNS", 1)
+    monkeypatch.setattr("infinity.checkpoint.conversions.MOST_PARTS", 1)
     filled, real = set(), Converted.fill
     monkeypatch.setattr(Converted, "fill", lambda self, *args: filled.add(self._name) or real(self, *args))
     assert_equal(load(directory), plain())

@@ -421,7 +421,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from infinity.nvme.base import BaseFiles
-from tests.test_shared_base import load
+from tests.shards.test_shared_base import load
 
 checkpoint, name, nth, *drives = sys.argv[1:]
 owner = Path if name == "rename" else BaseFiles
@@ -441,7 +441,7 @@ load(Path(checkpoint), drives[0], f"memory.nvme=[{','.join(drives)}]")
 @pytest.mark.slow
 def test_who_is_killed_while_a_base_is_written_leaves_nothing_half(tmp_path, checkpoint):
     killed = []
-    for name, nth in (("get_on", 3), ("rename", 2)):
+    for name, nth in (("heartbeat", 3), ("rename", 2)):
         drives = [tmp_path / name / "one", tmp_path / name / "two"]
         command = [sys.executable, "-c", _KILLED, str(checkpoint), name, str(nth), *map(str, drives)]
         killed.append((subprocess.Popen(command), drives))
