@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from infinity.core.errors import StateError
 from infinity.engine.registry import runtime_of
 from infinity.engine.runtime import Runtime
-from infinity.observe.events import StepReport
+from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline
 from infinity.optim.scaler import LossScaler
 

@@ -23,7 +23,7 @@ from infinity.engine.device_budget import Division
 from infinity.engine.gradients import Backward
 from infinity.engine.hooks import Hooks
 from infinity.observe.stalls import CountingPool
-from infinity.observe.timed import TimedRule
+from infinity.observe.timeline import TimedRule
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule

@@ -35,7 +35,7 @@ from infinity.engine.full_values import Values, watch
 from infinity.engine.hooks import dress
 from infinity.engine.registry import opened, served
 from infinity.nvme.run_directory import leftovers_line, new_run_id
-from infinity.observe.listener import Listener
+from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.partition.builder import UnitBuilder
@@ -63,7 +63,7 @@ class Runtime:
         self.values = Values(self)
         self.connection: Connection | None = None
         self.on_division: list[Callable[[], None]] = []  # called when the device budget was divided anew
-        self.say = Listener()
+        self.say = MessageBuffer()
         self._failure: BaseException | None = None
         self.collectives: Collectives | None = None
         self.storage: Storage

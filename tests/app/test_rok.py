@@ -1,15 +1,16 @@
-"""``infinity rok``: which points are measured, that one which fails leaves the others, and the whole."""
+"""``infinity rok``: the points that are measured, a failed point, the table and the picture."""
 
+import io
 import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from infinity.app.recipe import load_recipe
-from infinity.app.rok import SHARES, measure_all, run_point, show_rok
-from infinity.app.rok_plot import RokPoint
+from infinity.app.rok import SHARES, RokPoint, draw_rok, measure_all, rok_table, run_point, show_rok
 from infinity.cli import main
 from infinity.core.errors import RecipeError
 from infinity.planner.planning import FOLDER, Planning, load_measured
@@ -33,7 +34,7 @@ def write(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_plans_are_measured_between_the_smallest_budget_and_what_keeping_takes(tmp_path: Path) -> None:
+def test_budgets_lie_between_the_smallest_possible_and_the_peak_of_keep(tmp_path: Path) -> None:
     planning = planning_for(transformer(layers=3), hardware(1.0))
 
     def measure(point: RokPoint, folder: Path) -> RokPoint:
@@ -64,7 +65,7 @@ def test_a_plan_that_failed_has_no_budgets_and_leaves_the_other_points(tmp_path:
 
 
 @pytest.mark.parametrize("batches", ["", "a", "0", "1,,2", "-1"])
-def test_factors_that_are_none_say_what_they_should_be(tmp_path: Path, batches: str) -> None:
+def test_invalid_factors_are_an_error_with_an_example(tmp_path: Path, batches: str) -> None:
     from rich.console import Console
 
     with pytest.raises(RecipeError, match=r"--batches .*as in 1,2,4"):
@@ -73,7 +74,7 @@ def test_factors_that_are_none_say_what_they_should_be(tmp_path: Path, batches: 
 
 
 @pytest.mark.slow
-def test_a_point_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
+def test_a_point_that_fails_has_the_reason(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path), ["memory.nvme=[]"])
     point = run_point(recipe, 1, RokPoint(way="offload", batch_size=2), tmp_path / "point")
     assert "memory.activations" in point.error
@@ -103,7 +104,9 @@ def test_a_recipe_has_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "curve" / "rok.png").exists()
 
 
-def test_a_point_whose_process_is_killed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_point_whose_process_is_killed_has_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **how: subprocess.CompletedProcess(args, -9))
     recipe = load_recipe(write(tmp_path), ["memory.activations=recompute", "memory.device=1GiB"])
     point = run_point(recipe, 3, RokPoint(way="keep", batch_size=6), tmp_path / "point")
@@ -112,3 +115,33 @@ def test_a_point_whose_process_is_killed_says_so(tmp_path: Path, monkeypatch: py
     assert asked.train.batch_size == 6
     assert (asked.memory.activations, asked.memory.device) == ("keep", None)
     assert asked.train.steps == 4 + 3  # seven passes, two a step, before those that are timed
+
+
+KEEP = RokPoint(way="keep", batch_size=2, step_s=0.5, tokens=100, flops=10**9, peak_nbytes=3 << 20)
+PLAN = replace(KEEP, way="plan", budget_nbytes=1 << 20, peak_nbytes=1 << 20, nbytes_stored=2 << 20)
+FAILED = RokPoint(way="offload", batch_size=4, error="ended by SIGKILL: out of memory?")
+POINTS = [KEEP, FAILED, PLAN, replace(PLAN, peak_nbytes=2 << 20)]
+
+
+def test_throughput_is_flops_and_tokens_per_second_of_the_step() -> None:
+    assert (KEEP.tokens_per_s, KEEP.flops_per_s) == (200.0, 2e9)
+    assert (FAILED.tokens_per_s, FAILED.flops_per_s) == (0.0, 0.0)
+
+
+def test_the_table_shows_every_point_or_its_error() -> None:
+    out = io.StringIO()
+    Console(file=out, width=120).print(rok_table(POINTS))
+    lines = out.getvalue().splitlines()
+    assert lines[1].split() == ["2", "keep", "3", "MiB", "200", "2.0", "0.500"]
+    assert lines[2].split(maxsplit=2) == ["4", "offload", "ended by SIGKILL: out of memory?"]
+    assert lines[3].split() == ["2", "plan", "1", "MiB", "1", "MiB", "200", "2.0", "0.500", "2", "MiB"]
+
+
+def test_the_picture_shows_the_points_with_figures_and_their_batch_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_rok(tmp_path / "rok.svg", POINTS, title="A curve")
+    text = (tmp_path / "rok.svg").read_text()
+    for words in ("A curve", "keep", "plan", "batch 2", "activation peak", "Gflop/s"):
+        assert f"<!-- {words}" in text or f"({words}" in text, words
+    assert "<!-- offload" not in text
+    assert "<!-- batch 4" not in text

@@ -1,4 +1,4 @@
-"""Fine-tuning on chats: the right loss on any number of ranks, evaluation, and a person's whole way."""
+"""Fine-tuning on chats: the loss on any number of ranks, evaluation, and a complete run."""
 
 import json
 import math
@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import infinity
-from infinity.app.data import Batch, Data, open_data
-from infinity.app.data.loader import Shape
+from infinity.app.data.loader import BatchShape, Data, open_data
+from infinity.app.data.sequences import Batch
 from infinity.app.models.gpt import GPT
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import Loop, rank, train, world_size
-from infinity.observe.events import StepReport
+from infinity.app.views import Views
+from infinity.observe.metrics import StepReport
 from tests.helpers.launch import run_ranks
 from tests.helpers.models import VOCABULARY, build
 from tests.helpers.reference import Reference, Rule
@@ -51,8 +52,8 @@ def figures(folder: Path, key: str = "loss", kind: str = "step") -> list[float]:
     return [line[key] for line in lines if line["kind"] == kind]
 
 
-def shape(of: Recipe) -> Shape:
-    return Shape(seq_len=SEQ_LEN, batch_size=of.train.batch_size, rank=rank(), world_size=world_size())
+def shape(of: Recipe) -> BatchShape:
+    return BatchShape(seq_len=SEQ_LEN, batch_size=of.train.batch_size, rank=rank(), world_size=world_size())
 
 
 def plain_losses(of: Recipe, batches: list[Batch]) -> tuple[float, int]:
@@ -66,7 +67,7 @@ def plain_losses(of: Recipe, batches: list[Batch]) -> tuple[float, int]:
     return total, count
 
 
-def test_the_loss_is_the_mean_over_the_steps_targets_however_they_are_spread(tmp_path: Path) -> None:
+def test_the_loss_is_the_mean_over_all_targets_of_the_step(tmp_path: Path) -> None:
     write_chats(tmp_path / "chat.jsonl")
     whole = recipe(tmp_path)
     first = next(open_data(whole.data, shape(whole), vocab_size=256).train)
@@ -137,7 +138,7 @@ def test_evaluating_before_the_first_step_changes_no_step(tmp_path: Path) -> Non
     assert summary.first_held_out == pytest.approx(math.log(256), rel=0.01)
 
 
-def test_speed_counts_tokens_not_filling(tmp_path: Path) -> None:
+def test_throughput_counts_tokens_without_padding(tmp_path: Path) -> None:
     write_chats(tmp_path / "chat.jsonl")
     single = recipe(tmp_path, "data.packing=false", "train.accumulate=2")
     loader = open_data(single.data, shape(single), vocab_size=256).train
@@ -148,7 +149,7 @@ def test_speed_counts_tokens_not_filling(tmp_path: Path) -> None:
 
 @dataclass(slots=True)
 class Seen:
-    """A view that keeps the losses."""
+    """View that collects the losses."""
 
     losses: list[float | None] = field(default_factory=list)
 
@@ -197,7 +198,7 @@ def test_a_llama_on_packed_chats_equals_the_plain_loop_bitwise(
     )  # fmt: skip
     seen = Seen()
     try:
-        Loop(of, model, optimizer, Data(iter(batches), None, packed=data.packed), [seen]).run()
+        Loop(of, model, optimizer, Data(iter(batches), None, packed=data.packed), Views([seen])).run()
     finally:
         optimizer.close()
     plain, losses = Reference(factory(), DTYPES[dtype], rule), []
@@ -219,7 +220,7 @@ def arguments(batch: Batch, count: int) -> dict[str, Any]:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def test_a_person_fine_tunes_a_directory_on_chats(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_directory_is_fine_tuned_on_chats(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model: Any = build("llama", seed=0)[0]()
     model.resize_token_embeddings(264)
     model.save_pretrained(tmp_path / "model")
@@ -239,7 +240,7 @@ def test_a_person_fine_tunes_a_directory_on_chats(tmp_path: Path, capfd: pytest.
     )  # fmt: skip
     summary = train(wanted)
     said = capfd.readouterr()
-    assert "1 lines left out as malformed" in said.err
+    assert "skipped 1 malformed lines" in said.err
     assert "training data: 57 documents in" in said.err
     assert summary is not None
     assert summary.last_perplexity < 0.7 * summary.first_perplexity

@@ -111,5 +111,5 @@ def test_bf16_runs_in_bf16_with_a_loss_in_fp32() -> None:
 
 
 def test_a_sequence_longer_than_the_model_is_an_error() -> None:
-    with pytest.raises(ValueError, match="13 tokens; the model was built for 12"):
+    with pytest.raises(ValueError, match="13 tokens; the model was built for at most 12"):
         build()(some_tokens(13))

@@ -126,7 +126,7 @@ def test_a_model_within_adapters_is_called_as_without() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "t5", "vit"])
 def test_models_that_do_not_predict_next_tokens_are_refused(name: str) -> None:
-    with pytest.raises(RecipeError, match=r"model\.path: \w+ does not predict the next token of a text"):
+    with pytest.raises(RecipeError, match=r"model\.path: \w+ does not predict next tokens"):
         CausalLoss(build(name, seed=0)[0]())
     with pytest.raises(RecipeError, match="Linear does not predict"):
         CausalLoss(nn.Linear(1, 1))
@@ -143,7 +143,7 @@ def test_models_that_mix_documents_take_them_one_by_one_only() -> None:
     mamba = tiny("MambaConfig", "MambaForCausalLM", vocab_size=9, hidden_size=8, num_hidden_layers=1)
     old = tiny("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", vocab_size=9, n_embd=8, n_layer=1, n_head=2)
     for model in (mamba, old):
-        with pytest.raises(RecipeError, match=r"cannot keep the documents .* set data\.packing=false"):
+        with pytest.raises(RecipeError, match=r"cannot separate the documents .* set data\.packing=false"):
             CausalLoss(model, packed=True)
         tokens = torch.arange(6)[None]
         assert torch.isfinite(CausalLoss(model)(tokens, tokens, None, torch.ones_like(tokens)))

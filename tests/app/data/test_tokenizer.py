@@ -1,4 +1,4 @@
-"""Of a chat the assistant's words are learned, and nothing else, whatever its template does."""
+"""Only the assistant's tokens of a chat count in the loss, whatever its template does."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.app.data.chat import Rendered, count_tokens, render_turns
-from infinity.app.data.files import DataError
-from infinity.app.data.records import Chat, MalformedError, Message
-from infinity.app.data.tokenizer import BytesTokenizer, Encoded, Tokenizer, open_tokenizer
+from infinity.app.data.documents import Chat, DataError, MalformedError, Message
+from infinity.app.data.tokenizer import (
+    BytesTokenizer,
+    Encoded,
+    Rendered,
+    Tokenizer,
+    mask_of_spans,
+    open_tokenizer,
+    render_turns,
+)
 from tests.helpers.tokenizers import CHATML, MARKED, write_tokenizer
 
 #: A template that leaves out what the assistant thought, except in the last turn.
@@ -39,13 +45,13 @@ def simple(messages: Sequence[Message], ask: bool) -> str:
     return "".join(f"[{m['role'][0]}]{m['content']};" for m in messages) + ("[a]" if ask else "")
 
 
-def test_a_turn_is_what_the_template_writes_after_it_asked_for_it() -> None:
+def test_a_turn_is_the_text_after_the_generation_prompt() -> None:
     (whole,) = render_turns(chat("q", "one", "r", "two", system="s"), simple)
     assert whole.text == "[s]s;[u]q;[a]one;[u]r;[a]two;"
     assert said(whole) == ["one;", "two;"]
 
 
-def test_a_template_that_rewrites_old_turns_gives_each_answer_a_text_of_its_own() -> None:
+def test_a_template_that_rewrites_old_turns_gives_one_text_per_answer() -> None:
     def forgetful(messages: Sequence[Message], ask: bool) -> str:
         last = len(messages) - 1
         shown = [
@@ -59,7 +65,7 @@ def test_a_template_that_rewrites_old_turns_gives_each_answer_a_text_of_its_own(
     assert (second.text, said(second)) == ("[u]q;[a]ONE;[u]r;[a]two;", ["two;"])
 
 
-def test_a_template_that_asks_with_other_words_than_it_answers_keeps_what_both_begin_with() -> None:
+def test_a_turn_begins_after_the_common_prefix_with_the_generation_prompt() -> None:
     def thinks(messages: Sequence[Message], ask: bool) -> str:
         return simple(messages, ask) + ("<think>" if ask else "")
 
@@ -67,35 +73,33 @@ def test_a_template_that_asks_with_other_words_than_it_answers_keeps_what_both_b
     assert said(whole) == ["one;"]
 
 
-def test_a_template_that_rewrites_the_question_is_refused() -> None:
+def test_a_template_that_rewrites_the_question_is_rejected() -> None:
     def fickle(messages: Sequence[Message], ask: bool) -> str:
         return f"{len(messages)} messages: {simple(messages, ask)}"
 
-    with pytest.raises(MalformedError, match="message 2: the chat template writes what stands before"):
+    with pytest.raises(MalformedError, match="message 2: the chat template renders the preceding"):
         render_turns(chat("q", "one"), fickle)
 
 
-def test_a_chat_that_the_assistant_opens_is_learned_from_its_beginning() -> None:
+def test_a_chat_that_begins_with_the_assistant_counts_from_its_beginning() -> None:
     (whole,) = render_turns(chat("", "one")[1:], simple)
     assert said(whole) == ["[a]one;"]
 
 
 def test_a_token_counts_when_a_character_of_it_does() -> None:
     offsets = np.array([(0, 2), (2, 4), (3, 5), (5, 5), (5, 6), (6, 8)])
-    assert count_tokens(offsets, [(4, 6)]).tolist() == [False, False, True, False, True, False]
+    assert mask_of_spans(offsets, [(4, 6)]).tolist() == [False, False, True, False, True, False]
 
 
 def learned(tokenizer: Tokenizer, encoded: Encoded, library: object) -> list[str]:
-    """The runs of tokens that are learned, as text."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.counts, [0]])))
+    """Return the runs of tokens that count in the loss, as text."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask, [0]])))
     runs = [encoded.tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
     return [library.decode(run) for run in runs]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
-def test_tokens_of_the_assistant_are_learned_with_the_end_of_their_turn(
-    tmp_path: Path, template: str
-) -> None:
+def test_the_assistants_tokens_count_with_the_end_of_their_turn(tmp_path: Path, template: str) -> None:
     library = write_tokenizer(tmp_path, chat_template=template)
     tokenizer = open_tokenizer(str(tmp_path))
     messages = chat("the käse?", "abab ✓", "and then", "the end", system="be brief")
@@ -104,7 +108,7 @@ def test_tokens_of_the_assistant_are_learned_with_the_end_of_their_turn(
     assert learned(tokenizer, encoded, library) == ["abab ✓<|im_end|>\n", "the end<|im_end|>\n"]
 
 
-def test_old_thoughts_are_learned_where_they_stood_last(tmp_path: Path) -> None:
+def test_reasoning_counts_only_in_the_text_that_ends_with_its_turn(tmp_path: Path) -> None:
     library = write_tokenizer(tmp_path, chat_template=THINKING)
     tokenizer = open_tokenizer(str(tmp_path))
     messages = chat("q", "<think>hm</think>one", "r", "<think>so</think>two")
@@ -114,9 +118,9 @@ def test_old_thoughts_are_learned_where_they_stood_last(tmp_path: Path) -> None:
     assert "hm" not in library.decode(second.tokens)
 
 
-def test_a_template_that_refuses_a_chat_makes_its_line_malformed(tmp_path: Path) -> None:
+def test_an_error_of_the_template_makes_the_line_malformed(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(MalformedError, match="the chat template refuses it: roles must alternate"):
+    with pytest.raises(MalformedError, match="the chat template rejects it: roles must alternate"):
         open_tokenizer(str(tmp_path)).encode_chat(Chat(chat("q", "a"), None))
 
 
@@ -162,9 +166,9 @@ def test_any_messages_are_tokens_or_malformed(shared: Tokenizer, messages: list[
             assert tokens.max(initial=0) < shared.vocab_size
 
 
-def test_bytes_have_a_template_of_their_own() -> None:
+def test_the_bytes_tokenizer_has_a_chat_template() -> None:
     (encoded,) = BytesTokenizer().encode_chat(Chat(chat("hä?", "yes"), None))
     assert bytes(encoded.tokens).decode() == "user: hä?\nassistant: yes\0"
-    assert bytes(encoded.tokens[encoded.counts]) == b"yes\0"
+    assert bytes(encoded.tokens[encoded.loss_mask]) == b"yes\0"
     with pytest.raises(MalformedError, match="message 1: wanted a 'content' that is a string"):
         BytesTokenizer().encode_chat(Chat([{"role": "assistant", "content": ["a"]}], None))

@@ -1,4 +1,4 @@
-"""The loop, over a stand-in for the runtime: what it asks of it, what it keeps, how it ends."""
+"""The training loop over plain PyTorch: its calls, its files, and how it ends."""
 
 import json
 from collections.abc import Iterator
@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import train as train_module
-from infinity.app.inputs import _short
+from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.train import Loop, RankMean, lr_factor, set_threads, train, world_size
+from infinity.app.train import Loop, RankMean, _short, lr_factor, set_threads, train, world_size
 from infinity.core.errors import InfinityError, RecipeError
-from infinity.observe.events import StepReport
-from infinity.observe.listener import Listener
+from infinity.observe.messages import MessageBuffer
+from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline, read_trace
 from infinity.optim.config import OptimConfig
 from tests.helpers.launch import run_ranks
 
-#: Nothing becomes of activations.
+#: All activations are kept.
 KEPT = SimpleNamespace(
     policy="keep",
     planning=None,
@@ -32,7 +31,7 @@ KEPT = SimpleNamespace(
 
 
 class Plain:
-    """The public API over plain PyTorch; notes what the loop did with it."""
+    """The public API over plain PyTorch; records the loop's calls."""
 
     def __init__(self) -> None:
         self.unsynced: list[bool] = []  # of every micro-batch
@@ -44,7 +43,7 @@ class Plain:
         class AdamW(torch.optim.AdamW):
             def __init__(self, model: nn.Module, *, max_grad_norm: float | None, **numbers: Any) -> None:
                 super().__init__(model.parameters(), **numbers)
-                self.runtime = SimpleNamespace(activations=KEPT, say=Listener())
+                self.runtime = SimpleNamespace(activations=KEPT, say=MessageBuffer())
                 self.timeline = Timeline(clock=lambda: 1.0)
                 self.timeline.add("compute", "forward", 0.0, 1.0)
                 self.budgets = {"host": 100}
@@ -125,7 +124,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "runs/one/metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_learns_and_keeps_its_recipe_its_figures_and_its_summary(plain: Plain, tmp_path: Path) -> None:
+def test_a_run_lowers_the_loss_and_saves_its_recipe_figures_and_summary(plain: Plain, tmp_path: Path) -> None:
     wanted = recipe(tmp_path, "train.steps=20", "train.eval_every=5")
     summary = train(wanted)
     assert summary is not None
@@ -150,13 +149,13 @@ def test_held_out_loss_comes_every_few_steps_and_after_the_last(plain: Plain, tm
 
 
 @pytest.mark.parametrize("override", ["train.eval_every=null", "data.eval_fraction=0"])
-def test_nothing_is_evaluated_when_nothing_is_asked(plain: Plain, tmp_path: Path, override: str) -> None:
+def test_evaluation_can_be_disabled(plain: Plain, tmp_path: Path, override: str) -> None:
     summary = train(recipe(tmp_path, override))
     assert summary is not None
     assert summary.first_held_out is None
 
 
-def test_evaluation_leaves_the_weights_and_the_mode_alone(plain: Plain, tmp_path: Path) -> None:
+def test_evaluation_changes_neither_weights_nor_mode(plain: Plain, tmp_path: Path) -> None:
     losses = []
     for name, every in (("a", "1"), ("b", "null")):
         train(recipe(tmp_path, f"run.name={name}", f"train.eval_every={every}"))
@@ -196,12 +195,14 @@ def test_the_optimizer_gets_the_recipes_numbers_and_schedule(plain: Plain, tmp_p
     assert plain.optimizer.defaults["betas"] == (0.9, 0.95)
 
 
-def test_a_run_keeps_a_timeline_when_asked(plain: Plain, tmp_path: Path) -> None:
+def test_a_timeline_is_written_if_the_recipe_asks_for_it(plain: Plain, tmp_path: Path) -> None:
     train(recipe(tmp_path, "observe.timeline=true"))
     assert [span.name for span in read_trace(tmp_path / "runs/one/timeline.json")] == ["forward"]
 
 
-def test_a_run_without_a_name_gets_one_which_its_files_on_nvme_share(plain: Plain, tmp_path: Path) -> None:
+def test_a_run_without_a_name_and_its_files_on_nvme_get_the_same_generated_name(
+    plain: Plain, tmp_path: Path
+) -> None:
     summary = train(recipe(tmp_path, "run.name=null"))
     assert summary is not None
     assert plain.init_recipe is not None
@@ -224,7 +225,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(plain: Plain, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [InfinityError("disk"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
-def test_however_a_run_ends_its_files_are_released_and_its_figures_stay(
+def test_a_failed_run_closes_its_files_and_keeps_its_figures(
     plain: Plain, tmp_path: Path, error: BaseException
 ) -> None:
     plain.fail_at = (3, error)
@@ -234,7 +235,7 @@ def test_however_a_run_ends_its_files_are_released_and_its_figures_stay(
     assert [line["step"] for line in lines(tmp_path) if line["kind"] == "step"] == [1, 2]
 
 
-def test_an_optimizer_that_cannot_be_made_releases_the_model(
+def test_an_error_in_the_optimizer_closes_the_model(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **options: object) -> None:
@@ -246,7 +247,7 @@ def test_an_optimizer_that_cannot_be_made_releases_the_model(
     assert plain.open == 0
 
 
-def test_a_missing_file_is_said_before_a_model_is_built(plain: Plain, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_before_the_model_is_built(plain: Plain, tmp_path: Path) -> None:
     with pytest.raises(InfinityError, match="matches no file"):
         train(recipe(tmp_path, "data.files=/none/*.txt"))
     assert plain.init_recipe is None
@@ -301,7 +302,7 @@ def test_two_ranks_show_the_mean_of_their_losses_and_only_rank_0_writes(tmp_path
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-def test_before_the_first_step_people_are_told_what_an_epoch_is(
+def test_the_number_of_steps_per_epoch_is_shown_before_the_first_step(
     plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(recipe(tmp_path, "observe.progress=true", "train.accumulate=2"))
@@ -321,15 +322,15 @@ def test_numbers_of_steps_and_epochs_are_short(value: float, text: str) -> None:
     assert _short(value) == text
 
 
-@pytest.mark.parametrize(("save", "kept"), [("true", "^no model was kept"), ("false", "^$")])
-def test_who_interrupts_a_run_learns_that_no_model_was_kept(
-    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, kept: str
+@pytest.mark.parametrize(("save", "said"), [("true", "^no model was saved"), ("false", "^$")])
+def test_an_interrupted_run_says_that_no_model_was_saved(
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str, said: str
 ) -> None:
     def interrupt(self: Loop) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Loop, "run", interrupt)
-    with pytest.raises(KeyboardInterrupt, match=kept):
+    with pytest.raises(KeyboardInterrupt, match=said):
         train(recipe(tmp_path, f"run.save={save}"))
     assert not (tmp_path / "runs/one/model").exists()
 

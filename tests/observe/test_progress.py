@@ -1,11 +1,10 @@
-"""A load says bytes, speed and the time that is left: all the time to a bar, now and then to a file."""
+"""Loading shows bytes, speed and the time left: continuously in a bar, every ten seconds in plain lines."""
 
 import io
 
 from rich.console import Console
 
-from infinity.observe.loading import LoadClock
-from infinity.observe.progress import ProgressDisplay
+from infinity.observe.progress import LoadClock, ProgressDisplay
 
 MIB = 2**20
 
@@ -20,7 +19,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_line_has_bytes_speed_and_the_time_that_is_left():
+def test_a_line_has_bytes_speed_and_the_time_left():
     clock = Clock()
     load = LoadClock(clock)
     assert load.describe(0, 100 * MIB) == "loading 0 B of 100 MiB"
@@ -41,7 +40,7 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end_of_a_long_load():
     assert due == [10, 20, 25]
 
 
-def test_a_short_load_says_nothing_in_plain_lines():
+def test_a_short_load_prints_no_plain_lines():
     clock = Clock()
     load = LoadClock(clock)
     assert not any(load.due(done, 4) for done in range(5))

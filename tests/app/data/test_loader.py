@@ -9,19 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.app.data import Batch, Data, TokenLoader, open_data
-from infinity.app.data.config import DataConfig
-from infinity.app.data.files import DataError
-from infinity.app.data.loader import HeldOut, Shape
-from infinity.app.data.sequences import Stream
+from infinity.app.data.documents import DataError
+from infinity.app.data.loader import BatchShape, Data, DataConfig, HeldOut, TokenLoader, open_data
+from infinity.app.data.sequences import Batch, TokenStream
 
 # ten sequences of four, each known by its first token
-TOKENS = Stream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
+TOKENS = TokenStream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
 
 
 def loaders(world_size: int, batch_size: int = 1, **how: bool | int) -> list[TokenLoader]:
     return [
-        TokenLoader(TOKENS, Shape(seq_len=4, batch_size=batch_size, rank=rank, world_size=world_size), **how)
+        TokenLoader(
+            TOKENS, BatchShape(seq_len=4, batch_size=batch_size, rank=rank, world_size=world_size), **how
+        )
         for rank in range(world_size)
     ]
 
@@ -39,7 +39,7 @@ def test_targets_are_the_tokens_that_follow() -> None:
     assert (batch.positions, batch.mask) == (None, None)
 
 
-def test_every_rank_knows_how_many_targets_all_ranks_have() -> None:
+def test_every_rank_knows_the_number_of_targets_on_all_ranks() -> None:
     assert [(b.token_count, b.target_count) for b in map(next, loaders(3, 2))] == [(24, 24)] * 3
 
 
@@ -52,7 +52,7 @@ def test_ranks_share_an_epoch_without_a_common_sequence(world_size: int, batch_s
     assert len(set(flat)) == len(flat) == steps * world_size * batch_size
 
 
-def test_the_order_is_the_seeds_and_every_epoch_has_its_own() -> None:
+def test_the_order_depends_on_seed_and_epoch() -> None:
     (one,), (same,), (other,) = loaders(1, seed=1), loaders(1, seed=1), loaders(1, seed=2)
     first, second = firsts(list(islice(one, 10))), firsts(list(islice(one, 10)))
     assert sorted(first) == sorted(second) == list(range(0, 40, 4))
@@ -73,7 +73,7 @@ def test_a_saved_position_resumes_exactly(before: int, seed: int, batch_size: in
         assert torch.equal(next(loader).tokens, next(resumed).tokens)
 
 
-def test_a_position_means_the_same_to_another_number_of_ranks() -> None:
+def test_a_position_is_valid_for_another_number_of_ranks() -> None:
     two = loaders(2)
     begun = [firsts(list(islice(loader, 2))) for loader in two]
     four = loaders(4)
@@ -92,24 +92,24 @@ def test_a_position_in_other_data_is_refused(other: dict[str, int], name: str) -
 
 
 def test_too_few_sequences_for_a_batch_is_an_error_with_the_numbers() -> None:
-    with pytest.raises(DataError, match=r"10 sequences of 4; a micro-batch takes 12 \(4 ranks of"):
+    with pytest.raises(DataError, match=r"10 sequences of 4 tokens; a micro-batch needs 12 \(4 ranks with"):
         loaders(4, 3)
 
 
-def test_every_rank_gets_as_many_held_out_batches_and_no_common_one() -> None:
-    ranks = [HeldOut(TOKENS, Shape(seq_len=4, batch_size=2, rank=r, world_size=2)) for r in range(2)]
+def test_ranks_get_equally_many_held_out_batches_and_none_in_common() -> None:
+    ranks = [HeldOut(TOKENS, BatchShape(seq_len=4, batch_size=2, rank=r, world_size=2)) for r in range(2)]
     seen = [firsts(list(rank.batches(2))) for rank in ranks]
     assert [len(rank) for rank in seen] == [4, 4]
     assert len(set(seen[0] + seen[1])) == 8
     assert seen[0] == firsts(list(ranks[0].batches(2)))
-    few = HeldOut(Stream(TOKENS.values[:9], 4), Shape(seq_len=4, batch_size=3))
+    few = HeldOut(TokenStream(TOKENS.values[:9], 4), BatchShape(seq_len=4, batch_size=3))
     assert firsts(list(few.batches(8))) == [0, 0, 4]  # two sequences fill a batch of three
 
 
 def open_text(tmp_path: Path, text: str, **config: object) -> Data:
     (tmp_path / "a.txt").write_text(text)
     settings = {"files": (str(tmp_path / "a.txt"),), "cache": str(tmp_path / "cache"), **config}
-    return open_data(DataConfig(**settings), Shape(seq_len=4, batch_size=1), vocab_size=256)
+    return open_data(DataConfig(**settings), BatchShape(seq_len=4, batch_size=1), vocab_size=256)
 
 
 @pytest.mark.parametrize("length", [86, 87, 88, 89, 90])
@@ -125,7 +125,7 @@ def test_the_held_out_part_never_overlaps_training(tmp_path: Path, length: int) 
     assert not train & held
 
 
-def test_held_out_files_are_taken_out_of_training(tmp_path: Path) -> None:
+def test_held_out_files_are_excluded_from_training(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("bbbbbbbbbb")
     data = open_text(
         tmp_path, "aaaaaaaaaa", files=(str(tmp_path / "*.txt"),), eval_files=(str(tmp_path / "b.txt"),)
@@ -135,7 +135,7 @@ def test_held_out_files_are_taken_out_of_training(tmp_path: Path) -> None:
     assert set(next(data.held_out.batches(1)).tokens.flatten().tolist()) == {ord("b")}
 
 
-def test_nothing_is_held_out_when_asked(tmp_path: Path) -> None:
+def test_nothing_is_held_out_with_a_fraction_of_0(tmp_path: Path) -> None:
     assert open_text(tmp_path, "some text", eval_fraction=0.0).held_out is None
 
 
@@ -149,15 +149,15 @@ def test_files_shorter_than_a_sequence_are_an_error(tmp_path: Path) -> None:
 def test_a_tokenizer_larger_than_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     config = DataConfig(files=(str(tmp_path / "a.txt"),), cache=str(tmp_path))
-    shape = Shape(seq_len=4, batch_size=1)
+    shape = BatchShape(seq_len=4, batch_size=1)
     with pytest.raises(DataError, match=r"256 tokens, model\.vocab_size is 100; set model\.vocab_size=256"):
         open_data(config, shape, vocab_size=100)
 
 
-def test_a_checkpoint_need_not_know_tokens_that_the_data_does_not_have(tmp_path: Path) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizers_suffices_for_the_tokens_in_the_data(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the text is long enough")  # "x" is 120
     config = DataConfig(files=(str(tmp_path / "a.txt"),), cache=str(tmp_path), tokenizer="bytes")
-    shape = Shape(seq_len=4, batch_size=1)
+    shape = BatchShape(seq_len=4, batch_size=1)
     assert open_data(config, shape, vocab_size=121, model_path="model").held_out is not None
-    with pytest.raises(DataError, match="the data has the token 120, the model in model knows 120"):
+    with pytest.raises(DataError, match="the data contains the token 120; the model in model has 120 tokens"):
         open_data(config, shape, vocab_size=120, model_path="model")

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from infinity import train as train_module
+from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
-#: Trains "for ever", in place of the loop, and says when it begins and ends.
+#: Sleeps instead of training, and prints when it begins and ends.
 SLEEPER = """
 import sys, time
-from infinity import cli, train
+from infinity import cli
+from infinity.app import train
 def sleep(recipe):
     try:
         print("begun", flush=True)
@@ -51,13 +52,13 @@ def test_an_error_is_one_message_with_the_rank_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(recipe: Recipe) -> None:
-        raise BudgetError("memory.host holds 1 MiB; 3 MiB are needed")
+        raise BudgetError("memory.host=1MiB; at least 3 MiB is required")
 
     monkeypatch.setattr(train_module, "train", refuse)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
     assert main(["train", write(tmp_path)]) == 1
-    message = "BudgetError: memory.host holds 1 MiB; 3 MiB are needed\n"
+    message = "BudgetError: memory.host=1MiB; at least 3 MiB is required\n"
     assert capsys.readouterr().err == f"infinity: {message}"
     monkeypatch.setenv("RANK", "3")
     assert main(["train", write(tmp_path)]) == 1
@@ -67,11 +68,11 @@ def test_an_error_is_one_message_with_the_rank_and_no_traceback(
         main(["train", write(tmp_path)])
 
 
-def test_an_interrupted_run_says_what_became_of_its_model(
+def test_an_interrupted_run_says_whether_its_model_was_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    for text, more in (("", ""), ("no model was kept", "; no model was kept")):
+    for text, more in (("", ""), ("no model was saved", "; no model was saved")):
 
         def stop(recipe: Recipe, text: str = text) -> None:
             raise KeyboardInterrupt(text) if text else KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What a run tells of its activations: the line, the files, the figures of the summary."""
+"""What a run reports about its activations: the line, the files, the figures of the summary."""
 
 import json
 from dataclasses import replace
@@ -9,9 +9,9 @@ from typing import Any
 import infinity
 from infinity.activations.activations import METERED
 from infinity.activations.ledger import Ledger
-from infinity.app.activation_view import ActivationView
 from infinity.app.train import train
-from infinity.observe.events import StepReport
+from infinity.app.views import ActivationView
+from infinity.observe.metrics import StepReport
 from infinity.observe.summary import (
     ActivationSummary,
     SummaryBuilder,
@@ -50,7 +50,7 @@ def steps(view: ActivationView, ledger: Ledger, *stored: int) -> None:
         view.step(REPORT)
 
 
-def test_a_plan_is_kept_and_said_once_when_it_is_made(tmp_path: Path) -> None:
+def test_a_plan_is_saved_and_announced_once(tmp_path: Path) -> None:
     given, said = activations("plan"), list[str]()
     view = ActivationView(given, tmp_path, 2, said.append)
     steps(view, given.cache.ledger, 900)
@@ -75,25 +75,25 @@ def test_a_policy_by_hand_has_figures_and_no_files(tmp_path: Path) -> None:
     result = view.result()
     assert result is not None
     assert activation_rows(result) == [
-        ("activations", "offload: saved activations take at most 5 MiB"),
-        ("", "100 bytes stored and 50 loaded per step, waited 0.5 s for them"),
+        ("activations", "offload: peak 5 MiB of saved activations"),
+        ("", "100 bytes stored and 50 loaded per step, waited for 0.5 s"),
     ]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kept_activations_are_no_matter(tmp_path: Path) -> None:
+def test_kept_activations_have_no_figures(tmp_path: Path) -> None:
     view = ActivationView(activations("keep"), tmp_path, 1, lambda line: None)
     assert view.result() is None
 
 
-def test_a_run_that_ends_before_its_plan_has_no_figures_of_one(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_its_plan_has_no_figures_of_it(tmp_path: Path) -> None:
     result = ActivationView(activations("plan"), tmp_path, 1, lambda line: None).result()
     assert result == ActivationSummary(
         policy="plan", nbytes_stored=0, nbytes_loaded=0, stall_s=0.0, saved_peak_nbytes=0
     )
 
 
-def test_the_summary_tells_predicted_beside_measured() -> None:
+def test_the_summary_compares_predicted_and_measured_cost() -> None:
     figures = ActivationSummary(
         policy="plan", nbytes_stored=1000, nbytes_loaded=900, stall_s=0.25, saved_peak_nbytes=0,
         plan="1 of 2 blocks to NVMe, 1 kept", planning_s=0.125,
@@ -103,21 +103,21 @@ def test_the_summary_tells_predicted_beside_measured() -> None:
     assert rows[0] == ("activations", "1 of 2 blocks to NVMe, 1 kept; planned in 0.12 s")
     assert rows[1] == ("", f"measured {compared(PLANNING.predicted, MEASURED)}")
     assert "(+10.0% of predicted)" in rows[1][1]
-    assert rows[2] == ("", "1,000 bytes stored and 900 loaded per step, waited 0.25 s for them")
+    assert rows[2] == ("", "1,000 bytes stored and 900 loaded per step, waited for 0.25 s")
 
 
-def test_bytes_of_activations_stand_beside_those_that_units_were_planned_to_move(tmp_path: Path) -> None:
+def test_bytes_of_activations_are_shown_beside_the_planned_bytes_of_units(tmp_path: Path) -> None:
     view = SummaryBuilder()
     view.step(replace(REPORT, nbytes_read=1090, nbytes_written=1300, **PLANNED))
     figures = ActivationSummary(
         policy="offload", nbytes_stored=1000, nbytes_loaded=900, stall_s=0.0, saved_peak_nbytes=0
     )
     rows = dict(summary_rows(view.result(folder=tmp_path, world_size=1, budgets={}, activations=figures)))
-    assert rows["read per step"] == "1,090 bytes per rank (planned 190, beside 900 of activations)"
-    assert rows["written per step"] == "1,300 bytes per rank (planned 300, beside 1,000 of activations)"
+    assert rows["read per step"] == "1,090 bytes per rank (planned 190, plus 900 of activations)"
+    assert rows["written per step"] == "1,300 bytes per rank (planned 300, plus 1,000 of activations)"
 
 
-def test_a_run_with_a_plan_keeps_it_and_what_it_took(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_saves_its_plan_and_the_measured_cost(tmp_path: Path, capsys: Any) -> None:
     recipe = infinity.load_recipe(
         overrides=[
             f"run.dir={tmp_path}", "run.name=mine", f"memory.nvme=[{tmp_path}/nvme]", "memory.host=64MiB",

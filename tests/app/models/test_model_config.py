@@ -18,18 +18,21 @@ def test_a_checkpoint_comes_with_its_own_sizes(tmp_path):
     [
         (
             ["model.path=DIR", "model.n_layers=4"],
-            "model.n_layers on the command line: got 4; wanted nothing beside",
+            "model.n_layers on the command line: got 4; wanted no value together",
         ),
         (["model.path=DIR", "model.vocab_size=500"], "model.vocab_size on the command line: got 500"),
-        (["model.path=''"], "model.path on the command line: got ''; wanted a checkpoint's directory"),
-        (["model.new=[head.*]"], "model.path in the defaults: got None; wanted the checkpoint's directory"),
+        (["model.path=''"], "model.path on the command line: got ''; wanted the directory of a checkpoint"),
+        (
+            ["model.new=[head.*]"],
+            "model.path in the defaults: got None; wanted the directory of a checkpoint",
+        ),
         (
             ["model.ignore=[head.*]"],
-            "model.path in the defaults: got None; wanted the checkpoint's directory",
+            "model.path in the defaults: got None; wanted the directory of a checkpoint",
         ),
     ],
 )
-def test_what_does_not_go_together_is_named(overrides, message):
+def test_keys_that_exclude_each_other_are_named(overrides, message):
     with pytest.raises(RecipeError) as raised:
         load_recipe(overrides=overrides)
     assert message in str(raised.value)

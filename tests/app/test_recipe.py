@@ -1,4 +1,4 @@
-"""A recipe says what is wrong with it by key, place, value and what is wanted; and it round-trips."""
+"""Errors of a recipe name the key, its origin, its value and what is accepted; recipes round-trip."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from infinity.app.recipe import Recipe, RunConfig, load_recipe, recipe_table
 from infinity.core.config import MemoryConfig, SettingError, Valid
 from infinity.core.errors import RecipeError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -122,9 +122,9 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
         ("optim.lr=.inf", "got inf; wanted >= 0"),
         ("optim.betas=[0.9,1]", "got [0.9, 1.0]; wanted >= 0 and < 1"),
         ("optim.betas=[0.9]", "got [0.9]; wanted [float, float], >= 0 and < 1"),
-        ("model.n_heads=5", "got 5; wanted a number that makes heads of equal, even width from d_model=384"),
-        ("model.vocab_size=100", "got 100; wanted at least 256 for bytes"),
-        ("run.name=a/b", "got 'a/b'; wanted a folder's name, without /"),
+        ("model.n_heads=5", "got 5; wanted a number for which d_model=384 gives heads of equal, even width"),
+        ("model.vocab_size=100", "got 100; wanted at least 256 for the bytes tokenizer"),
+        ("run.name=a/b", "got 'a/b'; wanted a folder name without /"),
         ("data.files=[]", "got []; wanted at least one path, glob or 'stdlib'"),
     ],
 )
@@ -141,8 +141,8 @@ def test_a_wrong_value_is_named_with_its_place_and_what_is_wanted(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train: {steps: 3", ":1: not YAML"),
-        ("train:\n  steps: 3\n  steps: 4\n", ":3: not YAML: found duplicate key"),
+        ("train: {steps: 3", ":1: not valid YAML"),
+        ("train:\n  steps: 3\n  steps: 4\n", ":3: not valid YAML: found duplicate key"),
         ("- train\n", "wanted sections: run, model"),
         ("just words", "got 'just words'; wanted sections"),
         ("train: 3", "train in {path}: got 3; wanted keys and values"),
@@ -211,14 +211,14 @@ def test_an_override_below_a_key_is_on_the_command_line(tmp_path: Path) -> None:
 
 def test_a_value_that_is_no_yaml_names_its_override_and_how_to_quote_it() -> None:
     with pytest.raises(
-        RecipeError, match=r"'data\.files=\[/x/\[ab\]\*\.py\]' on the command line.*quotes of its own"
+        RecipeError, match=r"'data\.files=\[/x/\[ab\]\*\.py\]' on the command line.*quote text"
     ):
         load_recipe(overrides=["train.steps=3", "data.files=[/x/[ab]*.py]"])
     assert load_recipe(overrides=['data.files=["/x/[ab]*.py"]']).data.files == ("/x/[ab]*.py",)
 
 
 def test_a_recipe_that_fine_tunes_asks_for_the_checkpoint() -> None:
-    path = Path(__file__).parents[1] / "configs" / "finetune.yaml"
+    path = ROOT / "configs" / "finetune.yaml"
     with pytest.raises(RecipeError, match=r"model\.path.*model\.path=DIR"):
         load_recipe(path)
     assert load_recipe(path, ["model.path=base"]).model.path == "base"
