@@ -48,7 +48,7 @@ def make(job: Job) -> dict[str, Any]:
 def start(job: Job) -> dict[str, Any]:
     """Seconds until the model is there, and the bytes that its engine moved for it."""
     import infinity
-    from infinity.engine.registry import runtime_of
+    from infinity.engine.runtime import runtime_of
 
     recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
     forget(Path(job.source))

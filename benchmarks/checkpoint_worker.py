@@ -89,7 +89,7 @@ def plain(job: Job) -> dict[str, Any]:
 def infinity_way(job: Job) -> dict[str, Any]:
     """Streamed, wherever the recipe's budgets put the states."""
     import infinity
-    from infinity.engine.registry import runtime_of
+    from infinity.engine.runtime import runtime_of
 
     recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
     if int(os.environ.get("RANK", "0")) == 0:

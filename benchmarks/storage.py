@@ -27,7 +27,7 @@ import fio
 from report import Claim, print_table, write_json
 
 from infinity.core.extent import Extent
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.engines.base import Move, QueuedEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine

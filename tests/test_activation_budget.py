@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import infinity
-from infinity import runtime as runtime_module
-from infinity.activation import cache
+from infinity.activations import cache
 from infinity.activations.activations import METERED, PROFILED
 from infinity.activations.profiler import Profiler
 from infinity.app.models.config import GPTConfig
 from infinity.app.models.gpt import GPT
+from infinity.engine import runtime as runtime_module
 from infinity.planner.policies import smallest_budget
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
@@ -54,7 +54,7 @@ def steps(overrides, count=STEPS):
         for step in range(count):
             model(**batch(step)).loss.backward()
             optimizer.step()
-        return optimizer.runtime.activations, optimizer.runtime.connected().division
+        return optimizer.runtime.activations, optimizer.runtime.executor().budget.division
     finally:
         optimizer.close()
 

@@ -7,8 +7,8 @@ import torch
 
 import infinity
 from infinity import BudgetError
-from infinity.core.tier import Tier
-from infinity.engine.registry import runtime_of
+from infinity.core.lifecycle import Tier
+from infinity.engine.runtime import runtime_of
 from tests.helpers.reference import Reference, Rule
 from tests.helpers.training import SMALL_UNIT, optimizer_for, recipe, small_units, streaming
 

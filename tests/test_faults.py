@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import infinity
-from infinity import runtime as runtime_module
-from infinity import storage as storage_module
 from infinity.core.errors import DiskError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
+from infinity.engine import runtime as runtime_module
 from infinity.nvme.run_directory import find_leftovers
+from infinity.shards import storage as storage_module
 from tests.helpers import models
 from tests.helpers.faulty import Fault, FaultyEngine
 from tests.helpers.launch import mark, run_ranks, start_ranks
@@ -428,7 +428,7 @@ def leftovers_are_told(folder: Path) -> None:
     [left] = find_leftovers(folder)
     lines: list[str] = []
     model = build(models.build("gpt", seed=0)[0], "bf16", streaming(folder))
-    infinity.engine.registry.runtime_of(model).say.attend(lines.append)
+    infinity.engine.runtime.runtime_of(model).say.attend(lines.append)
     infinity.close(model)
     assert len(lines) == 1
     assert f"rm -r {left}" in lines[0]

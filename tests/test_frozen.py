@@ -63,7 +63,7 @@ def test_frozen_units_leave_when_backward_has_passed_them(tmp_path, recomputed):
     model: Any = build(factory, "fp32", streaming(tmp_path))
     change(model)
     optimizer = optimizer_for(model, Rule())
-    hooks = optimizer.runtime.connected().hooks
+    hooks = optimizer.runtime.executor().hooks
     frozen = {unit.index for unit in optimizer.runtime.units if not unit.trainable}
     assert len(frozen) > 2
     pinned: list[int] = []

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import infinity
 from infinity import BudgetError, CheckpointError, RecipeError, StateError, add_lora, save_lora
 from infinity.app.train import train as train_recipe
-from infinity.core.tier import Tier
-from infinity.engine.registry import runtime_of
+from infinity.core.lifecycle import Tier
+from infinity.engine.runtime import runtime_of
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule, compute_weight
@@ -181,14 +181,14 @@ def test_get_peft_model_inside_init_trains_the_same_numbers(tmp_path):
 def tight(model: Any, rule: Rule) -> Any:
     """An optimizer with the least device budget, and room for the adapters' updates and one more unit."""
     runtime = runtime_of(model)
-    memory = runtime.recipe.memory
-    runtime.recipe = replace(runtime.recipe, memory=replace(memory, device=1024))
+    memory = runtime.config.memory
+    runtime.config = replace(runtime.config, memory=replace(memory, device=1024))
     with pytest.raises(BudgetError) as error:
         optimizer_for(model, rule)
     [nbytes] = re.findall(r"\((\d+) bytes\)", str(error.value))
     updates = 2 * sum(unit.nbytes for unit in runtime.units if unit.trainable and unit.home is Tier.NVME)
     room = int(nbytes) + updates + max(unit.nbytes for unit in runtime.units)
-    runtime.recipe = replace(runtime.recipe, memory=replace(memory, device=room))
+    runtime.config = replace(runtime.config, memory=replace(memory, device=room))
     return optimizer_for(model, rule)
 
 
@@ -203,14 +203,14 @@ def test_a_step_reads_the_base_twice_at_most_and_writes_nothing_but_adapters(tmp
         assert {unit.home for unit in runtime.units if unit.trainable} == {home}
         base = sum(unit.nbytes for unit in base_units(model) if unit.home is Tier.NVME)
         adapters = sum(unit.numel for unit in runtime.units if unit.trainable and unit.home is Tier.NVME)
-        assert base > runtime.connected().division.window
+        assert base > runtime.executor().budget.division.window
         for step in range(6):
             model(**batch(step)).loss.backward()
             optimizer.step()
             optimizer.synchronize()
             seen = optimizer.report()
             if step > 2:
-                fetches = Counter(runtime.connected().prefetcher.training.plan.fetched())
+                fetches = Counter(runtime.executor().prefetcher.training.plan.fetched())
                 assert max(fetches[unit.index] for unit in base_units(model)) <= 2
                 assert seen.on_demand == 0
                 assert seen.nbytes_read == seen.planned_nbytes_read

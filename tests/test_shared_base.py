@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification
 import infinity
 import infinity.shards.storage
 from infinity.core.errors import DiskError
-from infinity.core.tier import Tier
-from infinity.engine.registry import runtime_of
+from infinity.core.lifecycle import Tier
+from infinity.engine.runtime import runtime_of
 from infinity.nvme.errors import BaseWarning
 from infinity.nvme.run_directory import find_leftovers, find_unused_bases
 from tests.helpers import models

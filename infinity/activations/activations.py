@@ -77,13 +77,14 @@ class Activations:
     """
 
     def __init__(
-        self, cache: TensorCache, policy: Policy, hardware: Callable[[], Hardware], room: Room,
+        self, cache: TensorCache, policy: Policy, hardware: Callable[[], Hardware], room: Room | None = None,
         decide: Callable[[Callable[[], str]], str] = lambda make: make(),
         units: WatchedEngine | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.policy = cache, policy
         self.planning: Planning | None = None
-        self.passes, self.room = Passes(cache.ledger), room
+        self.passes = Passes(cache.ledger)
+        self.room: Room = room  # type: ignore[assignment]
         self.meters = policy == "plan"
         self.metered_nbytes: int | None = None
         self._hardware, self._decide, self._units = hardware, decide, units

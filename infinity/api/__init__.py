@@ -1,1 +1,1 @@
-"""What a training script calls."""
+"""The functions and classes that a training script calls."""

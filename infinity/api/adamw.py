@@ -1,4 +1,4 @@
-"""``AdamW``: the ``torch.optim.Optimizer`` face of updates that happen elsewhere."""
+"""``AdamW``: a ``torch.optim.Optimizer`` whose updates run beside training."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from infinity.core.errors import StateError
-from infinity.engine.registry import runtime_of
-from infinity.engine.runtime import Runtime
+from infinity.core.transfer import TransferEngine
+from infinity.engine.runtime import Runtime, runtime_of
 from infinity.observe.metrics import StepReport
+from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.scaler import LossScaler
 
@@ -46,20 +47,20 @@ class AdamW(torch.optim.Optimizer):
         self._check_parameters()
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.runtime.tiers.settle(self.runtime.units, movable=self.runtime.connection is None)
+        self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
         self._connect()
-        self.scaler = LossScaler(self.runtime.recipe.optim.loss_scale) if self._fp16 else None
+        self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
         self._scaled = False
         #: Global norm of the last step's gradients before clipping; None before the first step.
         self.grad_norm: float | None = None
         #: Whether the last step was skipped, because a gradient was not finite.
         self.skipped = False
         self.steps = 0
-        self._report_mark = _Mark(self.runtime)
+        self._report_mark = self._mark()
 
     def _connect(self) -> None:
-        connection = self.runtime.connected(clips=self.max_grad_norm is not None)
-        connection.updates.groups = self.param_groups
+        executor = self.runtime.executor(clips=self.max_grad_norm is not None)
+        executor.updates.groups = self.param_groups
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ class AdamW(torch.optim.Optimizer):
         if self.scaler is None:
             return loss
         self._scaled = True
-        self.runtime.connected().updates.loss_scale = self.scaler.scale
+        self.runtime.executor().updates.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
     @torch.no_grad()
@@ -85,7 +86,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        synced = self.runtime.connected().backward.synced
+        synced = self.runtime.executor().gradients.synced
         if self.scaler is not None and not self._scaled and synced:
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
         if synced:
@@ -109,12 +110,15 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 param.grad = None
 
+    def _mark(self) -> "_Mark":
+        return _Mark(self.runtime.stalls, self.runtime.storage.engine)
+
     def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:
         """Figures of everything since the last report; call it once after every step."""
-        before, now = self._report_mark, _Mark(self.runtime)
+        before, now = self._report_mark, self._mark()
         self._report_mark = now
-        runtime, connection = self.runtime, self.runtime.connected()
-        planned = connection.planned
+        runtime, executor = self.runtime, self.runtime.executor()
+        planned = executor.planned
         return StepReport(
             step=self.steps, loss=loss, lr=float(self.param_groups[0]["lr"]), grad_norm=self.grad_norm,
             skipped=self.skipped, step_s=now.time_s - before.time_s, tokens=tokens,
@@ -122,7 +126,7 @@ class AdamW(torch.optim.Optimizer):
             nbytes_read=now.read - before.read, nbytes_written=now.written - before.written,
             planned_nbytes_read=planned[0] if planned else None,
             planned_nbytes_written=planned[1] if planned else None,
-            on_demand=connection.on_demand, peak_nbytes=runtime.peak_nbytes(),
+            on_demand=executor.on_demand, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property
@@ -132,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when; empty unless the recipe says ``observe.timeline``."""
+        """Spans of compute and transfers; empty unless the recipe says ``observe.timeline``."""
         return self.runtime.timeline
 
     def synchronize(self) -> None:
@@ -177,7 +181,7 @@ class AdamW(torch.optim.Optimizer):
         self._connect()
         fields = {id(p): state[i] for i, p in enumerate(params)}
         self.runtime.values.load_optimizer_fields(fields)
-        self.steps = self.runtime.connected().updates.steps = int(state[0]["step"]) if params else 0
+        self.steps = self.runtime.executor().updates.steps = int(state[0]["step"]) if params else 0
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
 
@@ -189,10 +193,10 @@ class AdamW(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Every trainable parameter of the model is in a unit."""
-        known = {id(s.param): (unit, s) for unit in self.runtime.units for s in unit.segments}
         for name, param in self.model.named_parameters():
-            if id(param) in known:
-                unit, segment = known[id(param)]
+            place = self.runtime.units.find(param)
+            if place is not None:
+                unit, segment = place
                 unit.check_data(segment)
             elif param.requires_grad:
                 raise StateError(
@@ -204,10 +208,9 @@ class AdamW(torch.optim.Optimizer):
 class _Mark:
     """Running totals at one moment."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, stalls: Stalls, engine: TransferEngine | None) -> None:
         self.time_s = time.perf_counter()
-        self.stalls = dict(runtime.stalls.seconds)
-        engine = runtime.storage.engine
+        self.stalls = dict(stalls.seconds)
         self.read = engine.nbytes_read if engine else 0
         self.written = engine.nbytes_written if engine else 0
 

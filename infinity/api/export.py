@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
 from infinity.checkpoint.publish import publish_directory
 from infinity.checkpoint.tensor_writer import WriteError
-from infinity.comm.machine import agree
+from infinity.comm.ranks import agree
 from infinity.core.errors import CheckpointError, PeerError
 from infinity.core.transfer import Lease, Transfer
-from infinity.engine.registry import runtime_of
-from infinity.engine.runtime import Runtime
+from infinity.engine.runtime import Runtime, runtime_of
 from infinity.partition.unit import Unit
 
 #: Chunks of weights that are read at one time.
@@ -103,7 +102,7 @@ class RuntimeWeights:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.rank, self.world_size = runtime.rank, runtime.world_size
+        self.rank, self.world_size = runtime.ranks.rank, runtime.ranks.world_size
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -151,7 +150,7 @@ class RuntimeWeights:
         return agree(text, self.world_size)
 
     def sum(self, value: int) -> int:
-        collectives = self.runtime.collectives
+        collectives = self.runtime.ranks.collectives
         return value if collectives is None else int(collectives.sum([value], "bytes that were exported")[0])
 
     @contextlib.contextmanager
@@ -169,8 +168,8 @@ class RuntimeWeights:
 
     def _tell(self, failure: Exception | None, what: str) -> str:
         """How ``what`` failed on the ranks where it did; empty when it did nowhere."""
-        assert self.runtime.collectives is not None
-        if self.runtime.collectives.least([failure is None], what)[0]:
+        assert self.runtime.ranks.collectives is not None
+        if self.runtime.ranks.collectives.least([failure is None], what)[0]:
             return ""
         told: list[str] = [""] * self.world_size
         dist.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from infinity.app.recipe import Recipe
-from infinity.engine.registry import runtime_of, runtimes
-from infinity.engine.runtime import Runtime
+from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
+from infinity.engine.runtime import Runtime, runtime_of, runtimes
 
 
 class Init:
@@ -19,15 +18,16 @@ class Init:
     it is already. Every rank must build the same model with the same seed.
 
     Args:
-        recipe: Budgets, dtype and directories; see ``infinity recipe``.
+        recipe: Budgets, dtype and directories: a recipe (see ``infinity recipe``), or the
+            :class:`~infinity.engine.config.EngineConfig` that it contains.
 
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
     """
 
-    def __init__(self, recipe: Recipe | None = None) -> None:
-        self.runtime = Runtime(recipe or Recipe())
+    def __init__(self, recipe: EngineConfig | HasEngineConfig | None = None) -> None:
+        self.runtime = Runtime(engine_config(recipe))
 
     def __enter__(self) -> "Init":
         self.runtime.construction.__enter__()
@@ -54,14 +54,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
     """
-    connection = runtime_of(model).connected()
-    connection.accumulate()
-    backward = connection.backward
-    before, backward.syncing = backward.syncing, False
+    executor = runtime_of(model).executor()
+    executor.accumulate()
+    gradients = executor.gradients
+    before, gradients.syncing = gradients.syncing, False
     try:
         yield
     finally:
-        backward.syncing = before
+        gradients.syncing = before
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def gathered(
         listed = list(params.parameters())
     else:
         listed = [params] if isinstance(params, nn.Parameter) else list(params)
-    served = [runtime for runtime in runtimes() if runtime.values.serves(listed)]
+    served = [runtime for runtime in runtimes() if runtime.units.holding(listed)]
     with contextlib.ExitStack() as stack:
         for runtime in served:
             stack.enter_context(runtime.values.gathered(listed, modify))

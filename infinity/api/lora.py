@@ -24,10 +24,10 @@ from torch import nn
 from infinity.api.init import gathered
 from infinity.checkpoint.publish import Publication
 from infinity.core.errors import RecipeError, StateError
-from infinity.engine.registry import runtime_of
-from infinity.engine.runtime import Runtime
+from infinity.engine.runtime import runtime_of
 from infinity.partition import builder
-from infinity.partition.parameters import ServedParameters
+from infinity.partition.init_context import Construction, ServedParameters
+from infinity.partition.unit import UnitIndex
 
 __all__ = ["add_lora", "save_lora"]
 
@@ -60,7 +60,7 @@ def add_lora(
     """
     peft = _peft()
     runtime = runtime_of(model)
-    if runtime.construction.active or runtime.connection is not None:
+    if runtime.construction.active or runtime.started:
         raise StateError(
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
@@ -77,7 +77,8 @@ def add_lora(
             adapted = peft.get_peft_model(model, config)
         except ValueError as error:
             raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
-    _take_in(runtime, adapted)
+    _cut_into_units(adapted, runtime.construction, runtime.ranks.world_size)
+    runtime.meet()
     return adapted
 
 
@@ -103,10 +104,10 @@ def _shapes_only(model: nn.Module) -> Iterator[None]:
             parameters.touch = touch
 
 
-def _take_in(runtime: Runtime, adapted: nn.Module) -> None:
-    """Cut what is new in ``adapted`` into units, as if it had been built in the model's own block."""
-    full = builder.TARGET_SHARD_NBYTES * runtime.world_size
-    with runtime.construction as construction:
+def _cut_into_units(adapted: nn.Module, construction: Construction, world_size: int) -> None:
+    """Cut the new modules of ``adapted`` into units, as if they had been built in the model's own block."""
+    full = builder.TARGET_SHARD_NBYTES * world_size
+    with construction:
         construction.late = None  # adapters have their values
         construction.roots.append(adapted)
         nbytes, block = 0, ""
@@ -119,10 +120,9 @@ def _take_in(runtime: Runtime, adapted: nn.Module) -> None:
                 construction.builder.close()
                 nbytes = 0
             construction.builder.join(module)
-            nbytes += sum(param.numel() for param in fresh) * runtime.dtype.itemsize
+            nbytes += sum(param.numel() for param in fresh) * construction.builder.dtype.itemsize
             block = inside
         construction.builder.close()
-    runtime.meet()
 
 
 def _block_of(name: str) -> str:
@@ -148,8 +148,8 @@ def save_lora(model: Any, directory: str | Path) -> None:
         OSError: It cannot be written, or the base cannot be read.
     """
     runtime = runtime_of(model)
-    values = _adapters(model, runtime)
-    if runtime.rank:
+    values = _adapters(model, runtime.units)
+    if runtime.ranks.rank:
         return
     with Publication(Path(directory).absolute(), secrets.token_hex(4)) as publication:
         model.save_pretrained(str(publication.path), state_dict=values, save_embedding_layers=False)
@@ -159,13 +159,13 @@ def save_lora(model: Any, directory: str | Path) -> None:
         publication.publish()
 
 
-def _adapters(model: Any, runtime: Runtime) -> dict[str, torch.Tensor]:
+def _adapters(model: Any, units: UnitIndex) -> dict[str, torch.Tensor]:
     """The full values of what peft saves, on the CPU, by the names that parameters have in the model."""
     named = dict(model.named_parameters())
     kept = _peft().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
     wanted = {id(param) for param in kept.values()}
     values: dict[str, torch.Tensor] = {}
-    for unit in runtime.units:
+    for unit in units:
         inside = {id(s.param) for s in unit.segments} & wanted
         if inside:
             with gathered([s.param for s in unit.segments]):

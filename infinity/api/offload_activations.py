@@ -16,12 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from infinity.activations.activations import Activations, Policy
 from infinity.activations.cache import TensorCache, untraced
 from infinity.activations.channels import measure_hardware, open_shelves
-from infinity.comm.machine import agree, decide, free_host_nbytes
+from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.nbytes import parse_nbytes
-from infinity.device.pool import HostPool
-from infinity.engine.registry import is_served
+from infinity.device.machine import free_host_nbytes
+from infinity.device.memory import HostPool
+from infinity.engine.runtime import is_served
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id

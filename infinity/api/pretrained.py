@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from infinity.api.init import Init
-from infinity.app.recipe import Recipe
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import Loading, OnProgress, stamp_files
 from infinity.checkpoint.model import build_model, read_config
 from infinity.checkpoint.plan import Choice
+from infinity.engine.config import EngineConfig, HasEngineConfig
 from infinity.engine.runtime import Runtime
 from infinity.shards.shared_base import SharedBase
 
 
 def from_pretrained(
     path: str | Path,
-    recipe: Recipe | None = None,
+    recipe: EngineConfig | HasEngineConfig | None = None,
     *,
     auto_class: Any = None,
     new: Sequence[str] = (),
@@ -72,15 +72,15 @@ def from_pretrained(
             loading = Loading(checkpoint, Choice(new, ignore), on_progress)
             runtime.construction.late = loading
             if base is not None:
-                loading.lending = base.lending
+                loading.sharing, runtime.tiers.shared_base = base.sharing, base
             model = build_model(config, auto_class, runtime.dtype)
             loading.prepare(model)
-        runtime.construction.late = None  # the plan and its files are not needed any more
+        runtime.construction.late = runtime.tiers.shared_base = None  # they and their files have served
         notes = loading.notes()
         if base is not None:
             loading.freeze(runtime.units)
             notes += base.notes()
-        for line in notes if runtime.rank == 0 else ():
+        for line in notes if runtime.ranks.rank == 0 else ():
             runtime.say(line)
     return model.eval()
 
@@ -91,6 +91,5 @@ def _shared_base(runtime: Runtime, path: Path, config: Any) -> SharedBase:
 
     settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     made_by = json.dumps([transformers.__version__, torch.__version__, settings], sort_keys=True, default=str)
-    return SharedBase(
-        runtime.storage, runtime.tiers, lambda: stamp_files(path) + made_by, runtime.rank, runtime.world_size
-    )
+    ranks = runtime.ranks
+    return SharedBase(runtime.storage, lambda: stamp_files(path) + made_by, ranks.rank, ranks.world_size)

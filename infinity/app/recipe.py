@@ -28,6 +28,7 @@ from infinity.app.models.config import ModelConfig
 from infinity.core.config import MemoryConfig, SettingError, Valid, check, setting
 from infinity.core.errors import RecipeError
 from infinity.core.nbytes import parse_nbytes
+from infinity.engine.config import EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
@@ -120,6 +121,19 @@ class Recipe:
             raise SettingError("memory.activations", "recompute", wanted)
         if self.lora.rank is not None and self.model.path is None:
             raise SettingError("lora.rank", self.lora.rank, "null without model.path, the frozen base")
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The settings that ``infinity.Init`` takes."""
+        return EngineConfig(
+            memory=self.memory,
+            partition=self.partition,
+            dtype=self.train.dtype,
+            loss_scale=self.optim.loss_scale,
+            run_name=self.run.name,
+            timeline=self.observe.timeline,
+            layer_schedule=self.train.schedule == "layer",
+        )
 
     def to_yaml(self) -> str:
         """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe."""

@@ -32,7 +32,7 @@ _OF_WEIGHTS = (".safetensors", ".bin", INDEX)
 OnProgress = Callable[[int, int], object]
 
 
-def _nothing_lent(units: Sequence[Unit]) -> AbstractContextManager[None]:
+def _nothing_shared(units: Sequence[Unit]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -61,13 +61,13 @@ class Loading:
         on_progress: Called after each range that was read.
 
     Attributes:
-        lending: A context for the units that have all their values from the checkpoint, in which all
-            are stored: some may be lent a place that has their values already.
+        sharing: A context for the units that have all their values from the checkpoint, in which all
+            are stored: some may get shared extents that have their values already.
     """
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, on_progress: OnProgress | None = None) -> None:
         self._checkpoint, self._choice, self._on_progress = checkpoint, choice, on_progress
-        self.lending: Callable[[Sequence[Unit]], AbstractContextManager[None]] = _nothing_lent
+        self.sharing: Callable[[Sequence[Unit]], AbstractContextManager[None]] = _nothing_shared
         self.plan = LoadPlan({}, {}, ())
         self._model: Any = None
         self._values: dict[int, Values] = {}  # by id of the tensor
@@ -110,7 +110,7 @@ class Loading:
             CheckpointError: A file cannot be read, or tied weights differ.
         """
         self._total_nbytes = sum(self._nbytes(unit) for unit in units)
-        with self.lending([unit for unit in units if self.gives(unit)]):
+        with self.sharing([unit for unit in units if self.gives(unit)]):
             done_nbytes = 0
             for unit in units:
                 masters.put(unit, functools.partial(self._range, unit))

@@ -3,7 +3,7 @@
 [Note: one thread, one order]
 Collectives must be issued in the same order on every rank. The training thread puts them into
 one queue, in the order of the trace; one thread takes them out, waits for what each needs (its
-shard's fetch), and issues it on process groups that nobody else uses. So a gather ahead of its
+shard's fetch), and issues it on process groups of its own. So a gather ahead of its
 use overlaps compute, and no timing can change the order.
 
 [Note: the header]
@@ -208,7 +208,7 @@ class Collectives:
         return result
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot go on: tell the others, who raise at their next wait; any thread."""
+        """Tell the other ranks that this one cannot go on; they raise at their next wait. Any thread."""
         self._break(error)
         self.peers.tell(_how(error), failed=not isinstance(error, PeerError | DivergenceError))
 
@@ -227,7 +227,7 @@ class Collectives:
     # --- failures --------------------------------------------------------------------------
 
     def _break(self, error: BaseException) -> None:
-        """Keep the first error, and let everyone who waits on this rank know."""
+        """Keep the first error, and end every wait on this rank with it."""
         with self._lock:
             first, self._failure = self._failure is None, self._failure or error
         if first:
@@ -241,7 +241,7 @@ class Collectives:
             self._left = (told, time.monotonic())
 
     def _overdue(self, what: str) -> BaseException | None:
-        """What somebody must raise who waits for ``what``."""
+        """Return the error that a wait for ``what`` must raise; None: it may go on."""
         left = self._left
         if self._failure is None and left is not None and time.monotonic() > left[1] + _FAREWELL_S:
             self._break(self._peer_error(left[0], what, ""))
@@ -364,7 +364,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _how(error: BaseException) -> str:
-    """How a rank ended, for the others."""
+    """Return how a rank ended, in words for the others."""
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted (Ctrl-C)"
     if isinstance(error, SystemExit):

@@ -1,11 +1,11 @@
-"""What ranks tell each other beside the collectives: that they live, that they failed, that they left.
+"""Signs of life, failures and ends of ranks, told beside the collectives.
 
 [Note: why beside]
 A rank that fails between two collectives, or whose peers are somewhere else, cannot tell them through
-a collective: nobody would be there. So each rank keeps one entry in the store through which
+a collective, in which the others do not take part. So each rank keeps one entry in the store through which
 torch.distributed made its groups, on a connection of its own. A thread writes it every second, with
-a beat that grows, and looks whether somebody ended. Waiting ranks then raise within about two seconds,
-and whoever finds a rank silent can say which one, and whether its process still exists.
+a beat that grows, and looks whether another rank ended. Waiting ranks then raise within about two seconds,
+and can say which rank is silent, and whether its process still exists.
 """
 
 import itertools
@@ -35,7 +35,7 @@ _made = itertools.count()  # every rank makes its Peers in the same order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a rank says of itself.
+    """The entry of one rank in the store.
 
     Attributes:
         beat: Grows while the process runs.
@@ -112,7 +112,7 @@ class Peers:
                     counts = failed, self._store.add(f"{self._prefix}/ended", 0)
                 others = {} if counts == heard else self._others()
             except RuntimeError:
-                continue  # the store is gone; whoever waits for a collective finds out why
+                continue  # the store is gone; waits for collectives say why
             heard = counts
             told = _told(others)
             if told:
@@ -146,7 +146,7 @@ def _own_store() -> Any:
 
 
 def _told(entries: dict[int, Entry]) -> str:
-    """What the ranks that ended said; of failures only, if there are any."""
+    """Return what the ranks that ended said; of failures only, if there are any."""
     failed = any(entry.failed for entry in entries.values())
     return "; ".join(
         f"rank {rank} {entry.end}" for rank, entry in entries.items() if entry.end and entry.failed is failed

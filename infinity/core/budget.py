@@ -13,19 +13,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.core.errors import BudgetError
+from infinity.core.extent import BLOCK_NBYTES, aligned
 from infinity.core.nbytes import format_nbytes
 
 #: Chunks of the update that are staged at one time: being read, updated and written.
 STAGED_CHUNKS = 4
 #: Pieces of shards on their way to an accelerator that fit into what staging has.
 STAGED_PIECES = 4
-_GRAIN = 2 * 2**20  # what pools round large buffers up to (bytes)
-_BLOCK = 4096
+#: Size of a huge page (bytes).
+HUGE_NBYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """What one unit takes on this rank (bytes)."""
+    """Bytes of one unit on this rank."""
 
     name: str
     full: int  # the flat buffer; a full gradient takes the same
@@ -41,7 +42,7 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """How the device budget is divided (bytes).
+    """A division of the device budget (bytes).
 
     Attributes:
         early: Updates start inside backward.
@@ -70,7 +71,7 @@ def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
     """
     quantum = 2048
     nbytes = staging_nbytes // STAGED_CHUNKS
-    grain = _GRAIN if nbytes >= _GRAIN else _BLOCK
+    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES
     n = nbytes // grain * grain // itemsize // quantum * quantum
     if n == 0:
         least = STAGED_CHUNKS * rounded(quantum * itemsize)
@@ -83,12 +84,12 @@ def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
 
 
 def piece_nbytes(staging_nbytes: int) -> int:
-    """What one of :data:`STAGED_PIECES` buffers may take through which shards go to an accelerator (bytes).
+    """Return the bytes of one of :data:`STAGED_PIECES` buffers through which shards go to an accelerator.
 
     Args:
         staging_nbytes: What shards in host memory leave of the host budget.
     """
-    return max(_BLOCK, staging_nbytes // STAGED_PIECES // _BLOCK * _BLOCK)
+    return max(BLOCK_NBYTES, staging_nbytes // STAGED_PIECES // BLOCK_NBYTES * BLOCK_NBYTES)
 
 
 def check_gradients_fit_host(staging_nbytes: int, chunk_nbytes: int, units: Sequence[UnitSizes]) -> None:
@@ -154,8 +155,8 @@ def divide_device(
     if total < needed:
         biggest = max(units, key=lambda u: u.full)
         raise BudgetError(
-            f"memory.device is {format_nbytes(total)}, needed are {format_nbytes(needed)} ({needed} bytes): "
-            f"{format_nbytes(grad)} of gradients that wait for {_occasion(waits, early)}, "
+            f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
+            f"is required: {format_nbytes(grad)} of gradients that wait for {_occasion(waits, early)}, "
             f"{format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
             f"for {'units that are gathered as one' if leaf else 'two units in flight'}. Raise memory.device"
@@ -169,9 +170,8 @@ def divide_device(
 
 
 def rounded(nbytes: int) -> int:
-    """What a pool takes for a buffer of ``nbytes``."""
-    grain = _GRAIN if nbytes >= _GRAIN else _BLOCK
-    return -(-nbytes // grain) * grain
+    """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge ones from 2 MiB on."""
+    return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)
 
 
 def rounded_sum(sizes: Iterable[int]) -> int:
@@ -183,7 +183,7 @@ def _occasion(waits: Sequence[UnitSizes], early: bool) -> str:
 
 
 def _way_out(waits: Sequence[UnitSizes], early: bool) -> str:
-    """What lets gradients wait less, beside a larger budget."""
+    """Return what lets gradients wait less, beside a larger budget."""
     if not early:
         return ", or set optim.max_grad_norm=null so that gradients need not wait"
     if _accumulate(waits, early):

@@ -72,7 +72,7 @@ def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, mo
 
 
 def free_space(path: str) -> str:
-    """What the file system that holds ``path`` has left, for a message."""
+    """Return the free space of ``path``'s file system, for a message."""
     try:
         stat = os.statvfs(os.path.dirname(path) or ".")
     except OSError:

@@ -1,4 +1,4 @@
-"""Where a unit or a slot is, and where it may go next.
+"""States of units and of saved activations, and the edges between them.
 
 One enum and one table for each, one :meth:`Lifecycle.move`. A state is described by the memory it costs;
 nothing else remembers where the bytes are.
@@ -11,14 +11,20 @@ from typing import Any, Generic, TypeVar
 from infinity.core.errors import StateError
 
 
+class Tier(Enum):
+    """The home of a shard between uses."""
+
+    HOST = "host"
+    NVME = "nvme"
+
+
 class UnitState(Enum):
-    """What memory a unit's weights cost on this rank."""
+    """States of a unit, each with the memory that its weights cost on this rank."""
 
     ON_NVME = "an extent"
     FETCHING = "extent + staging buffer being filled"
     ON_HOST = "shard in host memory"
     UPLOADING = "shard in host and device memory"
-    ON_DEVICE = "shard in device memory"
     GATHERING = "shard + full buffer being filled"
     GATHERED = "full buffer, parameters view it"
 
@@ -32,15 +38,14 @@ ALLOWED: dict[UnitState, frozenset[UnitState]] = {
     S.ON_NVME: frozenset({S.FETCHING}),
     S.FETCHING: frozenset({S.ON_HOST, S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
     S.ON_HOST: frozenset({S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
-    S.UPLOADING: frozenset({S.ON_DEVICE, S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),
-    S.ON_DEVICE: frozenset({S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),
+    S.UPLOADING: frozenset({S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),
     S.GATHERING: frozenset({S.GATHERED, S.ON_HOST, S.ON_NVME}),
     S.GATHERED: frozenset({S.ON_HOST, S.ON_NVME}),
 }
 
 
 class SlotState(Enum):
-    """What memory a saved activation costs on this rank."""
+    """States of a saved activation, each with the memory that it costs on this rank."""
 
     RESIDENT = "its storage"
     STORING = "its storage + what it is copied to"
@@ -49,8 +54,8 @@ class SlotState(Enum):
 
 
 #: A store that fails, or is not worth it any more, falls back to RESIDENT; a load that fails to STORED.
-#: What was loaded is RESIDENT, and STORED again when its readers are done. A storage that somebody else
-#: kept alive is RESIDENT without a load.
+#: What was loaded is RESIDENT, and STORED again when its readers are done. A storage that
+#: another reference kept alive is RESIDENT without a load.
 SLOT_ALLOWED: dict[SlotState, frozenset[SlotState]] = {
     SlotState.RESIDENT: frozenset({SlotState.STORING, SlotState.STORED}),
     SlotState.STORING: frozenset({SlotState.STORED, SlotState.RESIDENT}),

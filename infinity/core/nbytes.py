@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``8GiB``, ``512MiB``, ``1.5TB``."""
+"""Sizes in text: ``8GiB``, ``512MiB``, ``1.5TB``."""
 
 import re
 from decimal import Decimal
@@ -26,7 +26,7 @@ def parse_nbytes(text: str | int) -> int:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """``nbytes`` for people, in binary units, three digits."""
+    """Return ``nbytes`` as text, in binary units with three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1023.5:
             return f"{_digits(nbytes) if unit != 'B' else f'{nbytes:.0f}'} {unit}"

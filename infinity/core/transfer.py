@@ -1,6 +1,9 @@
 """Bytes in flight, and the memory they fly into: submit, then wait; only ``wait`` may fail."""
 
+import sys
+import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
 from infinity.core.extent import Extent
@@ -28,6 +31,102 @@ class Transfer(Protocol):
         learns how the move ended by calling ``wait`` (which then returns at once).
         """
         ...
+
+
+#: Waits are cut into slices, so that Ctrl-C gets through wherever the signal was delivered (s).
+_SLICE_S = 1.0
+
+
+class TransferFuture:
+    """A transfer whose owner says when it has ended; see :class:`Transfer`.
+
+    All transfers of the package are of this class. Once it has ended it holds neither what it moved nor the
+    calls that were to follow it.
+    """
+
+    __slots__ = ("_calls", "_done", "_error", "_event", "_lock", "_traceback")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._calls: list[Callable[[], None]] = []
+        self._done = False
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._event: threading.Event | None = None  # made by the first that waits: most never do
+
+    def wait(self) -> None:
+        event = None
+        with self._lock:
+            if not self._done:
+                event = self._event = self._event or threading.Event()
+        while event is not None and not event.wait(_SLICE_S):
+            pass
+        if self._error is not None:
+            # Where it was raised first: waiting again adds nothing, and keeps no frame of a waiter alive.
+            raise self._error.with_traceback(self._traceback)
+
+    def done(self) -> bool:
+        return self._done
+
+    def then(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._done:
+                self._calls.append(call)
+                return
+        call()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the transfer, wake all that wait, and run the calls that follow; only the first end counts.
+
+        Every call runs, and the thread that ends the transfer outlives a mistake in one: an exception
+        goes to ``threading.excepthook``, like that of any thread.
+        """
+        with self._lock:
+            if self._done:
+                return
+            self._error, self._traceback = error, error.__traceback__ if error else None
+            self._done = True
+            calls, self._calls = self._calls, []
+            if self._event is not None:
+                self._event.set()
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run ``call``, and end with the error that it raises, or without one."""
+        try:
+            call()
+        except BaseException as error:  # surfaces at wait
+            self.finish(error)
+        else:
+            self.finish()
+
+
+class ChainedTransfer(TransferFuture):
+    """A second transfer that begins when a first one has ended well; ends with it, or with either's error.
+
+    Args:
+        first: Comes before.
+        begin: Starts the second, on the thread that saw the first end.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, first: Transfer, begin: Callable[[], Transfer]) -> None:
+        super().__init__()
+        first.then(lambda: self._begin(first, begin))
+
+    def _begin(self, first: Transfer, begin: Callable[[], Transfer]) -> None:
+        try:
+            first.wait()
+            second = begin()
+        except BaseException as error:  # surfaces at wait
+            self.finish(error)
+        else:
+            second.then(lambda: self.run(second.wait))
 
 
 class TransferEngine(Protocol):
@@ -115,7 +214,7 @@ class Pool(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for a buffer, or would have to, raises ``error``."""
+        """Raise ``error`` from every lease that waits for a buffer, or would have to."""
         ...
 
     def close(self) -> None: ...

@@ -1,10 +1,10 @@
-"""How one model's device budget is divided now, and when it has to be divided again.
+"""Division of one model's device budget, and when it is divided again.
 
 [Note: more gradients than before]
 A step is foreseen as: one backward, in which what was trainable when the optimizer was made gets a
 gradient. Under ``no_sync`` the gradients of all units wait for the last micro-batch, and a unit that is
-thawed has a gradient that nobody counted. Both are known before the forward: the first ``no_sync``, and
-the first forward with thawed weights, divide the budget anew, or say there what is needed.
+thawed has a gradient that was not counted. Both are known before the forward: the first ``no_sync``, and
+the first forward with thawed weights, divide the budget anew, or say there what is required.
 
 [Note: units beside activations]
 Where activations are planned, ``memory.device`` holds both. Until the step has been profiled units get at
@@ -12,47 +12,61 @@ most half of it, or what they cannot do without. The plan is made for the rest, 
 little, for what the least that units need leaves. What the plan does not use, units get.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+import torch
+from torch import nn
+
+from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
+from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
-from infinity.partition.unit import Unit
-
-if TYPE_CHECKING:
-    from infinity.engine.runtime import Runtime
+from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.storage import Storage
 
 
-class Division:
-    """Divides ``memory.device`` for the units of one runtime.
+class UnitBudget:
+    """Divides ``memory.device`` among gradients, updates and gathered units of one model.
 
     Args:
-        runtime: Has the units.
-        ceiling: What a derived budget may be at most (bytes).
+        units: All of the model's.
+        leaves: Units that are gathered as one, by module.
+        ranks: Those that share the model.
+        storage: What an accelerator's gradients go through.
+        reduce_dtype: Dtype of the gradient reduction.
+        device_nbytes: ``memory.device``; None: derived from the model and ``ceiling_nbytes``.
+        ceiling_nbytes: The most that a derived budget may be.
+        shared: Planned activations take a part of ``device_nbytes``.
         early: Whether updates start inside backward.
 
     Attributes:
-        budget: How it is divided now.
+        division: How it is divided now.
 
     Raises:
         BudgetError: ``memory.device`` is too small; the message has the arithmetic.
     """
 
-    def __init__(self, runtime: "Runtime", ceiling: int, *, early: bool) -> None:
-        self._runtime, self._ceiling, self._early = runtime, ceiling, early
+    def __init__(
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, storage: Storage,
+        reduce_dtype: torch.dtype, device_nbytes: int | None, ceiling_nbytes: int, *,
+        shared: bool, early: bool,
+    ) -> None:  # fmt: skip
+        self._units, self._leaves, self._ranks, self._storage = units, leaves, ranks, storage
+        self._reduce_dtype, self._early = reduce_dtype, early
+        self.device_nbytes, self._shared = device_nbytes, shared and device_nbytes is not None
+        self._ceiling_nbytes = ceiling_nbytes
+        if self._shared:
+            assert device_nbytes is not None
+            self._ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
         self._trained, self._accumulates = self._trained_now(), False
-        self._total = runtime.recipe.memory.device
-        if self._total is not None and runtime.activations.policy == "plan":
-            self._ceiling, self._total = min(ceiling, self._total // 2), None
-        self.budget = self._divide(self._trained, self._accumulates)
+        self.division = self._divide(self._trained, self._accumulates)
 
-    def again(self, *, accumulates: bool) -> bool:
+    def divide_again(self, *, accumulates: bool) -> bool:
         """Divide anew where more gradients wait than were counted: see [Note: more gradients than before].
 
         Returns:
-            Whether ``budget`` is another now.
+            Whether ``division`` changed.
 
         Raises:
             BudgetError: ``memory.device`` is too small for it; the old division stays.
@@ -60,53 +74,85 @@ class Division:
         trained, accumulates = self._trained | self._trained_now(), self._accumulates or accumulates
         if (trained, accumulates) == (self._trained, self._accumulates):
             return False
-        self.budget = self._divide(trained, accumulates)
+        self.division = self._divide(trained, accumulates)
         self._trained, self._accumulates = trained, accumulates
         return True
 
-    def beside(self, activations_nbytes: int) -> None:
-        """Divide anew what activations leave of ``memory.device``."""
-        device_nbytes = self._runtime.recipe.memory.device
-        assert device_nbytes is not None
-        self._ceiling = device_nbytes - activations_nbytes
-        self.budget = self._divide(self._trained, self._accumulates)
+    def divide_beside(self, activations_nbytes: int) -> None:
+        """Divide what planned activations leave of ``memory.device``."""
+        assert self.device_nbytes is not None
+        self._ceiling_nbytes = self.device_nbytes - activations_nbytes
+        self.division = self._divide(self._trained, self._accumulates)
+
+    def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
+        """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
+
+        Early updates lag less where that takes it.
+
+        Args:
+            blocks: Indices of each block's units.
+            described: What the blocks are, for messages.
+
+        Raises:
+            BudgetError: The device budget cannot hold it; the message has the arithmetic.
+        """
+        division, weights, largest = self.division, 0, 0
+        for block in blocks:
+            sizes = [budget.rounded(self._units[i].nbytes) for i in block if self._streams(self._units[i])]
+            weights, largest = max(weights, sum(sizes)), max(largest, *sizes, 0)
+        # A block's gradients come together, after its last micro-batch. Of gradients that come one by one,
+        # or wait as shards only, the budget has room for one unit's.
+        full_gradients_wait = not division.early and self._ranks.world_size == 1
+        gradients = 0 if full_gradients_wait else weights - largest
+        free = division.window + division.lag
+        if weights + gradients > free:
+            missing = weights + gradients - free
+            raise BudgetError(
+                f"micro-batches that go through a block together ({described}) need {format_nbytes(weights)} "
+                f"for its weights and {format_nbytes(gradients)} more for its gradients; memory.device, "
+                f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
+                f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
+                + _BESIDE_A_PLAN
+                * self._shared
+            )
+        return max(weights, min(division.window, free - gradients))
 
     def _trained_now(self) -> frozenset[int]:
         """Indices of units with a trainable parameter."""
-        units = self._runtime.units
-        return frozenset(u.index for u in units if any(s.param.requires_grad for s in u.segments))
+        return frozenset(unit.index for unit in self._units if unit.trainable)
+
+    def _streams(self, unit: Unit) -> bool:
+        return unit.home is Tier.NVME or not self._ranks.alone_on_cpu
 
     def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
-        runtime = self._runtime
-        sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in runtime.units]
-        if runtime.on_gpu:
-            storage = runtime.storage
+        sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in self._units]
+        if self._ranks.on_accelerator:
+            storage = self._storage
             itemsize = storage.layout.weight_nbytes(1) + storage.layout.state_nbytes(1)
             chunk_nbytes = storage.chunk_numel * itemsize if storage.volume else 0
             staging_nbytes = storage.host_nbytes - storage.resident_nbytes
             budget.check_gradients_fit_host(staging_nbytes, chunk_nbytes, sizes)
         made = budget.divide_device(
-            self._total, self._ceiling, sizes,
-            early=self._early, world_size=runtime.world_size,
-            together=[[unit.index for unit in leaf] for leaf in runtime.leaves().values()],
+            None if self._shared else self.device_nbytes, self._ceiling_nbytes, sizes,
+            early=self._early, world_size=self._ranks.world_size,
+            together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
         )  # fmt: skip
-        device_nbytes = runtime.recipe.memory.device
-        if device_nbytes is not None and made.total > device_nbytes:
+        if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(
-                f"memory.device is {format_nbytes(device_nbytes)}; units alone need "
+                f"memory.device is {format_nbytes(self.device_nbytes)}; units alone require "
                 f"{format_nbytes(made.least)} ({made.least} bytes). Raise memory.device"
             )
         return made
 
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
-        runtime, alone, on_nvme = self._runtime, self._runtime.world_size == 1, unit.home is Tier.NVME
+        alone, on_nvme = self._ranks.world_size == 1, unit.home is Tier.NVME
         largest = max(unit.segments, key=lambda s: s.numel)
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
-            shard_grad=unit.nbytes if alone else unit.shard_numel * runtime.reduce_dtype.itemsize,
+            shard_grad=unit.nbytes if alone else unit.shard_numel * self._reduce_dtype.itemsize,
             shard_weight=unit.nbytes if alone else unit.shard_nbytes,
-            streams=runtime.streams(unit),
+            streams=self._streams(unit),
             on_nvme=on_nvme,
             trainable=trainable,
             waits=trainable and (accumulates or not (self._early and on_nvme)),
@@ -115,31 +161,7 @@ class Division:
         )
 
 
-class Beside:
-    """What units leave of ``memory.device``; see :class:`infinity.activations.activations.Room`.
-
-    Args:
-        runtime: Has the division.
-    """
-
-    def __init__(self, runtime: "Runtime") -> None:
-        self._runtime = runtime
-
-    def capacities(self) -> Sequence[int | None]:
-        device_nbytes, division = self._runtime.recipe.memory.device, self._runtime.connected().division
-        if device_nbytes is None:
-            return [None]
-        return [device_nbytes - total for total in dict.fromkeys((division.total, division.least))]
-
-    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
-        if capacity_nbytes is not None:
-            self._runtime.connected().divide_beside(peak_nbytes)
-
-    def refuse(self, error: BudgetError) -> BudgetError:
-        device_nbytes, least = self._runtime.recipe.memory.device, self._runtime.connected().division.least
-        if device_nbytes is None:
-            return error
-        return BudgetError(
-            f"memory.device is {format_nbytes(device_nbytes)}, of which units need at least "
-            f"{format_nbytes(least)} ({least} bytes). For the rest: {error}"
-        )
+_BESIDE_A_PLAN = (
+    "; or set memory.activations=keep: a plan gives activations a share of memory.device, and this "
+    "schedule keeps little more than each block's input"
+)

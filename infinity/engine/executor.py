@@ -1,51 +1,58 @@
-"""What serves the units of one model once its optimizer is known, and what a step does with it.
+"""Runs the training steps of one model: builds the parts that serve its units, and plays what a step does.
 
-[Note: two connections]
-Without an optimizer a model runs, too: then it is connected as for clipped gradients. An optimizer that
-says otherwise has it connected anew, before the first step. Modules keep their hooks.
+[Note: two executors]
+Without an optimizer a model runs, too: then its executor is made as for clipped gradients. An optimizer that
+says otherwise has another one made, before the first step. Modules keep their hooks.
 """
 
 import contextlib
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from infinity.comm.machine import free_host_nbytes
+from infinity.activations.activations import Activations
+from infinity.comm.ranks import Ranks
 from infinity.core import budget
-from infinity.core.lifecycle import UnitState
-from infinity.core.tier import Tier
-from infinity.core.transfer import Transfer
-from infinity.device.pool import BufferPool, DevicePool, HostPool
-from infinity.engine.device_budget import Division
-from infinity.engine.gradients import Backward
+from infinity.core.errors import BudgetError
+from infinity.core.lifecycle import Tier, UnitState
+from infinity.core.nbytes import format_nbytes
+from infinity.device.machine import free_host_nbytes
+from infinity.device.memory import BufferPool, DevicePool, HostPool
+from infinity.engine.config import EngineConfig
+from infinity.engine.device_budget import UnitBudget
+from infinity.engine.gradients import Gradients
 from infinity.engine.hooks import Hooks
-from infinity.observe.stalls import CountingPool
-from infinity.observe.timeline import TimedRule
+from infinity.observe.stalls import CountingPool, Stalls
+from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
-from infinity.partition.mover import UnitMover
-from infinity.partition.prefetcher import Prefetcher
-from infinity.partition.staging import Staging
-from infinity.partition.unit import Unit
-from infinity.shards.updates import Updates
-
-if TYPE_CHECKING:
-    from infinity.engine.runtime import Runtime
+from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
+from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.tiers import Tiers
+from infinity.shards.updates import Commits, Updates
 
 
-class Connection:
-    """Mover, prefetcher, gradients and updates, under one division of the device budget.
-
-    To the mover it is where shards come from; see :class:`infinity.partition.mover.Shards`.
+class StepExecutor:
+    """Runs the training steps of one model, under one division of its device budget.
 
     Args:
-        runtime: Has the units, their tiers and the ranks.
+        units: All of the model's.
+        leaves: Units that are gathered as one, by module.
+        ranks: Those that share the model.
+        tiers: Where its shards live.
+        activations: What happens to saved tensors.
+        config: Budgets and dtypes.
+        stalls: Counts the training thread's waits; has the timeline.
         clips: Whether gradients are clipped: then updates start at ``step()``.
-        hooks: Those that the model has; None: none yet.
+        before: The executor that this one replaces; None: the first.
+        on_failure: Called with the error of an update, on the pipeline's thread.
+
+    It has more attributes than other classes because it is where a step's parts are made and connected.
 
     Attributes:
         on_demand: Uses of the last pass that no plan foresaw.
@@ -55,158 +62,140 @@ class Connection:
         BudgetError: ``memory.device`` is too small; the message has the arithmetic.
     """
 
-    def __init__(self, runtime: "Runtime", *, clips: bool, hooks: Hooks | None) -> None:
-        self.clips, self._runtime = clips, runtime
+    def __init__(
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, tiers: Tiers,
+        activations: Activations, config: EngineConfig, stalls: Stalls, timeline: Timeline, *, clips: bool,
+        before: "StepExecutor | None", on_failure: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
+        self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
+        self.stalls, self.clips = stalls, clips
         self.on_demand = 0
         self.planned: tuple[int, int] | None = None
         self._update_mark = 0, 0
-        self._stack = runtime.stack.enter_context(contextlib.ExitStack())
-        early = not clips and runtime.recipe.memory.versions == 2
-        self._dividing = Division(runtime, runtime.least(self._ceiling(), "memory.device"), early=early)
-        self.device_pool = self._make_pool()
-        self._stack.callback(self.device_pool.close)
-        pool = CountingPool(self.device_pool, runtime.stalls)
-        host = runtime.storage.host_pool if runtime.on_gpu else None
-        staging = None if host is None else Staging(host, runtime.piece_nbytes)
-        units, collectives = runtime.units, runtime.collectives
-        self.mover = UnitMover(units, self, pool, staging, collectives, runtime.stalls)
-        self._stack.callback(self.mover.close)
-        streaming = {u.index: budget.rounded(u.nbytes) for u in units if runtime.streams(u)}
-        can_stay = {u.index for u in units if u.home is Tier.NVME and self._fits_staging(u)}
-        self.prefetcher = Prefetcher(self.mover, streaming, self.division.window, can_stay)
-        self.updates = self._make_updates(early)
-        self.backward = Backward(
-            units, pool, host, self.mover, self.updates,
-            collectives, runtime.reduce_dtype, self._divide_again, hold_weights=self.division.hold_weights,
-        )  # fmt: skip
-        self.hooks = self._hook_up(hooks)
-
-    # --- building ----------------------------------------------------------------------------
-
-    def _ceiling(self) -> int:
-        """What a device budget may be if the recipe has none."""
-        if self._runtime.on_gpu:
-            return torch.cuda.mem_get_info(self._runtime.device)[0] // 2
-        return free_host_nbytes() // 2
-
-    def _make_pool(self) -> BufferPool:
-        if self._runtime.on_gpu:
-            return DevicePool(self.division.total, self._runtime.device)
-        return HostPool(self.division.total, key="memory.device")
-
-    def _fits_staging(self, unit: Unit) -> bool:
-        """On an accelerator, a unit that stays has a copy of its shard in pinned host memory."""
-        return not self._runtime.on_gpu or unit.shard_nbytes <= self._runtime.piece_nbytes
-
-    def _make_updates(self, early: bool) -> Updates:
-        runtime = self._runtime
-        storage, timeline, pipeline = runtime.storage, runtime.timeline, None
-        commits = storage.open_commits()
-        if commits is not None:
-            self._stack.callback(commits.close)
-        if storage.units_engine is not None:
-            background = self._make_rule()
-            timed: Any = TimedRule(background, timeline) if timeline.enabled else background
-            pipeline = UpdatePipeline(
-                storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
+        self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
+        storage, early = tiers.storage, not clips and config.memory.versions == 2
+        with contextlib.ExitStack() as stack:
+            reduce_dtype = torch.float32 if config.partition.reduce_dtype == "fp32" else storage.layout.dtype
+            self.budget = UnitBudget(
+                units, leaves, ranks, storage, reduce_dtype, config.memory.device,
+                ranks.least(_ceiling_nbytes(ranks), "memory.device"),
+                shared=activations.policy == "plan", early=early,
+            )  # fmt: skip
+            self.device_pool = _make_pool(self.budget.division.total, ranks)
+            stack.callback(self.device_pool.close)
+            pool = CountingPool(self.device_pool, stalls)
+            host = storage.host_pool if ranks.on_accelerator else None
+            staging = None if host is None else Staging(host, storage.piece_nbytes)
+            order = StepOrder()
+            self.updates = _make_updates(tiers, units, order, timeline, early, on_failure, stack)
+            self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
+            stack.callback(self.mover.close)
+            streaming = [u for u in units if u.home is Tier.NVME or not ranks.alone_on_cpu]
+            # on an accelerator, a unit that stays has a copy of its shard in pinned host memory
+            most = storage.piece_nbytes if staging is not None else math.inf
+            self.prefetcher = Prefetcher(
+                self.mover, {u.index: budget.rounded(u.nbytes) for u in streaming},
+                self.budget.division.window,
+                {u.index for u in units if u.home is Tier.NVME and u.shard_nbytes <= most}, order,
+            )  # fmt: skip
+            pins = BackwardPins(self.prefetcher)
+            self.gradients = Gradients(
+                units, frozenset(unit.index for leaf in leaves.values() for unit in leaf),
+                self.prefetcher, pins, self.mover, self.updates, pool, host, ranks.collectives, reduce_dtype,
+                hold_weights=self.budget.division.hold_weights,
+            )  # fmt: skip
+            self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
+            self.hooks.connect(
+                self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
             )
-            self._stack.callback(pipeline.close)
-        return Updates(
-            runtime.tiers, self._make_rule(threads=torch.get_num_threads()), pipeline, early=early,
-            next_use=self.prefetcher.first_use, order_of_gradients=self.prefetcher.order_of_gradients,
-            units=runtime.units, commits=commits, on_failure=runtime.fail,
-        )  # fmt: skip
+            self._attach_residents(units, streaming)
+            activations.room = self
+            self._stack = stack.pop_all()
 
-    def _make_rule(self, **options: int) -> AdamWRule:
-        runtime = self._runtime
-        on_compile = runtime.say if runtime.rank == 0 else None
-        return AdamWRule(
-            runtime.dtype, compiled=runtime.recipe.optim.compile, on_compile=on_compile, **options
-        )
-
-    def _hook_up(self, hooks: Hooks | None) -> Hooks:
-        runtime, attached = self._runtime, self.mover.attached
-        if hooks is None:
-            hooks = Hooks(self.prefetcher, self.backward, attached, runtime.activations)
-        else:
-            hooks.connect(self.prefetcher, self.backward, attached)
-        self.backward.hooks = hooks
-        hooks.learn(runtime.units, runtime.leaves())
-        for unit in runtime.units:
-            if not runtime.streams(unit):
-                if not unit.gathered:
-                    unit.lifecycle.move(UnitState.GATHERED)
-                    unit.attach(runtime.tiers.residents[unit.index].weight)
-                assert unit.flat is not None
-                attached[unit.flat.untyped_storage().data_ptr()] = unit
-        return hooks
+    def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
+        """Let the parameters of units that do not stream view their shards, which are whole."""
+        for unit in set(units).difference(streaming):
+            if not unit.gathered:
+                unit.lifecycle.move(UnitState.GATHERED)
+                unit.attach(self.tiers.residents[unit.index].weight)
+            assert unit.flat is not None
+            self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
     # --- the device budget -------------------------------------------------------------------
 
-    @property
-    def division(self) -> budget.DeviceBudget:
-        """How the device budget is divided now."""
-        return self._dividing.budget
-
     def accumulate(self) -> None:
-        """Gradients will wait for later micro-batches.
+        """Make room for gradients that wait for later micro-batches.
 
         Raises:
             BudgetError: ``memory.device`` cannot hold all of them; the message has the arithmetic.
         """
         self._divide_again(accumulates=True)
 
-    def _divide_again(self, *, accumulates: bool = False) -> None:
-        """Before a forward: make room for gradients that did not wait until now."""
-        if self._dividing.again(accumulates=accumulates):
-            self._runtime.tiers.settle(self._runtime.units)  # what was thawed gets its moments
+    def hold_blocks(self, blocks: Sequence[set[int]], described: str) -> None:
+        """Keep any of ``blocks`` (indices of units) gathered while all micro-batches go through it.
+
+        Raises:
+            BudgetError: ``memory.device`` cannot hold one; the message has the arithmetic.
+        """
+        self.prefetcher.capacity_nbytes = self.budget.window_for(blocks, described)
+        self._blocks = blocks, described
+
+    def _begin_forward(self) -> None:
+        """Prepare for a forward pass that autograd records."""
+        self._divide_again(accumulates=False)
+        self.updates.expect()
+
+    def _divide_again(self, *, accumulates: bool) -> None:
+        """Make room for gradients that did not wait until now."""
+        if self.budget.divide_again(accumulates=accumulates):
+            self.tiers.settle(self.units)  # units that were thawed get their moments
             self._apply_division()
 
-    def divide_beside(self, activations_nbytes: int) -> None:
-        """A plan for activations was made: units have the rest, on all ranks alike."""
-        self._dividing.beside(-self._runtime.least(-activations_nbytes, "memory.device"))
-        self._apply_division()
-
     def _apply_division(self) -> None:
-        self.device_pool.capacity_nbytes = self.division.total
-        self.backward.hold_weights = self.division.hold_weights
-        self.prefetcher.resize(self.division.window)
-        for make_room in self._runtime.on_division:
-            make_room()
+        division = self.budget.division
+        self.device_pool.capacity_nbytes = division.total
+        self.gradients.hold_weights = division.hold_weights
+        self.prefetcher.resize(division.window)
+        if self._blocks is not None:
+            self.hold_blocks(*self._blocks)
 
-    # --- what the mover asks -----------------------------------------------------------------
+    # --- the budget of activations (infinity.activations.activations: ActivationBudget) --------------------
 
-    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
-        return self.updates.fetch(unit, memory, start)
+    def capacities(self) -> Sequence[int | None]:
+        """Return what units leave of ``memory.device``, and what the least that they need leaves (bytes)."""
+        if self.budget.device_nbytes is None:
+            return [None]
+        division = self.budget.division
+        totals = dict.fromkeys((division.total, division.least))
+        return [self.budget.device_nbytes - total for total in totals]
 
-    def resident(self, unit: Unit) -> Tensor | None:
-        resident = self._runtime.tiers.residents.get(unit.index)
-        return None if resident is None else resident.weight
+    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+        """Give units what a plan for activations leaves, on all ranks alike."""
+        if capacity_nbytes is not None:
+            self.budget.divide_beside(-self.ranks.least(-peak_nbytes, "memory.device"))
+            self._apply_division()
 
-    def fetch_waits_for(self, unit: Unit) -> str:
-        return self.updates.fetch_waits_for(unit)
-
-    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        return self.updates.updated_in_place(unit)
-
-    def leave_in_peace(self, unit: Unit) -> None:
-        self.backward.finish()  # its gradient may still be on its way to the update
-        self.updates.leave_in_peace(unit)
+    def refuse(self, error: BudgetError) -> BudgetError:
+        """Return ``error``, which no plan escapes, with the share that units need."""
+        if self.budget.device_nbytes is None:
+            return error
+        least = self.budget.division.least
+        return BudgetError(
+            f"memory.device is {format_nbytes(self.budget.device_nbytes)}, of which units need at least "
+            f"{format_nbytes(least)} ({least} bytes). For the rest: {error}"
+        )
 
     # --- the step ----------------------------------------------------------------------------
 
     def step(self, max_grad_norm: float | None) -> float | None:
         """Commit the gradients of this step: their global norm, or None when there were none."""
-        collectives = self._runtime.collectives
-        self.hooks.let_go()
-        self._runtime.stalls("collective", self.backward.finish)
-        if not self.backward.synced:
+        self.hooks.release_unscoped_units()
+        self.stalls("collective", self.gradients.finish)
+        if not self.gradients.synced:
             self._count_step()
             return None
-        self.hooks.check_gradients()
-        total = self.updates.total_sum_of_squares()
-        if collectives is not None:
-            [total] = collectives.sum([total], "the gradient norm")
+        self.gradients.check()
+        total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
         norm = math.sqrt(total) / self.updates.loss_scale if math.isfinite(total) else total
         if math.isfinite(norm):
             updated = list(self.updates.ready)
@@ -214,15 +203,15 @@ class Connection:
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(set(updated) - self.prefetcher.staying)
         self._count_step()
-        self.backward.reset()
-        self._runtime.activations.end_step()
+        self.gradients.reset()
+        self.activations.end_step()
         self._conclude_pass()
         return norm
 
     def _count_step(self) -> None:
-        """From now on collectives belong to the next step: a rank that is a step behind is found."""
-        if self._runtime.collectives is not None:
-            self._runtime.collectives.step += 1
+        """Let collectives belong to the next step from now on: a rank that is a step behind is found."""
+        if self.ranks.collectives is not None:
+            self.ranks.collectives.step += 1
 
     def _conclude_pass(self) -> None:
         """Keep the figures of the pass that ended; begin the next."""
@@ -232,14 +221,51 @@ class Connection:
         self.planned = None
         fetched = self.prefetcher.planned
         if fetched is not None:
-            units = (self._runtime.units[index] for index in fetched)
+            units = (self.units[index] for index in fetched)
             read_weights = sum(unit.shard_nbytes for unit in units if unit.home is Tier.NVME)
             self.planned = (read_weights + read - before[0], written - before[1])
         self.prefetcher.end_training_pass()
 
     # --- the end -----------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Give back what is held: another connection takes its place."""
+    def retire(self) -> None:
+        """Give back what is held: another executor takes this one's place."""
         self.prefetcher.forget()
+        self.close()
+
+    def close(self) -> None:
+        """End the threads and give back the device memory. May be called twice."""
         self._stack.close()
+
+
+def _ceiling_nbytes(ranks: Ranks) -> int:
+    """The most that a device budget may be if the recipe has none (bytes)."""
+    if ranks.on_accelerator:
+        return torch.cuda.mem_get_info(ranks.device)[0] // 2
+    return free_host_nbytes() // 2
+
+
+def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
+    if ranks.on_accelerator:
+        return DevicePool(capacity_nbytes, ranks.device)
+    return HostPool(capacity_nbytes, key="memory.device")
+
+
+def _make_updates(
+    tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, early: bool,
+    on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
+) -> Updates:  # fmt: skip
+    """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
+    storage, pipeline = tiers.storage, None
+    commits = Commits.open(storage)
+    if commits is not None:
+        stack.callback(commits.close)
+    if storage.units_engine is not None:
+        background = AdamWRule(storage.layout.dtype, compiled=False)
+        timed: Any = TimedRule(background, timeline) if timeline.enabled else background
+        pipeline = UpdatePipeline(
+            storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
+        )
+        stack.callback(pipeline.close)
+    rule = AdamWRule(storage.layout.dtype, compiled=False, threads=torch.get_num_threads())
+    return Updates(tiers, rule, pipeline, units, order, early=early, commits=commits, on_failure=on_failure)

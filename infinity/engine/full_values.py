@@ -1,4 +1,4 @@
-"""Full values for people: ``gathered``, ``state_dict``, ``load_state_dict``, optimizer state.
+"""Full values of parameters: ``gathered``, ``state_dict``, ``load_state_dict``, optimizer state.
 
 Everything here works unit by unit, so it needs one unit of memory beside what it returns. Every rank
 must take part, because full values are gathered from all of them.
@@ -6,44 +6,55 @@ must take part, because full values are gathered from all of them.
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from infinity.comm.ranks import Ranks
 from infinity.core.errors import StateError
-from infinity.partition.unit import Segment, Unit
+from infinity.engine.executor import StepExecutor
+from infinity.partition.init_context import Construction
+from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.tiers import Tiers
 
-if TYPE_CHECKING:
-    from infinity.engine.runtime import Runtime
 
+class FullValues:
+    """Reads and writes the full values of one model's parameters.
 
-class Values:
-    """Reads and writes the full values of one runtime's parameters."""
+    Args:
+        units: All of the model's.
+        ranks: Those that share them.
+        tiers: Where their shards live.
+        construction: The block in which the model is built.
+        executor: Returns the executor that runs the model, made if there was none.
 
-    def __init__(self, runtime: "Runtime") -> None:
-        self.runtime = runtime
-        self.every_rank = False  # who gets the values of state_dict()
+    Attributes:
+        every_rank: Give the values of ``state_dict()`` to every rank, not only to rank 0.
+    """
+
+    def __init__(
+        self, units: UnitIndex, ranks: Ranks, tiers: Tiers, construction: Construction,
+        executor: Callable[[], StepExecutor],
+    ) -> None:  # fmt: skip
+        self.units, self.ranks, self.tiers = units, ranks, tiers
+        self.construction, self._executor = construction, executor
+        self.every_rank = False
         self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
         self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
-
-    def serves(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether any of ``params`` is in a unit of this runtime."""
-        served = {id(s.param) for unit in self.runtime.units for s in unit.segments}
-        return any(id(p) in served for p in params)
 
     # --- gathered ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
-        units = self._units(params)
+        units = self.units.holding(params)
         if modify:
             for unit in units:
                 self._check_writable(unit)
-            self.runtime.synchronize()  # an update in flight would write over them
+            self._executor().updates.drain()  # an update in flight would write over them
         with contextlib.ExitStack() as stack:
             for unit in units:
                 stack.enter_context(self._full(unit, modify))
@@ -51,9 +62,8 @@ class Values:
 
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
-        connection = self.runtime.connected()
-        hooks, prefetcher = connection.hooks, connection.prefetcher
-        streams = hooks.streams(unit)
+        prefetcher = self._executor().prefetcher
+        streams = prefetcher.streams(unit.index)
         if streams:
             outer = prefetcher.running
             prefetcher.begin_visit()
@@ -77,27 +87,18 @@ class Values:
                 prefetcher.running = outer
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
-        if self.runtime.world_size > 1:
+        if self.ranks.world_size > 1:
             dist.broadcast(flat, src=0)
-        self.runtime.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
+        self.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
         unit.updates += 1
         unit.allow_writes()
 
     def _check_writable(self, unit: Unit) -> None:
-        if unit.index in self.runtime.connected().updates.ready:
+        if unit.index in self._executor().updates.ready:
             raise StateError(
                 f"{unit.name} has gradients of a step that is not over; write weights after step(), or "
                 "drop the gradients with optimizer.zero_grad() first"
             )
-
-    def _units(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        places = self.runtime.connected().hooks.places
-        units = {}
-        for param in params:
-            place = places.get(id(param))
-            if place is not None:
-                units[place[0].index] = place[0]
-        return [units[index] for index in sorted(units)]
 
     # --- state_dict of modules ---------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class Values:
         """Put full values on the CPU in place of placeholders; ranks other than 0 get no entry."""
         for name, param in module._parameters.items():
             key = prefix + name
-            if param is None or key not in state_dict or id(param) not in self._places():
+            if param is None or key not in state_dict or self.units.find(param) is None:
                 continue
             keeps_vars = isinstance(state_dict[key], nn.Parameter)
             value = self._value(param, state_dict)
@@ -127,17 +128,11 @@ class Values:
             self._destination, self._exported = None, {}
 
     def _full_value(self, param: nn.Parameter) -> Tensor | None:
-        if self.runtime.construction.active:
-            self.runtime.construction.touch(param)
+        if self.construction.active:
+            self.construction.touch(param)
             return param.detach().clone()
         with self.gathered([param], modify=False):
-            return _copy_to_cpu(param) if self.every_rank or self.runtime.rank == 0 else None
-
-    def _places(self) -> dict[int, tuple[Unit, Segment]]:
-        if self.runtime.construction.active:
-            units = self.runtime.construction.builder.units
-            return {id(s.param): (u, s) for u in units for s in u.segments}
-        return self.runtime.connected().hooks.places
+            return _copy_to_cpu(param) if self.every_rank or self.ranks.rank == 0 else None
 
     def begin_load(self, module: nn.Module, assign: bool) -> None:
         """``load_state_dict`` is about to copy into this module's own parameters."""
@@ -148,7 +143,7 @@ class Values:
                 "assign=False, which copies into them, unit by unit"
             )
         own = [p for p in module._parameters.values() if p is not None]
-        if not self.runtime.construction.active:
+        if not self.construction.active:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self.gathered(own, modify=True))
                 self.loading = stack.pop_all()
@@ -163,27 +158,27 @@ class Values:
 
     def optimizer_fields(self) -> dict[int, dict[str, Tensor]]:
         """Exact weights and moments by ``id`` of the parameter, on rank 0; every rank must call."""
-        self.runtime.synchronize()
+        self._executor().updates.drain()
         out: dict[int, dict[str, Tensor]] = {}
-        for unit in self.runtime.units:
+        for unit in self.units:
             if not unit.trainable:
                 continue
-            shards = self.runtime.tiers.shard_fields(unit)
-            fulls = [self.runtime.gather_exact(unit, shard) for shard in shards]
-            for s in unit.trainable if self.runtime.rank == 0 else ():
+            shards = self.tiers.shard_fields(unit)
+            fulls = [self.tiers.gather(unit, shard) for shard in shards]
+            for s in unit.trainable if self.ranks.rank == 0 else ():
                 values = [full[s.offset : s.stop].view(s.shape).clone() for full in fulls]
                 out[id(s.param)] = dict(zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True))
         return out
 
     def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
         """Replace exact weights and moments; the weights of the model follow."""
-        self.runtime.synchronize()
-        self.runtime.connected().prefetcher.forget()
-        for unit in self.runtime.units:
+        self._executor().updates.drain()
+        self._executor().prefetcher.forget()
+        for unit in self.units:
             trainable = [s for s in unit.trainable if id(s.param) in fields]
             if not trainable:
                 continue
-            shards = self.runtime.tiers.shard_fields(unit)
+            shards = self.tiers.shard_fields(unit)
             low, high = unit.shard_start, unit.shard_start + unit.shard_numel
             for s in trainable:
                 start, stop = max(low, s.offset), min(high, s.stop)
@@ -191,7 +186,7 @@ class Values:
                     for shard, key in zip(shards, ("master", "exp_avg", "exp_avg_sq"), strict=True):
                         values = fields[id(s.param)][key].reshape(-1)
                         shard[start - low : stop - low].copy_(values[start - s.offset : stop - s.offset])
-            self.runtime.tiers.set_shard_fields(unit, (shards[0], shards[1], shards[2]))
+            self.tiers.set_shard_fields(unit, (shards[0], shards[1], shards[2]))
             unit.updates += 1
 
 
@@ -199,7 +194,7 @@ def _copy_to_cpu(param: nn.Parameter) -> Tensor:
     return param.detach().to("cpu", copy=True)
 
 
-def watch(module: nn.Module, values: Values) -> None:
+def register_state_dict_hooks(module: nn.Module, values: FullValues) -> None:
     """Let a module's ``state_dict`` and ``load_state_dict`` see full values."""
 
     def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -1,4 +1,4 @@
-"""From autograd's gradients to complete, reduced shards: collect, reduce, hand over.
+"""Gradients on their way from autograd to the updates: collected by unit, reduced over ranks, handed over.
 
 [Note: when gradients are complete]
 When every trainable parameter of the unit has fired, or when the backward pass ends: an unused
@@ -14,60 +14,190 @@ a model larger than memory could not be kept.
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._guards import TracingContext
 
-from infinity.comm.collectives import Collectives, Pending
+from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from infinity.core.transfer import Lease, Pool
-from infinity.engine.hooks import Hooks
-from infinity.partition.gradients import UnitGradient
 from infinity.partition.mover import UnitMover
-from infinity.partition.unit import Segment, Unit
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.updates import Updates, Weights
 
 
-class Backward:
-    """Takes one model's gradients.
+class UnitGradient:
+    """The flat gradient of one unit, ``(numel,)`` in the compute dtype.
+
+    Lives from the first gradient of a step until its reduction or update; micro-batches add to it
+    in the compute dtype and in order, exactly as ``p.grad`` would.
+    """
+
+    def __init__(self, unit: Unit, lease: Lease) -> None:
+        self.unit, self.lease = unit, lease
+        self.flat: Tensor = lease.tensor.view(unit.dtype)
+        self._written: set[int] = set()  # segments (by offset) that hold a gradient of this step
+        self._fired: set[int] = set()  # segments that fired in this backward
+
+    @classmethod
+    def begin(cls, unit: Unit, pool: Pool) -> "UnitGradient":
+        """Lease memory for a unit's gradient; block while updates hold too much."""
+        return cls(unit, pool.lease(unit.nbytes, who=f"gradient of {unit.name}"))
+
+    def add(self, segment: Segment, grad: Tensor) -> None:
+        """Take in one parameter's gradient of this backward."""
+        if grad.is_sparse:
+            raise StateError(
+                f"{segment.name} got a sparse gradient; wanted a dense one. Build the embedding "
+                "with sparse=False"
+            )
+        place = self.flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+        if segment.offset in self._written:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            self._written.add(segment.offset)
+        self._fired.add(segment.offset)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter has fired in this backward."""
+        return len(self._fired) == len(self.unit.trainable)
+
+    def end_backward(self) -> None:
+        """Expect another micro-batch."""
+        self._fired.clear()
+
+    def seal(self) -> Tensor:
+        """Set elements that no gradient reached (unused, frozen, padding) to zero; return the flat buffer."""
+        position = 0
+        for segment in sorted(self.unit.segments, key=lambda s: s.offset):
+            if segment.offset in self._written:
+                if position < segment.offset:
+                    self.flat[position : segment.offset].zero_()
+                position = segment.stop
+        if position < self.unit.numel:
+            self.flat[position:].zero_()
+        return self.flat
+
+
+#: What may be asked of a released gradient: nothing that depends on its values.
+_SHAPES = frozenset(
+    [
+        "shape",
+        "size",
+        "dim",
+        "ndim",
+        "numel",
+        "nelement",
+        "stride",
+        "dtype",
+        "device",
+        "layout",
+        "element_size",
+        "itemsize",
+        "is_floating_point",
+        "is_complex",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_nested",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_mkldnn",
+        "is_mps",
+        "is_xla",
+        "is_leaf",
+        "is_contiguous",
+        "_has_compatible_shallow_copy_type",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "requires_grad",
+        "grad_fn",
+        "get_device",
+        "storage_offset",
+        "names",
+        "has_names",
+        "_is_view",
+        "__repr__",
+        "__hash__",
+        "__len__",
+    ]
+)
+
+
+class ReleasedGradient(torch.Tensor):
+    """Stands for ``p.grad`` while the gradient is in its unit: it has the shape, and no values.
+
+    Any operation on it raises, in place of giving NaN or doing nothing.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":  # of a property, which func is bound to
+            name = func.__self__.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _SHAPES or TracingContext.try_get() is not None:  # torch.compile looks at shapes
+                return func(*args, **(kwargs or {}))
+            if name in ("to", "cpu", "cuda") and func(*args, **(kwargs or {})) is args[0]:
+                return args[0]  # model.to() of the device where it is
+            if name == "__set__" and args[0] is args[1]:
+                return None  # the same
+        raise StateError(
+            f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded, and is not here. "
+            "Clip with infinity.AdamW(..., max_grad_norm=...), read optimizer.grad_norm after step(), and "
+            "scale the loss in place of the gradients"
+        )
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class Gradients:
+    """The gradients of one model's step on this rank.
 
     Args:
-        units: All units.
-        pool: Where gradients are leased (the device tier).
-        host: Pinned host memory for the update, only with an accelerator.
+        units: All of the model's.
+        leaves: Indices of units that are reduced when backward leaves their module.
+        prefetcher: Serves uses of units.
+        pins: Units that backward keeps.
         mover: Has the weights.
         updates: Gets complete shards.
+        pool: Memory of gradients (the device tier).
+        host: Pinned host memory for the update, only with an accelerator.
         collectives: None with one rank.
-        reduce_dtype: Dtype in which shards are added over ranks.
-        prepare: Called before each forward.
+        reduce_dtype: Dtype of the gradient reduction.
+
+    Attributes:
         hold_weights: Keep a unit's weights for its update, in place of reading them again.
+        syncing: False under ``no_sync``: backward completes no gradients.
+        synced: A backward pass has completed the gradients of this step.
     """
 
     def __init__(
-        self, units: list[Unit], pool: Pool, host: Pool | None, mover: UnitMover, updates: Updates,
-        collectives: Collectives | None, reduce_dtype: torch.dtype, prepare: Callable[[], None],
-        *, hold_weights: bool,
+        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
+        mover: UnitMover, updates: Updates, pool: Pool, host: Pool | None,
+        collectives: Collectives | None, reduce_dtype: torch.dtype, *, hold_weights: bool,
     ) -> None:  # fmt: skip
-        self.units, self.pool, self.host, self.mover = units, pool, host, mover
-        self.updates, self.collectives = updates, collectives
-        self.reduce_dtype, self.hold_weights, self._prepare = reduce_dtype, hold_weights, prepare
-        self.hooks: Hooks  # set by the runtime: hooks and this know each other
-        self.syncing = True  # False under no_sync
-        self.synced = False  # a backward pass has completed the gradients of this step
+        self.units, self._leaves, self.prefetcher, self.pins = units, leaves, prefetcher, pins
+        self.mover, self.updates, self.pool, self.host = mover, updates, pool, host
+        self.collectives, self.reduce_dtype = collectives, reduce_dtype
+        self.hold_weights = hold_weights
+        self.syncing, self.synced = True, False
+        self._received: dict[int, Segment] = {}  # by id of the parameter, whose .grad is a placeholder
         self._open: dict[int, UnitGradient] = {}
         self._shards: dict[int, tuple[Tensor, Lease]] = {}  # added up over micro-batches
-        self._pending: list[Pending] = []
         self._delivered: set[int] = set()
         self._fired = False
 
     # --- what hooks call ---------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """A forward pass that autograd records begins."""
-        self._prepare()
-        self.updates.expect()
-
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        """One parameter's gradient of this backward pass.
+        """Take in one parameter's gradient of this backward pass.
 
         Raises:
             StateError: The gradients of this step are complete already.
@@ -85,11 +215,35 @@ class Backward:
         if gradient is None:
             gradient = self._begin(unit)
         gradient.add(segment, grad)
-        if gradient.complete and self.hooks.completes(unit):
+        self._received[id(segment.param)] = segment
+        if gradient.complete and self._completes(unit):
             self._complete(unit, gradient)
 
+    def _completes(self, unit: Unit) -> bool:
+        """Whether the last gradient of ``unit`` also is the last read of its weights."""
+        frozen_in_part = len(unit.trainable) < len(unit.segments)
+        return unit.index not in self._leaves and not (frozen_in_part and self.pins.recomputed(unit.index))
+
+    def check_received(self, param: nn.Parameter) -> None:
+        """Raise if a gradient that was received from ``param`` in this step was dropped or replaced."""
+        segment = self._received.get(id(param))
+        if segment is not None:
+            _check_placeholder(segment)
+
+    def check(self) -> None:
+        """Raise if a received gradient was dropped or replaced, or a weight written.
+
+        Raises:
+            StateError: ``model.zero_grad()``, ``p.grad = ...``, ``p.data = ...`` or the like.
+        """
+        for segment in self._received.values():
+            _check_placeholder(segment)
+        for unit in self.units:
+            if unit.flat is not None:
+                unit.check_all_attached()
+
     def complete_together(self, units: Iterable[Unit]) -> None:
-        """All gradients of these units are there; what has not fired counts as zero."""
+        """Complete the gradients of these units; parameters that have not fired count as zero."""
         for unit in units if self._fired else ():  # torch.autograd.grad accumulates nothing
             if unit.trainable and unit.index not in self._delivered:
                 self._complete(unit, self._open.get(unit.index) or self._begin(unit))
@@ -99,7 +253,7 @@ class Backward:
         return gradient
 
     def end_backward(self) -> None:
-        """The graph is done: what has not fired counts as zero."""
+        """Complete all gradients at the end of a graph; parameters that have not fired count as zero."""
         if not self._fired:
             return  # torch.autograd.grad: nothing was accumulated
         for unit in self.units:
@@ -111,20 +265,18 @@ class Backward:
         self.synced, self._fired = self.syncing, False
 
     def abort_backward(self) -> None:
-        """The backward pass raised: if it left gradients, nothing of this step counts."""
+        """Forget the gradients of this step, whose backward pass raised."""
         if self._fired:
             self.reset()
 
     # --- step --------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until every complete gradient has reached the updates."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
+        """Block until every complete gradient has reached the updates."""
+        self.updates.wait_for_gradients()
 
     def reset(self) -> None:
-        """The step is over, or forgotten: no gradient is left."""
+        """Drop what is left of this step's gradients: it is over, or forgotten."""
         self.finish()
         for gradient in self._open.values():
             gradient.lease.release()
@@ -134,16 +286,16 @@ class Backward:
         self._shards.clear()
         self._delivered.clear()
         self.synced = self._fired = False
-        self.hooks.forget_gradients()
+        self._received.clear()
         forgotten = self.updates.forget()
         # the buffers of those that stayed may hold what is forgotten
-        self.hooks.prefetcher.forget(self.hooks.prefetcher.staying.intersection(forgotten))
+        self.prefetcher.forget(self.prefetcher.staying.intersection(forgotten))
 
     # --- completion --------------------------------------------------------------------------
 
     def _complete(self, unit: Unit, gradient: UnitGradient) -> None:
         if not self.syncing:
-            self.hooks.pins.unpin(unit.index)
+            self.pins.unpin(unit.index)
             gradient.end_backward()
             if self.collectives is not None:
                 self._reduce(unit, self._open.pop(unit.index), self._add_up)
@@ -192,22 +344,22 @@ class Backward:
 
         arrived = spare.tensor.view(unit.dtype)
         pending = self.collectives.reduce(unit.index, unit.name, flat, arrived, shard, ended)
-        self._pending.append(pending)
+        self.updates.announce(pending)
 
     def _take_weights(self, unit: Unit) -> Weights:
-        """The weights of this rank's shard for the update, as far as they are at hand."""
+        """Return the weights of this rank's shard for the update, as far as they are in memory."""
         weights = Weights()
-        if self.hooks.streams(unit):
-            self.hooks.pins.forget(unit.index)
-            if self.hooks.prefetcher.stays(unit.index):
+        if self.prefetcher.streams(unit.index):
+            self.pins.forget(unit.index)
+            if self.prefetcher.stays(unit.index):
                 weights = Weights(self.mover.stay(unit.index), stay=True)
             elif (lease := self.mover.take(unit.index)) is not None:
                 weights = self._kept(unit, lease)
-            self.hooks.prefetcher.done(unit.index)
+            self.prefetcher.done(unit.index)
         return weights
 
     def _kept(self, unit: Unit, lease: Lease) -> Weights:
-        """What is kept for the update of a full buffer that nobody else needs."""
+        """Keep this rank's weights of a full buffer that is not needed any more, for their update."""
         if not self.hold_weights or unit.home is Tier.HOST:
             lease.release()
             return Weights()
@@ -227,7 +379,7 @@ class Backward:
         return Weights(weight, kept)
 
     def _to_host(self, grad: Tensor, lease: Lease) -> tuple[Tensor, Lease]:
-        """A gradient where the update runs: beside the CPU."""
+        """Return a gradient in host memory, where the update runs, with its lease."""
         if self.host is None:
             return grad, lease
         kept = self.host.lease(grad.numel() * grad.itemsize, who="gradient for the update")
@@ -235,3 +387,14 @@ class Backward:
         out.copy_(grad)
         lease.release()
         return out, kept
+
+
+def _check_placeholder(segment: Segment) -> None:
+    grad = segment.param.grad
+    if type(grad) is not ReleasedGradient:
+        raise StateError(
+            f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
+            "gradient itself is kept in its unit and would be applied. To drop the gradients call "
+            "optimizer.zero_grad(), not model.zero_grad(); to change them, use hooks of tensors "
+            "(param.register_hook) or scale the loss"
+        )

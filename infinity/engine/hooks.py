@@ -1,4 +1,4 @@
-"""Module and autograd hooks: what PyTorch tells us, turned into uses of units.
+"""Module and autograd hooks: calls of modules and saved tensors become uses of units.
 
 [Note: handles in place of weights]
 Autograd must never hold a unit's buffer. Saved tensors that live in one are packed as a
@@ -17,23 +17,23 @@ is frozen in it may be read after the last one, so they are complete when backwa
 Ranks use different experts. So entering a leaf uses all its units, in the order of the model, and what
 happens inside changes nothing. In backward the first weight or gradient of a leaf opens it; the first
 of anything else closes it: autograd goes through operators from the latest to the earliest, so it has
-left the leaf. Then all its gradients are complete, those of experts that nobody used as zeros. When a
+left the leaf. Then all its gradients are complete, those of unused experts as zeros. When a
 leaf ran several times before one backward, its gradients come at the end, and so does their completion.
 
 [Note: everything else that autograd saves]
 goes to the tensor cache, which keeps it, stores it, or lets blocks be recomputed.
 
-[Note: who is outermost]
-People call submodules, and run forward twice before one backward. Whichever module is outermost in
-a call opens the saved-tensor hooks and closes them.
+[Note: the outermost module]
+Submodules are called on their own, and forward runs twice before one backward. The outermost module
+of a call opens the saved-tensor hooks and closes them.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,9 @@ from torch.utils._pytree import tree_leaves
 from infinity.activations.activations import Activations
 from infinity.activations.cache import Kept, Saved
 from infinity.core.errors import StateError
-from infinity.partition.gradients import ReleasedGradient
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
-from infinity.partition.unit import Segment, Unit, placeholder
+from infinity.engine.gradients import Gradients, ReleasedGradient
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,64 +70,49 @@ class Frame:
     leaf: bool = False
 
 
-class GradientSink(Protocol):
-    """Where gradients go."""
-
-    def begin_forward(self) -> None: ...
-    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None: ...
-    def complete_together(self, units: Iterable[Unit]) -> None: ...
-    def end_backward(self) -> None: ...
-    def abort_backward(self) -> None: ...
-
-
 class Hooks:
-    """Connects one model's modules to its prefetcher and to the gradient sink.
+    """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
     Args:
-        prefetcher: Serves uses.
-        sink: Takes gradients.
-        attached: Units whose flat buffers exist now, by the address of their storage.
+        units: All of the model's.
+        leaves: Units that are gathered as one, by module.
         activations: Takes what autograd saves and no unit has.
     """
 
     def __init__(
-        self, prefetcher: Prefetcher, sink: GradientSink, attached: dict[int, Unit], activations: Activations
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations
     ) -> None:
-        self.activations = activations
-        self.connect(prefetcher, sink, attached)
-        self.places: dict[int, tuple[Unit, Segment]] = {}
+        self.units, self.activations = units, activations
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
         self._in_backward = False
-        self._loose_pins: list[int] = []  # units touched outside any forward
-        self._taken: dict[int, Segment] = {}  # whose gradient of this step the sink has, by id
-        self._leaves: Mapping[nn.Module, tuple[Unit, ...]] = {}
-        self._leaf_of: dict[int, tuple[Unit, ...]] = {}  # by index of the unit
+        self._unscoped: list[int] = []  # units touched outside any forward
+        self._leaves = leaves
+        self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
 
-    def connect(self, prefetcher: Prefetcher, sink: GradientSink, attached: dict[int, Unit]) -> None:
-        """Between steps: from now on these serve the model."""
-        self.prefetcher, self.sink, self.attached = prefetcher, sink, attached
-        self.pins = BackwardPins(prefetcher)
+    def connect(
+        self, prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, attached: Mapping[int, Unit],
+        begin_forward: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Let these serve the model from now on; between steps.
 
-    def learn(self, units: list[Unit], leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
-        """Where each parameter is, and which units are gathered as one."""
-        self.places = {id(s.param): (unit, s) for unit in units for s in unit.segments}
-        self._leaves = leaves
-        self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
-
-    def completes(self, unit: Unit) -> bool:
-        """Whether the unit's gradients are complete, and its weights unread, after the last one of them."""
-        frozen_in_part = len(unit.trainable) < len(unit.segments)
-        recomputed = self.pins.recomputed(unit.index)
-        return unit.index not in self._leaf_of and not (recomputed and frozen_in_part)
+        Args:
+            prefetcher: Serves uses.
+            pins: Units that backward keeps.
+            gradients: Receives gradients.
+            attached: Units whose flat buffers exist now, by the address of their storage.
+            begin_forward: Called before each forward pass that autograd records.
+        """
+        self.prefetcher, self.pins, self.gradients = prefetcher, pins, gradients
+        self.attached, self._begin_forward = attached, begin_forward
 
     # --- forward -----------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, args: Any = ()) -> None:
-        """Before ``module.forward(*args)``."""
+        """Use the units of a module whose forward begins, with ``args``."""
         frame = Frame(module, [])
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
@@ -138,7 +122,7 @@ class Hooks:
         if module in self._leaves:
             self._enter_leaf(self._leaves[module], frame)
         for param in module._parameters.values():
-            place = self.places.get(id(param))
+            place = None if param is None else self.units.find(param)
             if place is not None:
                 self._use(place[0], frame)
                 place[0].check_attached(place[1])
@@ -146,7 +130,7 @@ class Hooks:
                     self._watch(place[0].index, args)
 
     def _watch(self, index: int, args: Any) -> None:
-        """Learn when backward has passed a call that reads a frozen unit."""
+        """Register a hook that tells when backward has passed a call that reads a frozen unit."""
         if self._reads[index] and torch._C._current_graph_task_id() != -1:
             return  # recomputed: the graph of the first forward is the one that backward goes through
         for value in args:
@@ -168,7 +152,7 @@ class Hooks:
         frame.leaf = True
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """After ``module.forward``, also when it raised (then ``output`` is None)."""
+        """Release the units of a module's forward, also when it raised (then ``output`` is None)."""
         if not any(frame.module is module for frame in self.stack):
             return
         while (frame := self.stack.pop()).module is not module:
@@ -176,12 +160,12 @@ class Hooks:
         self._close(frame, output)
 
     def touch(self, param: nn.Parameter) -> None:
-        """Somebody asked a module for ``param`` by name."""
-        place = self.places.get(id(param))
+        """Use the unit of ``param``, which a module was asked for by name."""
+        place = self.units.find(param)
         if place is None:
             return
         unit, segment = place
-        if self.streams(unit):
+        if self.prefetcher.streams(unit.index):
             self._touch(unit)
         unit.check_attached(segment)
 
@@ -190,23 +174,23 @@ class Hooks:
             self._use(unit, self.stack[-1])
         elif torch._C._current_graph_task_id() != -1:
             self._use_in_backward(unit)
-        elif unit.index not in self._loose_pins:
-            if not self.prefetcher.holds([*self._loose_pins, unit.index]):
-                self.let_go()  # print(model) asks for every bias
+        elif unit.index not in self._unscoped:
+            if not self.prefetcher.holds([*self._unscoped, unit.index]):
+                self.release_unscoped_units()  # print(model) asks for every bias
             self.prefetcher.begin_visit()
             self.prefetcher.use(unit.index)
-            self._loose_pins.append(unit.index)
+            self._unscoped.append(unit.index)
 
-    def let_go(self) -> None:
-        """Units that were touched outside any forward need not stay."""
-        if self._loose_pins:
-            loose, self._loose_pins = self._loose_pins, []
-            for index in loose:
+    def release_unscoped_units(self) -> None:
+        """Release the units that were touched outside any forward."""
+        if self._unscoped:
+            unscoped, self._unscoped = self._unscoped, []
+            for index in unscoped:
                 self.prefetcher.unpin(index)
             self.prefetcher.end_inference()
 
     def _use(self, unit: Unit, frame: Frame) -> None:
-        if not self.streams(unit) or unit.index in frame.pinned:
+        if not self.prefetcher.streams(unit.index) or unit.index in frame.pinned:
             return
         if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=True)
@@ -216,12 +200,8 @@ class Hooks:
         self.prefetcher.use(unit.index)
         frame.pinned.append(unit.index)
 
-    def streams(self, unit: Unit) -> bool:
-        """Whether the unit's full values come and go; the others are always there."""
-        return unit.index in self.prefetcher.nbytes
-
     def _open(self, frame: Frame) -> None:
-        self.let_go()
+        self.release_unscoped_units()
         if self._in_backward:
             self._abort_backward()
         if not torch.is_grad_enabled():
@@ -229,7 +209,7 @@ class Hooks:
             self.prefetcher.begin_inference()
             return
         self._hook_parameters()
-        self.sink.begin_forward()
+        self._begin_forward()
         frame.opened = self.activations.open(frame.module)
         frame.opened.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
@@ -264,18 +244,18 @@ class Hooks:
                 "now. Call backward() before step(), or run the forward again"
             )
         self._enter_backward()
-        if self.streams(unit):
+        if self.prefetcher.streams(unit.index):
             self._use_in_backward(unit)
         assert unit.flat is not None
         value = unit.flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
-        if torch.is_grad_enabled() and self.streams(unit):
+        if torch.is_grad_enabled() and self.prefetcher.streams(unit.index):
             return value.clone()  # create_graph: the new graph saves it where our hooks do not reach
         return value
 
     # --- backward ----------------------------------------------------------------------------
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
-        """A backward pass runs: its end must reach us, whatever it began with."""
+        """Ask autograd, once per backward pass, to call back when it ends."""
         if not self._in_backward:
             self._in_backward = True
             engine = torch.autograd.Variable._execution_engine
@@ -287,7 +267,7 @@ class Hooks:
             self._move_to(() if recomputing else leaf)
         if leaf:
             for each in leaf:
-                if self.streams(each):
+                if self.prefetcher.streams(each.index):
                     self.pins.keep(each.index, None)
         elif recomputing:
             self.pins.keep(unit.index, None)
@@ -297,12 +277,12 @@ class Hooks:
             self.pins.keep_for(torch._C._current_autograd_node(), unit.index)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
-        """Backward is in ``leaf`` (or in none), and has left the one before."""
+        """Take note that backward is in ``leaf`` (or in none), and has left the one before."""
         if leaf is self._leaf:
             return
         left, self._leaf = self._leaf, leaf
         if left and self._leaf_calls[left] <= 1:
-            self.sink.complete_together(left)
+            self.gradients.complete_together(left)
             for unit in left:  # those that are frozen
                 self.pins.unpin(unit.index)
 
@@ -310,13 +290,13 @@ class Hooks:
         self._move_to(())
         for leaf, calls in self._leaf_calls.items():
             if calls > 1:
-                self.sink.complete_together(leaf)
-        self.sink.end_backward()
+                self.gradients.complete_together(leaf)
+        self.gradients.end_backward()
         self._leave_backward()
 
     def _abort_backward(self) -> None:
-        """The last backward pass raised; what it left behind must not be taken for gradients."""
-        self.sink.abort_backward()
+        """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
+        self.gradients.abort_backward()
         self._leave_backward()
 
     def _leave_backward(self) -> None:
@@ -327,18 +307,16 @@ class Hooks:
     # --- parameters --------------------------------------------------------------------------
 
     def _hook_parameters(self) -> None:
-        """Gradient hooks for parameters that became trainable."""
-        for key, (unit, segment) in self.places.items():
-            if key not in self._hooked and segment.param.requires_grad:
-                self._hooked.add(key)
+        """Register gradient hooks of parameters that became trainable."""
+        for unit, segment in self.units.segments():
+            if segment.param.requires_grad and id(segment.param) not in self._hooked:
+                self._hooked.add(id(segment.param))
                 segment.param.register_hook(functools.partial(self._drop_placeholder, segment.param))  # type: ignore[no-untyped-call]
                 take = functools.partial(self._take_gradient, unit, segment)
                 segment.param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def _drop_placeholder(self, param: nn.Parameter, grad: Tensor) -> None:
-        segment = self._taken.get(id(param))
-        if segment is not None:
-            _check_gradient(segment)
+        self.gradients.check_received(param)
         if type(param.grad) is ReleasedGradient:
             param.grad = None
 
@@ -348,38 +326,12 @@ class Hooks:
         grad = param.grad
         param.grad = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
         if grad is not None:
-            self.sink.receive(unit, segment, grad)
-            self._taken[id(param)] = segment
-
-    def check_gradients(self) -> None:
-        """Nobody dropped or replaced a gradient that this step has taken, or wrote a weight.
-
-        Raises:
-            StateError: ``model.zero_grad()``, ``p.grad = ...`` or the like.
-        """
-        for segment in self._taken.values():
-            _check_gradient(segment)
-        for unit, segment in self.places.values():
-            if unit.flat is not None:
-                unit.check_attached(segment)
-
-    def forget_gradients(self) -> None:
-        """The step is over, or forgotten."""
-        self._taken.clear()
+            self.gradients.receive(unit, segment, grad)
 
 
-def _check_gradient(segment: Segment) -> None:
-    grad = segment.param.grad
-    if type(grad) is not ReleasedGradient:
-        raise StateError(
-            f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "
-            "gradient itself is kept in its unit and would be applied. To drop the gradients call "
-            "optimizer.zero_grad(), not model.zero_grad(); to change them, use hooks of tensors "
-            "(param.register_hook) or scale the loss"
-        )
-
-
-def dress(module: nn.Module, enter: Callable[[nn.Module, Any], None], leave: Callable[..., None]) -> None:
+def register_forward_hooks(
+    module: nn.Module, enter: Callable[[nn.Module, Any], None], leave: Callable[..., None]
+) -> None:
     """Register the forward hooks of one module.
 
     They are plain functions: ``copy.deepcopy`` of a module shares functions and would clone the

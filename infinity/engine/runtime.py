@@ -1,47 +1,45 @@
-"""Builds the parts of one rank and connects them to one model; with :mod:`infinity.engine.executor` all of them.
+"""Owns the parts of one rank that serve the models of one ``Init``, from the first module to ``close``.
 
 [Note: when something fails]
-An error surfaces where somebody waits: for a disk, a peer, a buffer. Those who do not wait must learn of
-it, too. So whoever sees an error that ends the run here (a collective, the update pipeline, ``close``
-on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside the collectives,
-and nobody here waits any longer for a buffer that will not come back.
+An error surfaces at a wait: for a disk, a peer, a buffer. Threads and ranks that do not wait for the same
+thing must learn of it, too. So the part that meets an error which ends the run (a collective, the update
+pipeline, ``close`` on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside
+the collectives, and nothing on this rank waits any longer for a buffer that will not come back.
 """
 
+import atexit
 import contextlib
 import sys
+import threading
+import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from infinity.activations.activations import Activations
 from infinity.activations.cache import TensorCache
 from infinity.activations.channels import measure_hardware, open_shelves
-from infinity.app.recipe import Recipe
-from infinity.comm.collectives import Collectives
-from infinity.comm.machine import agree, decide, free_host_nbytes, join_ranks
-from infinity.core import budget
+from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
 from infinity.core.plan import Hardware
-from infinity.core.tier import Tier
-from infinity.engine.device_budget import Beside
-from infinity.engine.executor import Connection
-from infinity.engine.full_values import Values, watch
-from infinity.engine.hooks import dress
-from infinity.engine.registry import opened, served
+from infinity.device.machine import free_host_nbytes
+from infinity.engine.config import EngineConfig
+from infinity.engine.executor import StepExecutor
+from infinity.engine.full_values import FullValues, register_state_dict_hooks
+from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.init_context import Construction
-from infinity.partition.parameters import serve
-from infinity.partition.unit import Unit
+from infinity.partition.init_context import Construction, install_parameter_dict
+from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -49,97 +47,103 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Runtime:
-    """Everything that serves the models of one ``Init`` on this rank."""
+    """The parts of one rank that serve the models of one ``Init``.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.dtype = DTYPES[recipe.train.dtype]
-        self.device = join_ranks(recipe.partition.timeout_s)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+    It has more attributes than other classes because it is where they are made, in order; each part is
+    given the few others that it needs.
+
+    Args:
+        config: Budgets, directories and dtypes.
+
+    Raises:
+        DiskError: A directory cannot be written.
+        PeerError: Another rank did not come.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
         self.stack = contextlib.ExitStack()
-        self.timeline = Timeline(enabled=recipe.observe.timeline)
+        self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
-        self.values = Values(self)
-        self.connection: Connection | None = None
-        self.on_division: list[Callable[[], None]] = []  # called when the device budget was divided anew
         self.say = MessageBuffer()
+        self._executor: StepExecutor | None = None
         self._failure: BaseException | None = None
-        self.collectives: Collectives | None = None
-        self.storage: Storage
-        self.run_id = agree(recipe.run.name or new_run_id(), self.world_size)
-        opened.add(self)
+        device = join_ranks(config.partition.timeout_s)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.run_id = agree(config.run_name or new_run_id(), world_size)
+        self.ranks = Ranks(0, 1, device)  # until the others are met
+        _opened.add(self)
         try:
-            self._build_tiers()
+            self._build(device)
         except BaseException:
             self.close()
             raise
-        self.construction = Construction(
-            lambda close: UnitBuilder(self.dtype, self.rank, self.world_size, close, recipe.partition.leaf),
-            self.tiers,
-            self._serve,
-            self.device,
-        )
 
     # --- building ----------------------------------------------------------------------------
 
-    def _build_tiers(self) -> None:
-        memory = self.recipe.memory
-        if self.world_size > 1:
-            self.collectives = Collectives(self.device, self.recipe.partition.timeout_s, self._give_up)
-            self.stack.callback(self.collectives.close)
-        if self.rank == 0 and (line := leftovers_line(memory.nvme)):
+    def _build(self, device: torch.device) -> None:
+        memory, partition = self.config.memory, self.config.partition
+        self.ranks = ranks = open_ranks(device, partition.timeout_s, self._give_up)
+        if ranks.collectives is not None:
+            self.stack.callback(ranks.collectives.close)
+        if ranks.rank == 0 and (line := leftovers_line(memory.nvme)):
             self.say(line)
-        host_nbytes = self.least(memory.host or free_host_nbytes() // 2, "memory.host")
-        self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=self.on_gpu)
+        host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
+        self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=ranks.on_accelerator)
         self.stack.callback(self.storage.close)
-        self.storage.open_files(self.run_id, self.rank, self.timeline)
-        self.tiers = Tiers(self.storage, self.gather_exact)
+        self.storage.open_files(self.run_id, ranks.rank, self.timeline)
+        self.tiers = Tiers(self.storage, ranks)
         self.activations = self._make_activations()
         self.stack.callback(self.activations.close)
+        self.construction = Construction(
+            lambda close: UnitBuilder(self.dtype, ranks.rank, ranks.world_size, close, partition.leaf),
+            self.tiers,
+            self._serve,
+            device,
+        )
+        self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
 
     def _make_activations(self) -> Activations:
-        memory, storage = self.recipe.memory, self.storage
+        memory, storage, device = self.config.memory, self.storage, self.ranks.device
         shelves = open_shelves(
-            self.device, storage.host_pool, self.piece_nbytes, storage.volume, storage.engine
+            device, storage.host_pool, storage.piece_nbytes, storage.volume, storage.engine
         )
         if memory.activations == "offload" and not shelves:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
-        cache = TensorCache(self.device, shelves, lambda wait: self.stalls("activation", wait))
-        recomputed = self.recipe.train.schedule == "layer"  # by itself: little is left to plan
+        cache = TensorCache(device, shelves, lambda wait: self.stalls("activation", wait))
+        recomputed = self.config.layer_schedule  # by itself: little is left to plan
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
-        return Activations(
-            cache, policy, self._hardware, Beside(self),
-            self._decide, storage.units_engine,
-        )  # fmt: skip
-
-    def _decide(self, make: Callable[[], str]) -> str:
-        """The plan for activations that rank 0 makes."""
-        if self.collectives is None:
-            return make()
-        return decide(make, self.rank, partial(self.collectives.share, where="the plan for activations"))
+        decide = partial(self.ranks.decide, where="the plan for activations")
+        return Activations(cache, policy, self._hardware, decide=decide, units=storage.units_engine)
 
     def _hardware(self) -> Hardware:
         room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes
-        return measure_hardware(self.device, self.recipe.memory.nvme, room)
+        return measure_hardware(self.ranks.device, self.config.memory.nvme, room)
 
     def _serve(self, module: nn.Module) -> None:
-        served[module] = self
-        serve(module, self._touch, self._deep_copy)
-        dress(module, self._enter, self._leave)
-        watch(module, self.values)
+        _served[module] = self
+        install_parameter_dict(module, self._touch, self._deep_copy)
+        register_forward_hooks(module, self._enter, self._leave)
+        register_state_dict_hooks(module, self.values)
 
     @property
-    def on_gpu(self) -> bool:
-        return self.device.type != "cpu"
-
-    @property
-    def units(self) -> list[Unit]:
+    def units(self) -> UnitIndex:
         return self.construction.builder.units
 
-    def connected(self, *, clips: bool | None = None) -> Connection:
-        """What serves the units; made now if it was not, or not for updates that clip, or do not.
+    @property
+    def _leaves(self) -> Mapping[nn.Module, tuple[Unit, ...]]:
+        """Modules whose units are gathered as one: one rank alone need not."""
+        return self.construction.builder.leaves if self.ranks.world_size > 1 else {}
+
+    @property
+    def started(self) -> bool:
+        """Whether the model ran or has an optimizer: its units are in use."""
+        return self._executor is not None
+
+    def executor(self, *, clips: bool | None = None) -> StepExecutor:
+        """Return the executor; rebuild it if clipping changed.
 
         Args:
             clips: Whether gradients are clipped; None: as they are, or as without an optimizer.
@@ -147,66 +151,34 @@ class Runtime:
         Raises:
             BudgetError: ``memory.device`` is too small; the message has the arithmetic.
         """
-        before = self.connection
+        before = self._executor
         if before is None or clips not in (None, before.clips):
             if before is not None:
-                before.close()
-            hooks = None if before is None else before.hooks
-            self.connection = Connection(self, clips=clips is not False, hooks=hooks)
-        assert self.connection is not None
-        return self.connection
-
-    # --- what parts ask ----------------------------------------------------------------------
-
-    def leaves(self) -> Mapping[nn.Module, tuple[Unit, ...]]:
-        """Modules whose units are gathered as one: one rank alone need not."""
-        return self.construction.builder.leaves if self.world_size > 1 else {}
-
-    def streams(self, unit: Unit) -> bool:
-        """With one rank and no accelerator, a unit in host memory is its own flat buffer."""
-        return unit.home is Tier.NVME or self.world_size > 1 or self.on_gpu
-
-    @property
-    def piece_nbytes(self) -> int:
-        """What one buffer takes through which shards go to an accelerator."""
-        return budget.piece_nbytes(self.storage.host_nbytes - self.storage.resident_nbytes)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """In which gradients are added over ranks."""
-        return torch.float32 if self.recipe.partition.reduce_dtype == "fp32" else self.dtype
-
-    def least(self, value: int, where: str) -> int:
-        """The least ``value`` of all ranks, which must decide alike."""
-        return value if self.collectives is None else self.collectives.least([value], where)[0]
-
-    def gather_exact(self, unit: Unit, shard: Tensor) -> Tensor:
-        """Full values on the CPU, ``(numel,)``, from every rank's ``shard``; every rank must call."""
-        if self.collectives is None:
-            return shard
-        full = torch.empty(unit.numel, dtype=shard.dtype)
-        unit.shard_of(full).copy_(shard)
-        full = full.to(self.device)
-        self.collectives.gather(unit.index, unit.name, full, lambda: None).wait()
-        return full.cpu()
+                before.retire()
+            self._executor = StepExecutor(
+                self.units, self._leaves, self.ranks, self.tiers, self.activations, self.config, self.stalls,
+                self.timeline, clips=clips is not False, before=before, on_failure=self.fail,
+            )  # fmt: skip
+            self.stack.callback(self._executor.close)
+        assert self._executor is not None
+        return self._executor
 
     # --- what modules call -------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
-            if self.values.loading is not None:
-                self.values.end_load()
-            self.connected().hooks.enter(module, args)
+            self.values.end_load()
+            self.executor().hooks.enter(module, args)
 
     def _leave(self, module: nn.Module, output: object) -> None:
-        if self.connection is not None:
-            self.connection.hooks.leave(module, output)
+        if self._executor is not None:
+            self._executor.hooks.leave(module, output)
 
     def _touch(self, param: nn.Parameter) -> None:
         if self.construction.active:
             self.construction.touch(param)
         else:
-            self.connected().hooks.touch(param)
+            self.executor().hooks.touch(param)
 
     def _deep_copy(self, param: nn.Parameter) -> nn.Parameter:
         if self.construction.active:
@@ -222,28 +194,29 @@ class Runtime:
     def step(self, max_grad_norm: float | None) -> float | None:
         """Commit the gradients of this step: their global norm, or None when there were none."""
         self.values.end_load()
-        return self.connected().step(max_grad_norm)
+        return self.executor().step(max_grad_norm)
 
     def peak_nbytes(self) -> dict[str, int]:
         """The most that each tier held at one time (bytes)."""
         storage = self.storage
-        peaks = {"device": self.connected().device_pool.peak_nbytes, "host": storage.host_pool.peak_nbytes}
+        peaks = {"device": self.executor().device_pool.peak_nbytes, "host": storage.host_pool.peak_nbytes}
         return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
     def budgets(self) -> dict[str, int | None]:
-        device_nbytes = self.connected().division.total
+        """Bytes that each tier may take; None where the disk is the only limit."""
+        device_nbytes = self.executor().budget.division.total
         budgets: dict[str, int | None] = {"device": device_nbytes, "host": self.storage.host_nbytes}
         return budgets | ({"nvme": None} if self.storage.volume else {})
 
     def forget_step(self) -> None:
-        """``zero_grad()`` without ``step()``."""
-        if self.connection is not None:
-            self.connection.backward.reset()
+        """Drop the gradients of this step: ``zero_grad()`` without ``step()``."""
+        if self._executor is not None:
+            self._executor.gradients.reset()
 
     def synchronize(self) -> None:
         """Block until every update has landed."""
-        if self.connection is not None:
-            self.connection.updates.drain()
+        if self._executor is not None:
+            self._executor.updates.drain()
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -254,45 +227,90 @@ class Runtime:
             DivergenceError: They are not.
             PeerError: Another rank failed while it built its own.
         """
-        if self.collectives is not None:
+        if self.ranks.collectives is not None:
             units = [(unit.home.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units]
             numel = sum(segment.numel for unit in self.units for segment in unit.segments)
             where = f"of the model: {len(units)} units, {numel} parameters"
-            self.collectives.check(zlib.crc32(repr(units).encode()), where)
+            self.ranks.collectives.check(zlib.crc32(repr(units).encode()), where)
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot go on: tell the others, and everyone here who waits; any thread."""
+        """Tell the other ranks, and everything here that waits, that this rank cannot go on; any thread."""
         self._give_up(error)
-        if self.collectives is not None:
-            self.collectives.fail(error)
+        if self.ranks.collectives is not None:
+            self.ranks.collectives.fail(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Nobody here may wait for a buffer that will not come back."""
+        """Let nothing here wait for a buffer that will not come back."""
         self._failure = self._failure or error
         storage = getattr(self, "storage", None)  # this may happen while it is built
-        pools = [self.connection.device_pool] if self.connection is not None else []
+        pools = [self._executor.device_pool] if self._executor is not None else []
         for pool in (*pools, *([] if storage is None else [storage.host_pool])):
             pool.fail(self._failure)
 
     def peer_error(self, what: str, error: RuntimeError) -> PeerError:
-        """Why a collective of the caller's own did not end: ``error``, with the rank at fault."""
-        if self.collectives is None:
+        """Return why a collective of the caller's own did not end: ``error``, with the rank at fault."""
+        if self.ranks.collectives is None:
             return PeerError(f"{what}: {error}")
-        return self.collectives.peer_error(what, error)
+        return self.ranks.collectives.peer_error(what, error)
 
     def close(self) -> None:
         """Give back files, memory and threads. May be called twice.
 
         On the way out of an exception the other ranks learn of it.
         """
-        if self in opened:
-            opened.discard(self)
+        if self in _opened:
+            _opened.discard(self)
             error = sys.exception() or getattr(sys, "last_value", None)
             if error is not None and not (isinstance(error, SystemExit) and not error.code):
                 self.fail(error)
-                if self.connection is not None:
-                    self.connection.updates.abandon(error)
-            elif self.connection is not None:
-                with contextlib.suppress(Exception):  # it has surfaced, or nobody waits for it any more
-                    self.connection.updates.drain()  # gathers in flight wait for updates
+                if self._executor is not None:
+                    self._executor.updates.abandon(error)
+            else:
+                with contextlib.suppress(Exception):  # it has surfaced, or nothing waits for it any more
+                    self.synchronize()  # gathers in flight wait for updates
         self.stack.close()
+
+
+# --- which runtime serves which module -------------------------------------------------------
+
+#: By module that was built under ``Init``.
+_served: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+#: Those that were not closed.
+_opened: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def runtimes() -> set[Runtime]:
+    """Return those that serve a module that still exists."""
+    return set(_served.values())
+
+
+def is_served(model: nn.Module) -> bool:
+    """Whether ``model``, or a model that it wraps, was built under ``infinity.Init``."""
+    return any(module in _served for module in model.modules())
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """Return the runtime that serves ``model``, or a model that ``model`` wraps.
+
+    Raises:
+        StateError: It was not built under ``infinity.Init``.
+    """
+    for module in model.modules():
+        runtime = _served.get(module)
+        if runtime is not None:
+            return runtime
+    raise StateError(
+        f"{type(model).__name__} was not built under infinity.Init; "
+        "write `with infinity.Init(recipe): model = ...`"
+    )
+
+
+def _close_all() -> None:
+    """Leave no thread running while the interpreter goes, and no files of a run behind."""
+    for runtime in list(_opened):
+        with contextlib.suppress(Exception):
+            runtime.close()
+
+
+# Before the pools of concurrent.futures close, which updates in flight use: atexit would be too late.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from infinity.core.budget import rounded
 from infinity.core.extent import BLOCK_NBYTES
-from infinity.device.buffers import HostBuffer, rounded
+from infinity.device.memory import HostBuffer
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 

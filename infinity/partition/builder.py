@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import RecipeError
-from infinity.partition.unit import Unit, layout
+from infinity.partition.unit import Unit, UnitIndex, layout
 
 #: A unit is full when a rank's shard of it holds this much: several requests of the size at
 #: which drives reach their full speed (bytes).
@@ -49,6 +49,7 @@ class UnitBuilder:
         leaf: Names of classes whose modules are leaves.
 
     Attributes:
+        units: Those that closed.
         leaves: The units of each leaf.
     """
 
@@ -57,7 +58,7 @@ class UnitBuilder:
     ) -> None:
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         self._close = close
-        self.units: list[Unit] = []
+        self.units = UnitIndex()
         self._known: set[int] = set()  # ids of parameters that joined; units hold the references
         self._open: dict[int, tuple[str, nn.Parameter]] = {}
         self._open_nbytes = 0
@@ -126,7 +127,7 @@ class UnitBuilder:
             self._open_nbytes += nbytes
 
     def close(self, alive: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-        """Close the open unit with those of its parameters that are still somebody's."""
+        """Close the open unit with those of its parameters that a module still owns."""
         params = [item for item in self._open.values() if alive(item[1])]
         self._known -= self._open.keys() - {id(param) for _, param in params}  # ids are used again
         self._open, self._open_nbytes = {}, 0
@@ -134,12 +135,8 @@ class UnitBuilder:
             segments = layout(params, self.dtype.itemsize)
             unit = Unit(len(self.units), segments, self.dtype, self.rank, self.world_size)
             unit.rename({})
-            self.units.append(unit)
+            self.units.add(unit)
             self._close(unit)
-
-    def is_open(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` waits in the open unit, whole."""
-        return id(param) in self._open
 
     def adopt(self, roots: list[nn.Module]) -> None:
         """At the end: take in what never saw an ``__init__`` of its own, drop what was replaced."""

@@ -1,4 +1,4 @@
-"""How ranks share a model."""
+"""Settings of the partition over ranks."""
 
 from dataclasses import dataclass
 from typing import Literal

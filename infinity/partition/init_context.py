@@ -17,11 +17,17 @@ its master weight, may be written, and is stored again before the next one is.
 A model that will be filled from a checkpoint is built without values: a unit that closes gets neither
 values nor a place, and a parameter that is touched afterwards is scratch memory. At the end of the
 block, when every parameter has its full name, :class:`LateValues` gives each unit both.
+
+[Note: parameters by name]
+A module's ``_parameters`` is a :class:`ServedParameters`: a module that reads ``self.weight`` asks it by
+key. Asking for a parameter that was released, outside its own module's forward (a parent's forward, a
+tied weight, a model's own ``_init_weights``), gathers its unit and is written into the
+trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -30,8 +36,54 @@ from torch import Tensor, nn
 
 from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.parameters import ServedParameters
-from infinity.partition.unit import Segment, Unit, layout, placeholder
+from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
+
+Touch = Callable[[nn.Parameter], None]
+DeepCopy = Callable[[nn.Parameter], nn.Parameter]
+
+
+class ServedParameters(dict[str, nn.Parameter | None]):
+    """``module._parameters`` that serves parameters when they are touched by key.
+
+    Args:
+        values: The dictionary that it replaces.
+        touch: Called with each parameter that is asked for by key.
+        deep_copy: Makes the plain copy of a parameter for ``copy.deepcopy``, or raises.
+    """
+
+    def __init__(self, values: dict[str, Any], touch: Touch, deep_copy: DeepCopy) -> None:
+        super().__init__(values)
+        self.touch = touch
+        self.deep_copy = deep_copy
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self.touch(param)
+        return param
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        copied: dict[str, nn.Parameter | None] = {}
+        for name, param in self.items():
+            if param is not None and id(param) not in memo:
+                memo[id(param)] = self.deep_copy(param)
+            copied[name] = None if param is None else memo[id(param)]
+        return copied
+
+    def __copy__(self) -> "ServedParameters":
+        return ServedParameters(dict(self.items()), self.touch, self.deep_copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise StateError(
+            "pickling a model whose parameters are sharded (torch.save(model), multiprocessing). Save "
+            "model.state_dict() with torch.save, or call model.save_pretrained()"
+        )
+
+
+def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy) -> None:
+    """Put a :class:`ServedParameters` in place of ``module._parameters``."""
+    if not isinstance(module._parameters, ServedParameters):
+        module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy)
 
 
 class Masters(Protocol):
@@ -57,7 +109,7 @@ class LateValues(Protocol):
         """Whether what is written to a touched parameter of ``unit`` is kept now, or scratch."""
         ...
 
-    def fill(self, units: Sequence[Unit], masters: Masters) -> None:
+    def fill(self, units: UnitIndex, masters: Masters) -> None:
         """Store every unit's values; names are known. Every rank must call."""
         ...
 
@@ -88,7 +140,6 @@ class Construction:
         self.roots: list[nn.Module] = []
         self._patched: dict[type[nn.Module], Any] = {}
         self._building: list[nn.Module] = []
-        self._unit_of: dict[int, Unit] = {}
         self._whole: Unit | None = None  # the closed unit that is materialised now
         self._thread = threading.get_ident()
         self.active = False
@@ -112,16 +163,14 @@ class Construction:
 
     def close_unit(self, unit: Unit) -> None:
         """Store a unit that just closed and drop its full values."""
-        for segment in unit.segments:
-            self._unit_of[id(segment.param)] = unit
         self._put_away(unit)
 
     def touch(self, param: nn.Parameter) -> None:
-        """Somebody asked for ``param`` by its name in a module."""
-        unit = self._unit_of.get(id(param))
-        if unit is not None and unit is not self._whole:
+        """Materialise the unit of ``param``, which was asked for by its name in a module."""
+        place = self.builder.units.find(param)
+        if place is not None and place[0] is not self._whole:
             self._stow()
-            self._materialise(unit)
+            self._materialise(place[0])
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
         """A whole copy of ``param``, for modules that are cloned while a model is built."""
@@ -237,14 +286,13 @@ class Construction:
         Only while units have no place yet: see [Note: values that come later].
         """
         used = {id(p) for root in self.roots for p in root.parameters()}
-        closed, self.builder.units = self.builder.units, []
-        for unit in closed:
+        kept: list[Unit] = []
+        for unit in self.builder.units:
             params = [(s.name, s.param) for s in unit.segments if id(s.param) in used]
             if params:
                 segments = layout(params, unit.dtype.itemsize)
-                again = Unit(len(self.builder.units), segments, unit.dtype, unit.rank, unit.world_size)
-                self.builder.units.append(again)
-                self._unit_of.update((id(s.param), again) for s in segments)
+                kept.append(Unit(len(kept), segments, unit.dtype, unit.rank, unit.world_size))
+        self.builder.units.replace(kept)
 
     def _true_roots(self) -> list[nn.Module]:
         """The modules that no other module of this construction holds."""

@@ -1,4 +1,4 @@
-"""Brings a unit's full values and takes them away: fetch, upload, gather; release.
+"""Moves the full values of units: fetch, upload, gather; release.
 
 [Note: where the shard lands]
 The full buffer is leased first, and this rank's shard is read straight into its own slice of it.
@@ -15,12 +15,24 @@ host memory), and ``start`` goes on from there.
 
 [Note: a buffer that compute still reads]
 On an accelerator a unit is released when its last operator was launched, not when it ended. So the
-release records an event on the compute stream, and who writes into that buffer next waits for it.
+release records an event on the compute stream, and the next writer of that buffer waits for it.
+
+[Note: pieces]
+A shard may be larger than what the host budget has for staging. So it is read in pieces of a bounded
+size: while one is uploaded, the next one is read into a second buffer if there is room for one. A shard
+that is no larger than a piece is read as a whole, ahead of its turn.
+
+[Note: no buffer is waited for in a circle]
+Shards are uploaded one after another, in the order in which they were asked for. One that found no buffer
+gets one when it is its turn. Until then no later shard takes a buffer, because that one would come back
+only after the turn of the first.
 """
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
@@ -29,11 +41,99 @@ import torch
 from torch import Tensor
 
 from infinity.comm.collectives import Collectives
-from infinity.core.lifecycle import UnitState
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
-from infinity.partition.staging import Staging
 from infinity.partition.unit import Unit
+
+#: Starts to read a shard's bytes, from the given one on, into memory.
+Fetch = Callable[[memoryview, int], Transfer]
+#: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
+Upload = Callable[[Tensor, int], None]
+
+
+class Staging:
+    """Brings shards through a pool.
+
+    Args:
+        pool: In host memory.
+        piece_nbytes: The most that one buffer takes: whole blocks (bytes).
+    """
+
+    def __init__(self, pool: Pool, piece_nbytes: int) -> None:
+        self.pool, self.piece_nbytes = pool, piece_nbytes
+        self._without = 0  # shards on their way that have no buffer
+        self._lock = threading.Lock()
+
+    def bring(self, nbytes: int, who: str, fetch: Fetch, upload: Upload) -> Callable[[], None]:
+        """Start to bring a shard of ``nbytes``.
+
+        Returns:
+            What brings it; to be called once, on the thread that does so for every shard, in order.
+        """
+        size = min(nbytes, self.piece_nbytes)
+        with self._lock:
+            lease = None if self._without else self.pool.try_lease(size, who=who)
+            self._without += lease is None
+        reading = None if lease is None else fetch(lease.memory, 0)
+
+        def ready() -> None:
+            with contextlib.ExitStack() as held:
+                first = lease or self._its_turn(size, who)
+                held.callback(first.release)
+                readings = deque([_Reading(first, 0, reading or fetch(first.memory, 0))])
+                second = self.pool.try_lease(size, who=who) if nbytes > size else None
+                if second is not None:
+                    held.callback(second.release)
+                held.callback(_settle, readings)
+                self._play(nbytes, readings, second, fetch, upload)
+
+        return ready
+
+    def _its_turn(self, size: int, who: str) -> Lease:
+        try:
+            return self.pool.lease(size, who=who)
+        finally:
+            with self._lock:
+                self._without -= 1
+
+    def _play(
+        self, nbytes: int, readings: "deque[_Reading]", free: Lease | None, fetch: Fetch, upload: Upload
+    ) -> None:
+        """Read piece i+1 while piece i is uploaded, if there is a ``free`` buffer."""
+        size = readings[0].lease.nbytes
+
+        def read(lease: Lease, start: int) -> None:
+            memory = lease.memory[: min(size, nbytes - start)]
+            readings.append(_Reading(lease, start, fetch(memory, start)))
+
+        for following in (*range(size, nbytes, size), None):
+            if following is not None and free is not None:
+                read(free, following)
+            piece = readings[0]
+            piece.transfer.wait()
+            readings.popleft()
+            upload(piece.lease.tensor[: min(size, nbytes - piece.start)], piece.start)
+            if following is not None and free is None:
+                read(piece.lease, following)
+            elif free is not None:
+                free = piece.lease
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A piece that is being read into ``lease``, from byte ``start`` of its shard on."""
+
+    lease: Lease
+    start: int
+    transfer: Transfer
+
+
+def _settle(readings: Iterable[_Reading]) -> None:
+    """Return when nothing is written into the buffers any more."""
+    for reading in readings:
+        with contextlib.suppress(OSError):  # another error is on its way already
+            reading.transfer.wait()
+
 
 S = UnitState
 P = ParamSpec("P")
@@ -41,7 +141,7 @@ R = TypeVar("R")
 
 
 class Shards(Protocol):
-    """Where shards come from."""
+    """The source of a unit's shards."""
 
     def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading the shard's newest committed weights; waits for its own update first.
@@ -52,19 +152,19 @@ class Shards(Protocol):
         ...
 
     def resident(self, unit: Unit) -> Tensor | None:
-        """The shard when its home is host memory."""
+        """Return the shard of a unit whose home is host memory; None for others."""
         ...
 
     def fetch_waits_for(self, unit: Unit) -> str:
-        """What a fetch of ``unit`` waits for now: ``update`` or ``read``."""
+        """Return the cause of a wait for ``unit``'s fetch: ``update`` or ``read``."""
         ...
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """What waits until the unit's update has put the new weights where the old ones were."""
+        """Return a wait for the unit's update to put the new weights where the old ones were."""
         ...
 
-    def leave_in_peace(self, unit: Unit) -> None:
-        """When this returns, no update reads or writes the weights that the unit stayed with."""
+    def wait_until_unused(self, unit: Unit) -> None:
+        """Return when no update reads or writes the weights that the unit stayed with."""
         ...
 
 
@@ -107,7 +207,7 @@ class UnitMover:
 
     Args:
         units: All of the model's.
-        shards: Where shards come from.
+        shards: The source of shards.
         pool: Where full buffers are leased (the device tier).
         staging: Through pinned host memory, only with an accelerator.
         collectives: None with one rank.
@@ -115,7 +215,7 @@ class UnitMover:
     """
 
     def __init__(
-        self, units: list[Unit], shards: Shards, pool: Pool, staging: Staging | None,
+        self, units: Sequence[Unit], shards: Shards, pool: Pool, staging: Staging | None,
         collectives: Collectives | None, waits: Waits,
     ) -> None:  # fmt: skip
         self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
@@ -217,7 +317,7 @@ class UnitMover:
     def release(self, index: int) -> None:
         staying = self._staying.pop(index, None)
         if staying is not None:
-            self.shards.leave_in_peace(self.units[index])
+            self.shards.wait_until_unused(self.units[index])
             staying.release()
             return
         lease = self.take(index)
@@ -225,7 +325,7 @@ class UnitMover:
             lease.release()
 
     def stay(self, index: int) -> Tensor:
-        """Release a unit, but keep its full buffer for the next pass: the slice that its update works on."""
+        """Keep a released unit's full buffer for the next pass; return the slice that its update writes."""
         unit, lease = self.units[index], self.take(index)
         assert lease is not None, "who stays is present"
         weight, leases = unit.shard_of(lease.tensor.view(unit.dtype)), [lease]
@@ -237,7 +337,7 @@ class UnitMover:
 
     @_never_inference
     def take(self, index: int) -> Lease | None:
-        """Release a unit, but keep its full buffer: the caller must give the lease back."""
+        """Release a unit, but keep its full buffer, whose lease the caller must release."""
         unit = self.units[index]
         ready = self._arriving.pop(index, None)
         if ready is not None:

@@ -1,4 +1,4 @@
-"""What is fetched and released at each position of a recorded step. Pure: no torch, no clock.
+"""Plan of fetches and releases at each position of a recorded step. Pure: no torch, no clock.
 
 [Note: keep, then look ahead]
 Two questions have different answers. *What should stay between two uses?* Whatever saves the most
@@ -14,7 +14,7 @@ a fetch (disk, bus, other ranks).
 
 The walks go around: what is used at the end of a pass may stay for the beginning of the next. A unit
 that is updated in between may stay, too, where its update can write the new weights into the buffer
-that it stays in; then nobody reads them back from where they have just been written.
+that it stays in; then they are not read back from where they have just been written.
 
 Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching
 strategies" 1995 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section
@@ -26,8 +26,27 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
-from infinity.partition.trace import Event, Kind
+
+class Kind(Enum):
+    """Kinds of events in a trace."""
+
+    USE = "use"  # its full values are needed from here on
+    UNPIN = "unpin"  # one of those that needed them does so no more
+    DONE = "done"  # its gradients are complete: the update takes the weights away
+
+
+class Event(NamedTuple):
+    """One position of a trace: the record of what a pass did to its units, in order.
+
+    Events that change nothing for the plan are kept as well: equal traces mean equal plans.
+    """
+
+    kind: Kind
+    unit: int
+
 
 #: Uses ahead whose units are on their way, whatever else could stay in their place.
 LEAD = 3
@@ -129,7 +148,7 @@ class Memory:
             self.present_nbytes -= self.nbytes[unit]
 
     def held(self, position: int) -> set[int]:
-        """Units that nobody may take: pinned, or between two uses of the run that goes on."""
+        """Return units that must stay: pinned, or between two uses of the run that goes on."""
         held = {unit for unit, pins in self.pins.items() if pins}
         if self.index and position < self.runs[self.index - 1].last:
             held.add(self.runs[self.index - 1].unit)
@@ -233,7 +252,7 @@ class Filling(Memory):
         self.peak_nbytes = 0
 
     def begin(self) -> tuple[int, ...]:
-        """What is present before the first event, nearest use first."""
+        """Return what is present before the first event, nearest use first."""
         for unit, index in self.first.items():
             if index not in self.fetched:
                 self.load(unit, index)

@@ -1,9 +1,9 @@
-"""Plays a plan: walks ahead of the position, serves what it did not foresee, records anew.
+"""The prefetcher: plays a plan ahead of the position, serves on demand what it did not foresee, records anew.
 
 [Note: passes]
 A training pass lasts from one optimizer step to the next, whatever the number of forwards and
 backwards in it; an inference pass is one outermost call without gradients. Each kind has its own
-trace and plan; what is present in memory is shared. A visit is neither: somebody reads a few values
+trace and plan; what is present in memory is shared. A visit is neither: a few values are read
 (``gathered``, ``state_dict``), and no plan follows from it.
 
 [Note: the same on every rank]
@@ -13,7 +13,7 @@ that run the same modules start the same gathers in the same order.
 [Note: what stays while it is updated]
 Where the plan wants a unit at the beginning of the next pass and there is room, its buffer stays when
 its gradients are complete, and the update writes the new weights there. Until the next pass begins
-nobody may read it: a use before that releases it and is served the committed version on demand.
+it must not be read: a use before that releases it and is served the committed version on demand.
 
 [Note: what the plan did not foresee]
 An event that is not the plan's next one is served on demand, and the plan waits: often a use was
@@ -24,11 +24,10 @@ the plan of the next pass.
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from infinity.partition.prefetch_plan import Plan, make_plan
-from infinity.partition.trace import Event, Kind, Trace
+from infinity.partition.prefetch_plan import Event, Kind, Plan, make_plan
 
 
 class Mover(Protocol):
@@ -54,19 +53,46 @@ class Mover(Protocol):
 CONTEXT = 3
 
 
+class StepOrder:
+    """The order in which a training step uses its units and completes their gradients.
+
+    Written by the prefetcher when a plan is made, read by whatever schedules updates.
+
+    Attributes:
+        gradients: Units in the order in which a step completes their gradients; empty while unknown.
+    """
+
+    def __init__(self) -> None:
+        self._first_uses: dict[int, int] = {}
+        self.gradients: tuple[int, ...] = ()
+
+    def learn(self, events: Sequence[Event]) -> None:
+        """Take in a training pass's trace."""
+        self._first_uses = {e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE}
+        self.gradients = tuple(event.unit for event in events if event.kind is Kind.DONE)
+
+    def forget_gradients(self) -> None:
+        """The plan that the order of gradients came from is not followed any more."""
+        self.gradients = ()
+
+    def first_use(self, unit: int) -> int:
+        """Return the position of a unit's first use in the next step; its index while unknown."""
+        return self._first_uses.get(unit, unit)
+
+
 class Pass:
     """One kind of pass: its plan, and where in it we are."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.trace = Trace()
+        self.trace: list[Event] = []
         self.cursor = 0  # the plan's next event
         self.begun = False
         self._places: dict[tuple[Event, ...], list[int]] | None = None
 
     @property
     def position(self) -> int:
-        return len(self.trace.events)
+        return len(self.trace)
 
     def foresees(self, event: Event) -> bool:
         """Whether ``event`` is the plan's next one."""
@@ -76,18 +102,18 @@ class Pass:
         self.plan, self._places = plan, None
 
     def restart(self) -> None:
-        self.trace, self.cursor, self.begun = Trace(), 0, False
+        self.trace, self.cursor, self.begun = [], 0, False
 
     def align(self, event: Event) -> range:
         """Write ``event`` down; the positions of the plan that are over with it: none when unforeseen."""
-        self.trace.add(event)
+        self.trace.append(event)
         if self.plan is None:
             return range(0)
         begin = self.cursor
         if self.foresees(event):
             self.cursor += 1
         elif self.position >= CONTEXT:
-            context = tuple(self.trace.events[-CONTEXT:])
+            context = tuple(self.trace[-CONTEXT:])
             later = self._find(context)
             if later is not None:
                 self.cursor = later + 1
@@ -113,23 +139,20 @@ class Prefetcher:
         nbytes: Size of each streaming unit's full buffer (bytes).
         capacity_nbytes: What all full buffers together may take.
         can_stay: Units that may be updated where they are.
+        order: Learns the order of training steps.
     """
 
     def __init__(
-        self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int, can_stay: Container[int] = ()
-    ) -> None:
-        self.mover, self.nbytes, self.capacity_nbytes, self.can_stay = (
-            mover,
-            nbytes,
-            capacity_nbytes,
-            can_stay,
-        )
+        self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int,
+        can_stay: Container[int] = (), order: StepOrder | None = None,
+    ) -> None:  # fmt: skip
+        self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
+        self.can_stay, self.order = can_stay, order or StepOrder()
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
         self.pins: dict[int, int] = {}
         self.training, self.inference, self.visit = Pass(), Pass(), Pass()
         self.running = self.training
-        self._first_uses: dict[int, int] = {}
         self._unforeseen: dict[int, None] = {}  # present, but in no plan: the first to go
         self.on_demand = 0  # uses, in this training pass, that no plan foresaw
         self.planned: list[int] | None = None  # fetches of this training pass, by its plan
@@ -141,7 +164,7 @@ class Prefetcher:
         self.pins[unit] = self.pins.get(unit, 0) + 1
         self._begin()
         if unit in self.staying:
-            self._release(unit)  # its buffer will hold the next version; somebody wants the committed one
+            self._release(unit)  # its buffer will hold the next version; the committed one is wanted
         over = self.running.align(Event(Kind.USE, unit))
         release, fetch = self._actions(over)
         self._release_all(release)
@@ -157,7 +180,7 @@ class Prefetcher:
         self.mover.finish(unit)
 
     def unpin(self, unit: int) -> None:
-        """One user of ``unit`` has ended."""
+        """Take back one pin of ``unit``."""
         if self.pins.get(unit, 0):
             self.pins[unit] -= 1
             self._advance(Event(Kind.UNPIN, unit))
@@ -193,7 +216,7 @@ class Prefetcher:
         self.running = self.inference
 
     def begin_visit(self) -> None:
-        """What follows, until :meth:`end_inference`, is neither training nor inference."""
+        """Begin a visit, which lasts until :meth:`end_inference`."""
         self.running = self.visit
 
     def end_inference(self) -> None:
@@ -218,30 +241,24 @@ class Prefetcher:
         self.capacity_nbytes = capacity_nbytes
         self.training.follow(None)
         self.inference.follow(None)
+        self.order.forget_gradients()
+
+    def streams(self, unit: int) -> bool:
+        """Whether the unit's full values come and go; the others are always there."""
+        return unit in self.nbytes
 
     def holds(self, units: Iterable[int]) -> bool:
         """Whether all of ``units`` fit into memory together."""
         return sum(self.nbytes[unit] for unit in units) <= self.capacity_nbytes
 
-    def first_use(self, unit: int) -> int:
-        """Position of a unit's first use in the next training pass; its index while unknown."""
-        return self._first_uses.get(unit, unit)
-
-    def order_of_gradients(self) -> list[int]:
-        """Units in the order in which a training pass completes their gradients; empty while unknown."""
-        plan = self.training.plan
-        return [e.unit for e in plan.events if e.kind is Kind.DONE] if plan else []
-
     # --- decisions ---------------------------------------------------------------------------
 
     def _conclude(self, ended: Pass) -> None:
-        events = tuple(ended.trace.events)
+        events = tuple(ended.trace)
         if events and (ended.plan is None or ended.plan.events != events):
             ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes, can_stay=self.can_stay))
             if ended is self.training:
-                self._first_uses = {
-                    e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE
-                }
+                self.order.learn(events)
         ended.restart()
 
     def _begin(self) -> None:
@@ -270,7 +287,7 @@ class Prefetcher:
         self._fetch_all(fetch)
 
     def _actions(self, over: range) -> tuple[list[int], list[int]]:
-        """What the plan releases and fetches at these positions, taken together."""
+        """Return the plan's releases and fetches at these positions, taken together."""
         if self.running.plan is None:
             return [], []
         if len(over) != 1:
@@ -340,3 +357,72 @@ class Prefetcher:
         self.staying.discard(unit)
         self._unforeseen.pop(unit, None)
         self.mover.release(unit)
+
+
+class BackwardPins:
+    """Units that a backward pass uses, each until its last reader in that pass is done.
+
+    Args:
+        prefetcher: Serves uses, and has room.
+    """
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+        #: In the order in which they came, each with the autograd node that reads it; None: a recomputed
+        #: forward does.
+        self._kept: dict[int, Any] = {}
+        self._node: Any = None  # the autograd node that read frozen units last,
+        self._read: list[int] = []  # and which ones
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the unit is kept until its gradients are complete."""
+        return index in self._kept
+
+    def recomputed(self, index: int) -> bool:
+        """Whether a recomputed forward reads the unit."""
+        return self._kept.get(index, self) is None
+
+    def keep(self, index: int, node: Any) -> None:
+        """Use a unit until its gradients are complete, or until room is short.
+
+        Args:
+            node: The autograd node that reads it; None: a recomputed forward, which needs it to the end.
+        """
+        if index in self._kept:
+            if self._kept[index] is not None:
+                self._kept[index] = node
+            return
+        for earlier, reader in list(self._kept.items()):
+            if self._prefetcher.holds([*self._kept, index]):
+                break
+            if reader is not None and reader is not node:  # kept for its update only, which can read it again
+                self.unpin(earlier)
+        self._kept[index] = node
+        self._prefetcher.use(index)
+
+    def keep_for(self, node: Any, index: int) -> None:
+        """Use a unit without gradients until another node reads one."""
+        if node is not self._node:  # no operator reads what an earlier one unpacked
+            for read in self._read:
+                self._prefetcher.unpin(read)
+            self._node, self._read = node, []
+        if index not in self._read:
+            self._read.append(index)
+            self._prefetcher.use(index)
+
+    def unpin(self, index: int) -> None:
+        """Release a unit that is not read any more, and whose weights stay."""
+        if index in self._kept:
+            del self._kept[index]
+            self._prefetcher.unpin(index)
+
+    def forget(self, index: int) -> None:
+        """Forget a unit whose gradients are complete, and whose weights went to the update."""
+        self._kept.pop(index, None)
+
+    def drop(self) -> None:
+        """Release every unit at the end of the backward pass."""
+        for index in [*self._kept, *self._read]:
+            self._prefetcher.unpin(index)
+        self._kept.clear()
+        self._node, self._read = None, []

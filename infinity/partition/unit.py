@@ -14,16 +14,15 @@ raises, because the elements share one place in memory.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 
 from infinity.core.errors import StateError
-from infinity.core.lifecycle import Lifecycle, UnitState
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Lifecycle, Tier, UnitState
 from infinity.core.transfer import Lease
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].
@@ -61,7 +60,6 @@ class Unit:
             count is stale.
         flat: The full values, ``(numel,)``, while GATHERED.
         lease: What holds ``flat``'s memory; None for a unit whose home is its flat buffer.
-        pins: How many users need the flat buffer to stay.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class Unit:
         self.updates = 0
         self.flat: Tensor | None = None
         self.lease: Lease | None = None
-        self.pins = 0
 
     @property
     def name(self) -> str:
@@ -133,7 +130,7 @@ class Unit:
         self.allow_writes()
 
     def allow_writes(self) -> None:
-        """What was written to the parameters until now is stored, or is the stored value."""
+        """Accept the writes to the parameters until now: they are stored."""
         for segment in self.segments:
             segment.writes = segment.param._version
 
@@ -145,7 +142,7 @@ class Unit:
             segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
 
     def check_attached(self, segment: Segment) -> None:
-        """The parameter views the flat buffer, and nobody gave it other data.
+        """Raise unless the parameter views the flat buffer and was not written.
 
         Raises:
             StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
@@ -162,7 +159,7 @@ class Unit:
             )
 
     def check_data(self, segment: Segment) -> None:
-        """The parameter's data is what the unit's state says."""
+        """Raise unless the parameter's data is what the unit's state says."""
         if self.flat is None:
             self.check_released(segment)
         else:
@@ -174,7 +171,7 @@ class Unit:
             self.check_attached(segment)
 
     def check_released(self, segment: Segment) -> None:
-        """Nobody else gave the parameter other data while it was released.
+        """Raise if the parameter was given other data while it was released.
 
         Raises:
             StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
@@ -191,6 +188,54 @@ class Unit:
             "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
             "change it. Write values inside `with infinity.gathered(params, modify=True)`"
         )
+
+
+class UnitIndex(Sequence[Unit]):
+    """The units of one model, in order, and which of them holds which parameter.
+
+    The only answer to "where is this parameter?"; every part of a rank shares one.
+    """
+
+    def __init__(self) -> None:
+        self._units: list[Unit] = []
+        self._places: dict[int, tuple[Unit, Segment]] = {}  # by id; the segments keep the parameters alive
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Unit]: ...
+    def __getitem__(self, index: int | slice) -> Unit | list[Unit]:
+        return self._units[index]
+
+    def add(self, unit: Unit) -> None:
+        """Append ``unit``, whose index is the number of units before it."""
+        self._units.append(unit)
+        self._places.update((id(segment.param), (unit, segment)) for segment in unit.segments)
+
+    def replace(self, units: Iterable[Unit]) -> None:
+        """Hold ``units`` in place of those from before."""
+        self._units, self._places = [], {}
+        for unit in units:
+            self.add(unit)
+
+    def find(self, param: nn.Parameter) -> tuple[Unit, Segment] | None:
+        """Return the unit and the segment of ``param``; None when no unit holds it."""
+        return self._places.get(id(param))
+
+    def holding(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """Return the units that hold any of ``params``, each once, in order."""
+        found = {place[0].index for param in params if (place := self.find(param)) is not None}
+        return [self._units[index] for index in sorted(found)]
+
+    def segments(self) -> Iterator[tuple[Unit, Segment]]:
+        """Yield every parameter's unit and segment."""
+        return ((unit, segment) for unit in self._units for segment in unit.segments)
 
 
 def span(names: Sequence[str]) -> str:

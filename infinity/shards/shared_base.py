@@ -7,7 +7,7 @@ the file system sets anew whenever somebody writes, copies or replaces it. Whoev
 before and after the files are read, and shares nothing if they differ. All else that decides what the bytes
 are is in the key, too: names, shapes and places of all parameters, dtype, ranks, chunks, the model's config,
 and the versions of the libraries that convert tensors. What is hashed is the base: every chunk while it
-is written, and again by each run that it is lent to, before it is. That reads every byte once, past the
+is written, and again by each run that shares it, before it is used. That reads every byte once, past the
 page cache, while the chunks before it are hashed, and writes nothing.
 
 So trusted are the file system's times, and that nobody who may write this user's files forges a base
@@ -39,7 +39,6 @@ from infinity.nvme.volume import Volume
 from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
-from infinity.shards.tiers import Tiers
 
 #: Chunks that are read and hashed at one time: with two that are loaded they fit the room for staging.
 _READ_AHEAD = 3
@@ -62,51 +61,47 @@ class _Part(Protocol):
 
 
 class SharedBase:
-    """Lends units their place on NVMe while a checkpoint is loaded; see :class:`infinity.shards.tiers.Lender`.
+    """Places units in extents that runs share, while a checkpoint is loaded.
 
     Args:
         storage: Of the run.
-        tiers: Of the run; they ask for places.
         stamp: Says which bytes the checkpoint's files hold; see [Note: what is hashed, and what is trusted].
         rank: This rank.
         world_size: Ranks that share each unit.
-
     """
 
-    def __init__(
-        self, storage: Storage, tiers: Tiers, stamp: Callable[[], str], rank: int, world_size: int
-    ) -> None:
-        self._storage, self._tiers, self._rank, self._world_size = storage, tiers, rank, world_size
+    def __init__(self, storage: Storage, stamp: Callable[[], str], rank: int, world_size: int) -> None:
+        self._storage, self._rank, self._world_size = storage, rank, world_size
         self._stamp, self._began = stamp, stamp()
         self._wanted: Mapping[int, Unit] = {}
         self._part: _Part | None = None
         self._notes: list[str] = []
 
     def notes(self) -> list[str]:
-        """What people should know of the base that was lent, a line each."""
+        """Lines for people about the base that was read or written."""
         return self._notes
 
     @contextlib.contextmanager
-    def lending(self, units: Sequence[Unit]) -> Iterator[None]:
+    def sharing(self, units: Sequence[Unit]) -> Iterator[None]:
         """Inside, places of ``units`` may be asked for; afterwards the base is whole, and read only.
 
         Raises:
             DiskError: It could not be written; nothing has its name then.
         """
-        self._wanted, self._tiers.lender = {unit.index: unit for unit in units}, self
+        self._wanted = {unit.index: unit for unit in units}
         try:
             yield
             if self._part is not None:
                 self._notes += self._part.end()
         finally:
-            self._tiers.lender = None
-            if self._part is not None:
-                self._part.close()
+            part, self._part, self._wanted = self._part, None, {}
+            if part is not None:
+                part.close()
 
     def place(self, unit: Unit) -> bool:
-        """Whether a new unit now has its place on NVMe in the base.
+        """Whether a new unit now has its extents in the base.
 
-        If the store calls it lent, its values are there, too, and were compared with their digests.
+        If the store calls it shared, its values are there, too, and were compared with their digests.
 
         Raises:
             DiskError: There is no room.
@@ -148,7 +143,7 @@ class SharedBase:
 
 
 class _Reader:
-    """Lends what a sealed base holds, once it was compared with its digests.
+    """Shares what a sealed base holds, once it was compared with its digests.
 
     Args:
         files: Where the base lies.
@@ -172,7 +167,7 @@ class _Reader:
         digests = {index: [chunk.sha256 for chunk in sealed.shards[index]] for index in self._versions}
         self._compared = compare(storage.engine, storage.host_pool, self._versions, digests)
         self._damaged = [f"unit {index}" for index in sealed.shards if index not in self._versions]
-        self._lent_nbytes = 0
+        self._shared_nbytes = 0
 
     def place(self, unit: Unit) -> bool:
         version = self._versions.get(unit.index)
@@ -182,8 +177,8 @@ class _Reader:
         if error:
             self._damaged.append(f"{unit.name}: {error}")
             return False
-        self._store.lend(unit.index, unit.name, version)
-        self._lent_nbytes += sum(c.weight.nbytes + c.exact.nbytes for c in version.chunks)
+        self._store.share(unit.index, unit.name, version)
+        self._shared_nbytes += sum(c.weight.nbytes + c.exact.nbytes for c in version.chunks)
         return True
 
     def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None:
@@ -200,7 +195,7 @@ class _Reader:
                 BaseWarning,
                 stacklevel=2,
             )
-        nbytes = format_nbytes(self._lent_nbytes)
+        nbytes = format_nbytes(self._shared_nbytes)
         return [
             f"the frozen base was there: {nbytes} of {path.parent} compared with their hashes, none written"
         ]
@@ -266,7 +261,7 @@ class _Writer:
         drafts = self._volume.cut(self._first)
         self._volume.seal(self._first, self._files.publish(drafts, shards))
         for index, version in versions.items():
-            self._store.lend(index, self._names[index], version)
+            self._store.share(index, self._names[index], version)
         nbytes = format_nbytes(sum(nbytes for _, nbytes in drafts))
         folders = " ".join(shlex.quote(str(folder)) for folder in self._files.folders)
         line = (

@@ -1,4 +1,4 @@
-"""What a rank keeps its shards in: a pool of host memory, and files on NVMe with an engine to reach them."""
+"""Storage of a rank's shards: a pool of host memory, and files on NVMe with an engine to reach them."""
 
 import contextlib
 from pathlib import Path
@@ -8,14 +8,13 @@ import torch
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.transfer import TransferEngine
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import TimedEngine, Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
-from infinity.shards.commits import Commits
 from infinity.shards.store import ShardStore
 
 
@@ -32,6 +31,7 @@ class Storage:
         host_pool: Staging buffers, and shards that stay in host memory.
         volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
         units_engine: The same engine for shards, which can be watched.
+        commit_record: Where this rank records its commits; None without a directory.
         chunk_numel: Elements of a shard that are staged at one time.
         resident_nbytes: What shards that stay may take of ``host_pool``.
     """
@@ -46,7 +46,7 @@ class Storage:
         self.units_engine: WatchedEngine | None = None
         self.store: ShardStore | None = None
         self.chunk_numel = CHUNK_NUMEL
-        self._record: Path | None = None  # of the commit
+        self.commit_record: Path | None = None
         self._drafts: list[Path] = []
         staging = 0
         if memory.nvme:
@@ -69,7 +69,7 @@ class Storage:
             self._stack.callback(directories[-1].remove)
         paths = [directory.file(f"rank{rank}.bin") for directory in directories]
         self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]
-        self._record = directories[0].file(f"rank{rank}.commit")
+        self.commit_record = directories[0].file(f"rank{rank}.commit")
         self.volume = Volume(paths, stripe_weights([path.parent for path in paths]))
         self._stack.callback(self.volume.close)
         self.engine = make_engine(self.memory.engine, self.volume)
@@ -87,16 +87,15 @@ class Storage:
         """A file of the run's own in each directory: what becomes a shared base when it is whole."""
         return self._drafts
 
-    def open_commits(self) -> Commits | None:
-        """The writer of commit records, where a unit has two versions on disk."""
-        if self.volume is None or self._record is None or self.memory.versions < 2:
-            return None
-        return Commits(self._record, self.volume.sync)
-
     def staged_chunks(self) -> int:
         """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
         room = 0 if self.on_gpu else self.host_nbytes - self.host_pool.leased_nbytes
         return max(budget.STAGED_CHUNKS, room // self._chunk_nbytes)
+
+    @property
+    def piece_nbytes(self) -> int:
+        """The most that one buffer takes through which shards go to an accelerator (bytes)."""
+        return budget.piece_nbytes(self.host_nbytes - self.resident_nbytes)
 
     def close(self) -> None:
         """Close the engine, remove the files, give back the memory. May be called twice."""

@@ -1,4 +1,4 @@
-"""Which extents hold which unit: two versions, cut into the chunks of the update.
+"""Extents of every unit: two versions, cut into the chunks of the update.
 
 [Note: the layout of a unit on disk]
 A version of a unit is its shard's weights, end to end, and its shard's state, chunk by chunk, each
@@ -79,7 +79,7 @@ class ShardStore:
         self._units: dict[int, list[Version]] = {}
         self._names: dict[int, str] = {}
         self._first: dict[int, int] = {}  # where a unit is not in the volume's own files: see allocate
-        self._lent: set[int] = set()
+        self._shared: set[int] = set()
 
     def allocate(self, unit: int, shard_numel: int, name: str, first: int = 0) -> None:
         """Make room for one version of a unit's weights, in the files from number ``first`` on.
@@ -98,26 +98,26 @@ class ShardStore:
             for chunk in version.chunks
         )
 
-    def lend(self, unit: int, name: str, version: Version) -> None:
-        """Let a unit have its only version in sealed files, which others read, too."""
+    def share(self, unit: int, name: str, version: Version) -> None:
+        """Let a unit have its only version in sealed files, which other runs read, too."""
         self._names[unit], self._units[unit] = name, [version]
-        self._lent.add(unit)
+        self._shared.add(unit)
 
-    def lent(self, unit: int) -> bool:
-        """Whether the unit's only version is not this run's alone, and never written again."""
-        return unit in self._lent
+    def shared(self, unit: int) -> bool:
+        """Whether the unit's only version lies in sealed files, which are never written again."""
+        return unit in self._shared
 
-    def own(self, unit: int) -> None:
-        """Make room for weights of a unit's own; what it was lent stays where it is.
+    def copy_on_write(self, unit: int) -> None:
+        """Make room for weights in this run's own files; the shared extents stay as they are.
 
         Raises:
             DiskError: The file system is full; nothing changed.
         """
-        [lent] = self._units[unit]
-        places = [(chunk.start, chunk.numel) for chunk in lent.chunks]
+        [shared] = self._units[unit]
+        places = [(chunk.start, chunk.numel) for chunk in shared.chunks]
         self._units[unit] = [Version(self._weights(places, self._names[unit]))]
         self._first[unit] = 0
-        self._lent.remove(unit)
+        self._shared.remove(unit)
 
     def places(self, shard_numel: int) -> list[tuple[int, int]]:
         """Start and elements of every chunk of a shard."""
@@ -165,10 +165,10 @@ class ShardStore:
         ]
 
     def free(self, unit: int) -> None:
-        """Give back what a unit holds; what it was lent stays where it is."""
+        """Give back what a unit holds; shared extents stay as they are."""
         versions = self._units.pop(unit, [])
-        if unit in self._lent:
-            self._lent.remove(unit)
+        if unit in self._shared:
+            self._shared.remove(unit)
             return
         for version in versions:
             for chunk in version.chunks:

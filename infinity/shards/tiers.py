@@ -1,33 +1,33 @@
-"""Where each unit's shard lives, host or NVMe: the only code that turns a unit into bytes.
+"""Homes of shards, in host memory or on NVMe: the only code that turns a unit into bytes.
 
 A unit that fits the host budget stays there and moves nothing; the rest have extents. With one
 rank and no accelerator, a unit whose home is host memory *is* its flat buffer.
 
 [Note: frozen units]
-While a model is built nobody knows what will be trained. So a unit then has its weights and what makes
+While a model is built it is unknown what will be trained. So a unit then has its weights and what makes
 them exact, and in the host budget the room for its moments is only set aside. When an optimizer is made,
 :meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones to units that
 would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.extent import Extent
-from infinity.core.lifecycle import UnitState
+from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.core.tier import Tier
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout
 from infinity.optim.master import master_of, store_master
 from infinity.partition.unit import Unit
+from infinity.shards.shared_base import SharedBase
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
 
@@ -47,39 +47,28 @@ class Resident:
     leases: tuple[Lease, ...]
 
 
-class Lender(Protocol):
-    """Has places on NVMe that other runs share, for units that are never written."""
-
-    def place(self, unit: Unit) -> bool:
-        """Whether a new unit now has its place; if the store calls it lent, its values, too."""
-        ...
-
-    def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None:
-        """The next chunk of ``unit`` is ``memory``, and is on its way to the disk."""
-        ...
-
-
 class Tiers:
     """The homes of all units of this rank.
 
     Args:
         storage: Host memory for residents and staging, and files for the others.
-        gather: Makes a full tensor, ``(numel,)``, of this rank's slice; every rank must call.
+        ranks: Those that share the units.
 
     Attributes:
-        lender: Asked first for places on NVMe, while a frozen base is loaded.
+        shared_base: Places units of a frozen base in extents that runs share, while it is loaded.
     """
 
-    def __init__(self, storage: Storage, gather: Callable[[Unit, Tensor], Tensor]) -> None:
+    def __init__(self, storage: Storage, ranks: Ranks) -> None:
+        self.storage, self._ranks = storage, ranks
         self.layout: StateLayout = storage.layout
         self.pool: Pool = storage.host_pool
         self.store, self.engine = storage.store, storage.units_engine
-        self.chunk_numel, self.versions, self.gather = storage.chunk_numel, storage.memory.versions, gather
+        self.chunk_numel, self.versions = storage.chunk_numel, storage.memory.versions
         self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
         self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
-        self.lender: Lender | None = None
+        self.shared_base: SharedBase | None = None
         self._set_aside: set[int] = set()  # residents whose moments have room in the host budget
 
     # --- homes -------------------------------------------------------------------------------
@@ -97,7 +86,7 @@ class Tiers:
             self._set_aside.add(unit.index)
             self._make_resident(unit)
         elif self.store is not None:
-            if self.lender is None or not self.lender.place(unit):
+            if self.shared_base is None or not self.shared_base.place(unit):
                 self.store.allocate(unit.index, unit.shard_numel, unit.name)
         else:
             raise BudgetError(
@@ -126,13 +115,13 @@ class Tiers:
                     self._set_aside.discard(unit.index)
                     self._used_nbytes -= self._moments_nbytes(unit)
             for unit in sorted(units, key=lambda unit: not unit.trainable):
-                self._bring_home(unit)
+                self._promote_to_host(unit)
         for unit in units:
             if unit.trainable:
                 self._give_moments(unit)
 
     def _nbytes(self, unit: Unit, *, moments: bool = True) -> int:
-        """What the pool takes for a resident (bytes)."""
+        """Return the bytes that the pool takes for a resident."""
         n = unit.shard_numel
         nbytes = rounded(self.layout.weight_nbytes(n)) + rounded(self._exact.state_nbytes(n))
         return nbytes + (self._moments_nbytes(unit) if moments else 0)
@@ -151,8 +140,8 @@ class Tiers:
         unit.home = Tier.HOST
         unit.lifecycle.state = UnitState.ON_HOST
 
-    def _bring_home(self, unit: Unit) -> None:
-        """Take a unit from NVMe into host memory if it fits."""
+    def _promote_to_host(self, unit: Unit) -> None:
+        """Move a unit from NVMe into host memory if it fits."""
         nbytes = self._nbytes(unit, moments=bool(unit.trainable))
         if not self._stored(unit) or self._used_nbytes + nbytes > self.resident_nbytes:
             return
@@ -207,7 +196,7 @@ class Tiers:
         """
         if unit.index not in self.residents and not self._stored(unit):
             self.place(unit)
-            if self._lent(unit):
+            if self._shared(unit):
                 return  # with its values
         first, trains = unit.shard_start, self._trains(unit)
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
@@ -222,8 +211,18 @@ class Tiers:
                 moment.zero_()
 
     def get(self, unit: Unit) -> Tensor:
-        """The full exact values, fp32, ``(numel,)``. Every rank must call."""
+        """Return the full exact values, fp32, ``(numel,)``. Every rank must call."""
         return self.gather(unit, self.shard_fields(unit)[0])
+
+    def gather(self, unit: Unit, shard: Tensor) -> Tensor:
+        """Return full values on the CPU, ``(numel,)``, from every rank's ``shard``. Every rank must call."""
+        if self._ranks.collectives is None:
+            return shard
+        full = torch.empty(unit.numel, dtype=shard.dtype)
+        unit.shard_of(full).copy_(shard)
+        full = full.to(self._ranks.device)
+        self._ranks.collectives.gather(unit.index, unit.name, full, lambda: None).wait()
+        return full.cpu()
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
@@ -278,8 +277,8 @@ class Tiers:
     ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
         """The same of a unit on NVMe; where memory allows, a chunk lands while the next one is made."""
         stored = self._committed(unit).chunks
-        if write and self._lent(unit):
-            self._store.own(unit.index)  # what is lent stays as it is
+        if write and self._shared(unit):
+            self._store.copy_on_write(unit.index)
         with ExitStack() as landing:
             for number, (chunk, target) in enumerate(zip(stored, self._committed(unit).chunks, strict=True)):
                 weight_nbytes = self.layout.weight_nbytes(chunk.numel)
@@ -292,12 +291,14 @@ class Tiers:
                         self._fetch(chunk, lease, weight, state)
                     yield chunk.start, weight, state
                     if write:
-                        if not target.exact.pieces and self._says_more(weight, state):
+                        if not target.exact.pieces and self._has_remainder(weight, state):
                             target = self._store.add_exact(unit.index, number)
                         for transfer in self._start(self._engine.write, target, lease.memory):
                             held.callback(transfer.wait)
-                        if self.lender is not None:
-                            self.lender.wrote(unit, [part for _, part in self._parts(target, lease.memory)])
+                        if self.shared_base is not None:
+                            self.shared_base.wrote(
+                                unit, [part for _, part in self._parts(target, lease.memory)]
+                            )
                         landing.close()
                         landing.enter_context(held.pop_all())
 
@@ -319,8 +320,8 @@ class Tiers:
             for moment in state[-_MOMENTS:]:
                 moment.zero_()
 
-    def _says_more(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
-        """Whether the exact values are not the weights themselves."""
+    def _has_remainder(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
+        """Whether any fp32 master differs from its rounded weight."""
         if self.layout.dtype is torch.float16:
             return True  # room that was not written reads as zeros, which are no float16 masters
         return any(bool(remainder.view(torch.int64).any()) for remainder in state[:-_MOMENTS])
@@ -332,7 +333,7 @@ class Tiers:
         return [move(extent, part) for extent, part in self._parts(chunk, memory)]
 
     def _parts(self, chunk: ChunkExtents, memory: memoryview) -> Iterator[tuple[Extent, memoryview]]:
-        """What a chunk has on NVMe, and where it is in memory."""
+        """Yield a chunk's extents on NVMe, each with its place in memory."""
         begin = 0
         for extent, nbytes in (
             (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
@@ -346,7 +347,7 @@ class Tiers:
     # --- what training moves -----------------------------------------------------------------
 
     def version(self, unit: Unit, ahead: int = 0) -> Version:
-        """Where an update reads, or with ``ahead=1`` writes; a unit that was frozen gets room first."""
+        """Return the version that an update reads, or with ``ahead=1`` writes; one that was frozen gets room."""
         self._train(unit)
         return self._store.version(unit.index, unit.version + ahead)
 
@@ -357,7 +358,7 @@ class Tiers:
 
     def _train(self, unit: Unit) -> None:
         """Give a unit on NVMe room for all that training needs, in files of this run."""
-        if self._lent(unit):
+        if self._shared(unit):
             for _ in self._each_stored_chunk(unit, write=True):
                 pass
         self._store.train(unit.index)
@@ -375,8 +376,8 @@ class Tiers:
     def _stored(self, unit: Unit) -> bool:
         return self.store is not None and self.store.has(unit.index)
 
-    def _lent(self, unit: Unit) -> bool:
-        return self.store is not None and self.store.lent(unit.index)
+    def _shared(self, unit: Unit) -> bool:
+        return self.store is not None and self.store.shared(unit.index)
 
     @property
     def _store(self) -> ShardStore:

@@ -1,39 +1,166 @@
-"""From complete gradients to committed versions.
+"""Updates of shards: from complete gradients to committed versions.
 
 [Note: when an update starts]
 With two versions, and when nothing global must be known first (no clipping), a unit's update starts
 as soon as its gradient exists, inside backward: it reads the committed version and writes the next.
-``step`` then only turns the page: what was next is committed. Otherwise gradients are held, and the
+``step`` then only publishes them: what was next is committed. Otherwise gradients are held, and the
 updates start at ``step``. Either way they lag into the next forward, where the next fetch of a unit
 waits for that unit's own update, and they run in the order in which the next forward will need them.
 
 [Note: what is forgotten]
-Skipping a step, or ``zero_grad()`` without ``step()``, is not turning the page: the next version is
+Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: the next version is
 overwritten by the next update. A unit in host memory has one place, so it is only updated at
 ``step``.
+
+[Note: the commit barrier]
+The updates of step t+1 write over what step t-1 committed. So the first of them waits until the record
+of step t is on disk; by then the forward pass of step t+1 has waited for nearly all updates of step t
+anyway. A process that is killed at any moment leaves a record whose versions are whole.
 """
 
+import json
 import math
+import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
-from infinity.core.tier import Tier
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.lifecycle import Tier
+from infinity.core.transfer import ChainedTransfer, Lease, Transfer, TransferFuture
+from infinity.nvme.errors import CorruptRecordError
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
-from infinity.optim.tickets import After, Ticket
+from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Unit
-from infinity.shards.commits import Commits
-from infinity.shards.journal import CommitRecord
+from infinity.shards.storage import Storage
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
+
+_MAGIC = "infinity-commit-1"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """After ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
+
+    step: int
+    versions: tuple[int, ...]
+
+
+def write_commit(path: Path, record: CommitRecord) -> None:
+    """Replace the record at ``path``; a crash at any moment leaves the old one or the new one.
+
+    What the record speaks of must be on disk before (:meth:`infinity.nvme.volume.Volume.sync`).
+    One writer per path.
+
+    Raises:
+        OSError: It could not be written; the old record is whole.
+    """
+    body = json.dumps({"step": record.step, "versions": record.versions}, separators=(",", ":"))
+    text = f"{_MAGIC} {zlib.crc32(body.encode()):08x} {body}\n"
+    draft = path.with_name(path.name + ".new")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)  # the new name, too, survives a power cut
+    finally:
+        os.close(folder)
+
+
+def read_commit(path: Path) -> CommitRecord | None:
+    """The record at ``path``; None when nothing was committed.
+
+    Raises:
+        CorruptRecordError: The file is not a whole record.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        magic, crc, body = data.decode().rstrip("\n").split(" ", 2)
+        if magic != _MAGIC or int(crc, 16) != zlib.crc32(body.encode()):
+            raise ValueError("checksum")
+        fields = json.loads(body)
+        return CommitRecord(int(fields["step"]), tuple(int(version) for version in fields["versions"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptRecordError(
+            f"{path}: not a whole commit record ({len(data)} bytes, {error}); "
+            "the drive lost or changed it: restore a checkpoint"
+        ) from error
+
+
+class Commits:
+    """Writes one rank's commit records, on a thread of its own.
+
+    Args:
+        path: The record.
+        sync: Makes the drive keep what was written (:meth:`infinity.nvme.volume.Volume.sync`).
+    """
+
+    def __init__(self, path: Path, sync: Callable[[], None]) -> None:
+        self.path, self._sync = path, sync
+        self._thread = ThreadPoolExecutor(1, "infinity-commit")
+        self._last: TransferFuture | None = None
+
+    @classmethod
+    def open(cls, storage: Storage) -> "Commits | None":
+        """Return the writer of a rank's commit records; None where no unit has two versions on disk."""
+        if storage.volume is None or storage.commit_record is None or storage.memory.versions < 2:
+            return None
+        return cls(storage.commit_record, storage.volume.sync)
+
+    def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
+        """Write ``record`` as soon as every update has landed; never, if one fails."""
+        self.wait()
+        written = self._last = TransferFuture()
+        left = [len(updates) + 1]
+        lock = threading.Lock()
+
+        def landed() -> None:
+            with lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+            self._thread.submit(written.run, partial(self._write, record, updates))
+
+        for update in updates:
+            update.then(landed)
+        landed()
+
+    def wait(self) -> None:
+        """Block until the last record is on disk.
+
+        Raises:
+            DiskError: An update of that step failed; the record before it stands.
+        """
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        """End the thread, after the record that is being written."""
+        self._thread.shutdown()
+
+    def _write(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
+        for update in updates:
+            update.wait()  # ended: raises at once if it failed
+        self._sync()
+        write_commit(self.path, record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +178,37 @@ class Weights:
     stay: bool = False
 
 
+class UpdateFuture(TransferFuture):
+    """An update in flight; ends when its last write has landed.
+
+    Attributes:
+        computed: Set when the new weights exist, and the update reads what it was given no more.
+    """
+
+    __slots__ = ("computed",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = threading.Event()
+
+    def wait_computed(self) -> None:
+        """Return when the new weights exist, though they may not be on disk yet.
+
+        Raises:
+            DiskError: The update has failed.
+        """
+        while not self.computed.wait(1.0):  # in slices: Ctrl-C must get through
+            pass
+        if self.done():
+            self.wait()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        super().finish(error)
+        self.computed.set()
+
+
 @dataclass(slots=True)
-class Ready:
+class PendingUpdate:
     """A unit whose gradient of this step is complete on this rank."""
 
     unit: Unit
@@ -60,7 +216,7 @@ class Ready:
     sum_of_squares: float
     lease: Lease  # of the gradient
     weights: Weights
-    ticket: Ticket | None = None  # when the update has started
+    future: UpdateFuture | None = None  # when the update has started
 
     def release(self) -> None:
         """Gradient and weights are read no more; may be called twice."""
@@ -85,31 +241,29 @@ class Updates:
         tiers: Where shards live.
         rule: Updates shards in host memory, on the training thread.
         pipeline: Updates the others; None when everything is resident.
+        units: All of the model's.
+        order: Of uses and gradients in a step, which orders the updates.
         early: Start inside backward where versions allow it.
-        next_use: Position of a unit's first use in the next pass, for the order of updates.
-        order_of_gradients: Indices of units in the order in which a step completes their gradients.
-        units: All of the model's, for the commit record.
         commits: Writes the commit record; None without two versions on disk.
         on_failure: Called with the error of an update, on the pipeline's thread.
     """
 
     def __init__(
-        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, *, early: bool,
-        next_use: Callable[[int], int], order_of_gradients: Callable[[], Sequence[int]] = tuple,
-        units: Sequence[Unit] = (), commits: Commits | None = None,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
+        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, units: Sequence[Unit],
+        order: StepOrder, *, early: bool, commits: Commits | None,
+        on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
-        self.early, self.next_use, self._on_failure = early, next_use, on_failure
-        self.order_of_gradients = order_of_gradients
+        self.units, self.order, self.early = units, order, early
+        self.commits, self._on_failure = commits, on_failure
         self._expecting = False
-        self.units, self.commits = units, commits
+        self._incoming: list[Pending] = []  # reductions whose gradients will be added
         self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
-        self.ready: dict[int, Ready] = {}
+        self.ready: dict[int, PendingUpdate] = {}
         self.steps = 0
         self.loss_scale = 1.0
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
-        self._tickets: dict[int, Ticket] = {}
+        self._futures: dict[int, UpdateFuture] = {}
         self._hypers: list[Hyper] | None = None
         self._tensors: list[Tensor] = []
         self._group_of: dict[int, int] = {}  # by id of the parameter; frozen ones are in none
@@ -117,49 +271,59 @@ class Updates:
 
     # --- gradients ---------------------------------------------------------------------------
 
+    def announce(self, reduction: Pending) -> None:
+        """Expect a gradient that its reduction over ranks will :meth:`add`."""
+        self._incoming.append(reduction)
+
+    def wait_for_gradients(self) -> None:
+        """Block until every announced gradient has been added."""
+        for reduction in self._incoming:
+            reduction.wait()
+        self._incoming.clear()
+
     def add(self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights) -> None:
-        """A shard's gradient is complete, ``(shard_numel,)``; any thread.
+        """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
 
         Args:
             lease: Held for ``grad``, given back when the update has read it.
             weights: Those that the update starts from.
         """
         squares = sum_of_squares(grad, compiled=self.rule.compiled)
-        ready = Ready(unit, grad, squares, lease, weights)
+        ready = PendingUpdate(unit, grad, squares, lease, weights)
         with self._lock:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
-            ready.release()  # the step will be skipped: nobody reads this gradient
+            ready.release()  # the step will be skipped, and this gradient not read
         elif self.early and unit.home is Tier.NVME:
             self._launch(ready, 1.0)
 
     def expect(self) -> None:
-        """A step begins: the states of its updates may be read before their gradients exist."""
+        """Let the states of a step's updates be read before their gradients exist."""
         if self.pipeline is not None and not self._expecting:
             self._expecting = True
             self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
 
     def _expected(self, unit: Unit) -> Expected:
         chunks = partial(_chunks, self.tiers.version(unit), self.tiers.version(unit, ahead=1))
-        return Expected(unit.name, chunks, self._tickets.get(unit.index))
+        return Expected(unit.name, chunks, self._futures.get(unit.index))
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
-        on_nvme = [index for index in self.order_of_gradients() if self.units[index].home is Tier.NVME]
+        on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
-        """Over this rank's shards, in the order of units."""
+        """Return the sum over this rank's shards, in the order of units."""
         return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
 
     # --- the step ----------------------------------------------------------------------------
 
     def commit(self, grad_scale: float) -> None:
-        """Make this step's updates the model: turn the page, or start what was held."""
+        """Commit the step: publish running updates, start deferred ones."""
         self._check_hypers()
         for index in self._in_order_of_use(self.ready):
             ready = self.ready[index]
-            if ready.ticket is None:
+            if ready.future is None:
                 self._start(ready, grad_scale)
             ready.unit.updates += 1
             if ready.unit.home is Tier.NVME:
@@ -169,48 +333,56 @@ class Updates:
         self._close_step()
 
     def _record(self) -> None:
-        """Let the commit record follow when the updates of this step have landed."""
+        """Write the commit record when the updates of this step have landed."""
         if self.commits is not None:
-            tickets = [ready.ticket for ready in self.ready.values() if ready.ticket is not None]
+            futures = [ready.future for ready in self.ready.values() if ready.future is not None]
             versions = tuple(unit.version for unit in self.units)
-            self.commits.add(CommitRecord(self.steps, versions), tickets)
+            self.commits.add(CommitRecord(self.steps, versions), futures)
 
     def forget(self) -> list[int]:
         """Drop this step's gradients and updates; the committed version stays. Returns whose they were."""
         forgotten = list(self.ready)
         for ready in self.ready.values():
-            if ready.ticket is not None:
-                ready.ticket.wait()  # it writes into the next version, which nobody will read
+            if ready.future is not None:
+                ready.future.wait()  # it writes into the next version, which will not be read
             ready.release()
         self._close_step()
         return forgotten
 
+    # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
+
     def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading a shard's committed weights from byte ``start`` on, after the update of them."""
-        ticket = self._tickets.get(unit.index)
-        if ticket is None or ticket.done() or self._is_next(unit):
-            if ticket is not None and ticket.done() and not self._is_next(unit):
-                ticket.wait()  # raises if that update failed: its weights are not there
+        future = self._futures.get(unit.index)
+        if future is None or future.done() or self._is_next(unit):
+            if future is not None and future.done() and not self._is_next(unit):
+                future.wait()  # raises if that update failed: its weights are not there
             return self.tiers.read_weight(unit, memory, start)
-        return After(ticket, lambda: self.tiers.read_weight(unit, memory, start))
+        return ChainedTransfer(future, lambda: self.tiers.read_weight(unit, memory, start))
+
+    def resident(self, unit: Unit) -> Tensor | None:
+        """Return the shard of a unit that lives in host memory; None for others."""
+        resident = self.tiers.residents.get(unit.index)
+        return None if resident is None else resident.weight
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """What waits for the new weights of a unit that stayed; without an update they are the old ones."""
-        ticket = self._tickets.get(unit.index)
-        return (lambda: None) if ticket is None else ticket.wait_computed
-
-    def leave_in_peace(self, unit: Unit) -> None:
-        """When this returns, no update reads or writes the weights that ``unit`` stayed with."""
-        ready, ticket = self.ready.get(unit.index), self._tickets.get(unit.index)
-        if ready is not None and ready.ticket is None:
-            ready.weights = Weights()  # the update will read them
-        elif ticket is not None:
-            ticket.computed.wait()
+        """Return a wait for the new weights of a unit that stayed; without an update there is none."""
+        future = self._futures.get(unit.index)
+        return (lambda: None) if future is None else future.wait_computed
 
     def fetch_waits_for(self, unit: Unit) -> str:
-        """What a fetch of ``unit`` waits for now: its update, or the disk's read."""
-        ticket = self._tickets.get(unit.index)
-        return "read" if ticket is None or ticket.done() or self._is_next(unit) else "update"
+        """Return the cause of a wait for ``unit``'s fetch: its ``update``, or the disk's ``read``."""
+        future = self._futures.get(unit.index)
+        return "read" if future is None or future.done() or self._is_next(unit) else "update"
+
+    def wait_until_unused(self, unit: Unit) -> None:
+        """Return when no update reads or writes the weights that ``unit`` stayed with."""
+        self.wait_for_gradients()  # its own may still be on the way to the update
+        ready, future = self.ready.get(unit.index), self._futures.get(unit.index)
+        if ready is not None and ready.future is None:
+            ready.weights = Weights()  # the update will read them
+        elif future is not None:
+            future.computed.wait()
 
     def drain(self) -> None:
         """Block until every update that was started has landed."""
@@ -226,13 +398,13 @@ class Updates:
 
     # --- starting ----------------------------------------------------------------------------
 
-    def _start(self, ready: Ready, grad_scale: float) -> None:
+    def _start(self, ready: PendingUpdate, grad_scale: float) -> None:
         if ready.unit.home is Tier.NVME:
             self._launch(ready, grad_scale)
         else:
             self._update_resident(ready, grad_scale)
 
-    def _update_resident(self, ready: Ready, grad_scale: float) -> None:
+    def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         resident = self.tiers.residents[ready.unit.index]
         hypers = self._tensors_for(grad_scale)
         for span in spans_of(ready.unit, self._group_of):
@@ -242,15 +414,15 @@ class Updates:
             self.rule.update(weight, ready.grad[part], state, weight, hypers[span.group])
         ready.release()
 
-    def _launch(self, ready: Ready, grad_scale: float) -> None:
+    def _launch(self, ready: PendingUpdate, grad_scale: float) -> None:
         assert self.pipeline is not None
         unit = ready.unit
         if self.commits is not None:
             self.commits.wait()  # see the commit barrier
-        earlier = self._tickets.get(unit.index)
+        earlier = self._futures.get(unit.index)
         if earlier is not None:
             earlier.wait()
-        ready.ticket = self._tickets[unit.index] = ticket = Ticket()
+        ready.future = self._futures[unit.index] = future = UpdateFuture()
         with self._lock:
             hypers = self._tensors_for(grad_scale)
         runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in spans_of(unit, self._group_of))
@@ -261,16 +433,16 @@ class Updates:
         self.pipeline.submit(
             UpdateJob(
                 name=unit.name, weight=ready.weights.values, grad=ready.grad, chunks=chunks, runs=runs,
-                priority=self.next_use(unit.index), on_computed=partial(_computed, ready, ticket),
-                on_done=partial(self._landed, ticket), in_place=ready.weights.stay,
+                priority=self.order.first_use(unit.index), on_computed=partial(_computed, ready, future),
+                on_done=partial(self._landed, future), in_place=ready.weights.stay,
             )
         )  # fmt: skip
 
-    def _landed(self, ticket: Ticket, error: BaseException | None) -> None:
+    def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
         """The end of an update; on the pipeline's thread."""
         if error is not None:
             self._on_failure(error)
-        ticket.finish(error)
+        future.finish(error)
 
     def _sizes(self, unit: Unit) -> tuple[int, int]:
         layout = self.tiers.layout
@@ -312,7 +484,7 @@ class Updates:
 
     def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
         """Held updates start in the order in which the next forward needs them."""
-        return sorted(indices, key=lambda i: (self.next_use(i), i))
+        return sorted(indices, key=lambda i: (self.order.first_use(i), i))
 
     def _close_step(self) -> None:
         self.ready.clear()
@@ -322,13 +494,13 @@ class Updates:
     def _is_next(self, unit: Unit) -> bool:
         """Whether the unit's update in flight belongs to a step that is not committed yet."""
         ready = self.ready.get(unit.index)
-        return ready is not None and ready.ticket is not None
+        return ready is not None and ready.future is not None
 
 
-def _computed(ready: Ready, ticket: Ticket) -> None:
+def _computed(ready: PendingUpdate, future: UpdateFuture) -> None:
     """The update has read what it was given; on the pipeline's thread."""
     ready.release()
-    ticket.computed.set()
+    future.computed.set()
 
 
 def _chunks(committed: Version, following: Version) -> tuple[Chunk, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.activation import cache
+from infinity.activations import cache
 from tests.activation.stage import Stage
 
 

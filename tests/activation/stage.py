@@ -17,7 +17,7 @@ from infinity.activations.script import Alike, Script
 from infinity.activations.shelf import DirectShelf, StagedShelf
 from infinity.activations.slot import Slot
 from infinity.core.plan import Place
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 from tests.helpers.faulty import FaultyEngine

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity import storage
-from infinity.activation import cache
+from infinity.activations import cache
 from infinity.core.errors import DiskError, InfinityError, PeerError
+from infinity.shards import storage
 from tests.helpers import models
 from tests.helpers.faulty import Fault, FaultyEngine
 from tests.helpers.launch import run_ranks

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity import offloading
-from infinity.activation import cache
+from infinity.activations import cache
 from infinity.activations.activations import METERED
+from infinity.api import offload_activations as offloading
 from infinity.core.errors import DiskError, InfinityError, StateError
 from tests.activation.stage import assert_same, live_slots
 from tests.activation.test_nested import Model, batch

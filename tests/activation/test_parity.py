@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.activation import cache
+from infinity.activations import cache
 from infinity.activations.activations import METERED
 from tests.helpers import models, zoo
 from tests.helpers.reference import Rule

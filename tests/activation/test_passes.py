@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.activation import passes as module
+from infinity.activations import passes as module
 from infinity.activations.ledger import Ledger
 from infinity.activations.passes import Passes
 

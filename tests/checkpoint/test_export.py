@@ -159,7 +159,7 @@ def test_an_export_that_ends_in_the_middle_leaves_nothing(
 def test_a_disk_that_fails_to_read_is_a_disk_error_and_leaves_nothing(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from infinity.engine.registry import runtime_of
+    from infinity.engine.runtime import runtime_of
 
     engine, reads = runtime_of(model).tiers.engine, []
     assert engine is not None

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import infinity
 from infinity.checkpoint.plan import Converted
 from infinity.core.errors import CheckpointError
-from infinity.engine.registry import runtime_of
+from infinity.engine.runtime import runtime_of
 from tests.helpers import zoo
 from tests.helpers.training import recipe, small_units, streaming
 

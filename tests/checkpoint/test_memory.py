@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.engine.registry import runtime_of
+from infinity.engine.runtime import runtime_of
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import recipe
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import infinity
-from infinity import CheckpointError, RecipeError, inputs
+from infinity import CheckpointError, RecipeError
+from infinity.app import inputs
 from infinity.app.models.gpt import GPT
 from infinity.app.train import train
 from tests.helpers import models, training, zoo

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.engine.registry import runtime_of
+from infinity.engine.runtime import runtime_of
 from tests.helpers import training
 from tests.helpers.reference import Reference, Rule
 
@@ -145,12 +145,12 @@ class Lockstep:
 def _tighten(model: nn.Module) -> None:
     """Let device memory hold all gradients, but so few weights that passes must fetch and release."""
     runtime = runtime_of(model)
-    memory = runtime.recipe.memory
+    memory = runtime.config.memory
     if not memory.nvme:
         return
     sizes = [-(-unit.nbytes // 4096) * 4096 for unit in runtime.units]
     tight = dataclasses.replace(memory, device=sum(sizes) + 5 * max(sizes))
-    runtime.recipe = dataclasses.replace(runtime.recipe, memory=tight)
+    runtime.config = dataclasses.replace(runtime.config, memory=tight)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import Extent
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 from tests.helpers.faulty import Fault, FaultyEngine

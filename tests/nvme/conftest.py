@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.device.pool import BufferLease, HostPool
+from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines.base import QueuedEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine

@@ -16,7 +16,7 @@ import torch
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
-from infinity.device.pool import BufferLease
+from infinity.device.memory import BufferLease
 from infinity.nvme.engines import EngineWarning, libaio_engine, make_engine
 from infinity.nvme.engines.base import QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
@@ -128,8 +128,8 @@ def test_a_call_that_raises_does_not_end_the_engine(
     done = threading.Event()
     move = engine.write(extent, out.memory)
     # Held back until the call is registered, or it would run, and raise, right here.
-    with engine._lock:
-        ended = move._ended
+    with move._lock:
+        ended = move.done()
         if not ended:
             move._calls += [lambda: 1 // 0, done.set]
     if not ended:
@@ -316,7 +316,7 @@ _INTERRUPTED = """
 import signal, sys
 from pathlib import Path
 from infinity.nvme.engines import make_engine
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.volume import Volume
 
 volume = Volume([Path(sys.argv[2])])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infinity.nvme.errors import CorruptRecordError
-from infinity.shards.journal import CommitRecord, read_commit, write_commit
+from infinity.shards.updates import CommitRecord, read_commit, write_commit
 
 
 def test_what_was_committed_is_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
-from infinity.device.pool import BufferLease, DevicePool, HostPool
+from infinity.device.memory import BufferLease, DevicePool, HostPool
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import Extent
-from infinity.device.pool import BufferLease
+from infinity.device.memory import BufferLease
 from infinity.nvme.engines import make_engine
 from infinity.nvme.errors import BufferedIOWarning, DirectoryError
 from infinity.nvme.space import Space
@@ -172,7 +172,7 @@ import resource, sys
 from pathlib import Path
 from infinity.core.errors import DiskError
 from infinity.nvme.engines import make_engine
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.volume import SealedFile, Volume
 
 name, path = sys.argv[1], Path(sys.argv[2])

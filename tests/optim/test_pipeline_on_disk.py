@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infinity.core.extent import Extent
 from infinity.core.transfer import Transfer, TransferEngine
-from infinity.device.pool import HostPool
+from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout

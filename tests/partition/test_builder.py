@@ -7,8 +7,7 @@ from torch import nn
 from infinity.core.errors import StateError
 from infinity.partition import builder
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.init_context import Construction
-from infinity.partition.parameters import ServedParameters, serve
+from infinity.partition.init_context import Construction, ServedParameters, install_parameter_dict
 from infinity.partition.unit import is_placeholder
 from tests.helpers import models
 
@@ -46,7 +45,7 @@ class Build:
         self.units = construction.builder.units
 
     def _serve(self, module) -> None:
-        serve(module, self.construction.touch, self.construction.plain_copy)
+        install_parameter_dict(module, self.construction.touch, self.construction.plain_copy)
 
     def exact(self) -> dict[str, torch.Tensor]:
         values = {}

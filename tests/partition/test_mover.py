@@ -5,12 +5,10 @@ import torch
 from torch import nn
 
 from infinity.core.errors import DiskError, StateError
-from infinity.core.lifecycle import UnitState
-from infinity.core.tier import Tier
-from infinity.partition.mover import UnitMover
-from infinity.partition.staging import Staging
+from infinity.core.lifecycle import Tier, UnitState
+from infinity.core.transfer import TransferFuture
+from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
-from infinity.shards.updates import Ticket
 from tests.helpers.fakes import FakeEngine, FakePool
 
 
@@ -18,11 +16,11 @@ class FakeShards:
     """Shards whose fetches end when the test says so."""
 
     def __init__(self) -> None:
-        self.fetches: list[tuple[int, memoryview, Ticket]] = []
+        self.fetches: list[tuple[int, memoryview, TransferFuture]] = []
         self.residents: dict[int, torch.Tensor] = {}
 
     def fetch(self, unit, memory, start=0):
-        self.fetches.append((unit.index, memory, Ticket()))
+        self.fetches.append((unit.index, memory, TransferFuture()))
         return self.fetches[-1][2]
 
     def resident(self, unit):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece
-from infinity.partition.staging import Staging
+from infinity.partition.mover import Staging
 from tests.helpers.fakes import FakeEngine, FakePool
 
 B = BLOCK_NBYTES

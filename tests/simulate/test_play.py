@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from infinity.core.plan import ActivationPlan, Hardware, Load, Place
 from infinity.core.profile import Block, Kind, Operator, Phase, Profile, Slot, SlotKey, StorageUse, Traffic
+from infinity.planner.player import bounded, play, play_in_detail
 from infinity.planner.script import Saved, script_of
-from infinity.planner.timeline import Timeline, bounded, play, play_in_detail
+from infinity.planner.timeline import Timeline
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
 KEEP = ActivationPlan("keep")

@@ -15,14 +15,13 @@ in which an interrupt leaves a request that nobody will settle.
 
 import errno
 import resource
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import BLOCK_NBYTES, Extent
+from infinity.core.transfer import TransferFuture
 from infinity.nvme.volume import Volume
 
 #: A request that is interrupted or moves nothing this often in a row is an error.
@@ -38,57 +37,21 @@ class Memory(Protocol):
     def __getitem__(self, key: slice, /) -> Any: ...
 
 
-class Move:
-    """A transfer that ends with the last of its requests; see :class:`infinity.core.transfer.Transfer`."""
+class Move(TransferFuture):
+    """A transfer that ends with the last of its requests; its error is a :class:`DiskError`."""
 
-    __slots__ = ("_calls", "_ended", "_event", "_lock", "error", "memory", "nbytes", "pending", "writes")
+    __slots__ = ("error", "memory", "nbytes", "pending", "writes")
 
-    def __init__(self, lock: threading.Lock, memory: Memory, *, writes: bool) -> None:
-        self._lock = lock  # the engine's; guards what follows
-        self._calls: list[Callable[[], None]] = []
-        self._ended = False
-        self._event: threading.Event | None = None
-        self.error: DiskError | None = None
+    def __init__(self, memory: Memory, *, writes: bool) -> None:
+        super().__init__()
+        self.error: DiskError | None = None  # the first of a request
         self.memory: Memory | None = memory  # kept alive until the kernel is done with it
         self.nbytes, self.writes, self.pending = memory.nbytes, writes, 0
 
-    def wait(self) -> None:
-        """Return when every byte has moved, or raise the first error, a :class:`DiskError`."""
-        event = None
-        with self._lock:
-            if not self._ended:
-                event = self._event = self._event or threading.Event()
-        if event is not None:
-            event.wait()
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-
-    def done(self) -> bool:
-        return self._ended
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Run ``call`` once, when the move has ended; at once if it has."""
-        with self._lock:
-            if not self._ended:
-                self._calls.append(call)
-                return
-        call()
-
     def end(self) -> None:
-        """Mark the end, wake who waits, run the calls; the engine's lock is not held."""
-        with self._lock:
-            self._ended, self.memory = True, None
-            calls, self._calls = self._calls, []
-            if self._event is not None:
-                self._event.set()
-        for call in calls:
-            try:
-                call()
-            except Exception:
-                # An engine's thread must outlive the mistake of a caller, which is shown like
-                # that of any thread.
-                hook = threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
-                threading.excepthook(hook)
+        """Every request is settled; the engine's lock is not held."""
+        self.memory = None
+        self.finish(self.error)
 
 
 class Request:
@@ -261,7 +224,7 @@ class QueuedEngine:
             if memory.readonly:
                 raise ValueError("memory is read-only; an engine takes writable memory, also to write from")
             memory = memory if memory.itemsize == 1 and memory.ndim == 1 else memory.cast("B")
-        move = Move(self._lock, memory, writes=writes)
+        move = Move(memory, writes=writes)
         requests = self._cut(move, extent)
         if not requests:
             move.end()

@@ -18,8 +18,8 @@ from infinity.api.schedule import LayerSchedule
 from infinity.app.train import train
 from infinity.core import budget
 from infinity.core.errors import BudgetError, RecipeError
-from infinity.core.tier import Tier
-from infinity.engine.registry import runtime_of
+from infinity.core.lifecycle import Tier
+from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule
@@ -109,7 +109,7 @@ def test_frozen_weights_stay_no_longer_than_their_block_in_backward(tmp_path: Pa
     plain = [loop.step([whole(batch, step, 2)]).losses[0].item() for step in range(4)]
     model = freeze(build(factory, "bf16", streaming(tmp_path, "memory.device=96KiB")))
     with contextlib.closing(optimizer_for(model, CLIPPED)) as optimizer:
-        window: Any = optimizer.runtime.connected().prefetcher
+        window: Any = optimizer.runtime.executor().prefetcher
         assert sum(window.nbytes.values()) > 2 * window.capacity_nbytes
         scheduled = infinity.layer_schedule(model, 2)
         for step in range(4):
@@ -138,7 +138,7 @@ def test_a_block_keeps_its_room_when_more_is_trained_later(tmp_path: Path, rule:
             optimizer.step()
         for block in scheduled.blocks.modules:
             room = sum(budget.rounded(unit.nbytes) for unit in _units(runtime, block))
-            assert room <= runtime.connected().prefetcher.capacity_nbytes
+            assert room <= runtime.executor().prefetcher.capacity_nbytes
         assert optimizer.report().peak_nbytes["device"] <= device
 
 
@@ -185,7 +185,7 @@ def count(
             if step >= WARM_UP:
                 planned.append(report.planned_nbytes_read)
                 on_demand += report.on_demand
-        fetches = Counter(runtime.connected().prefetcher.training.plan.fetched())
+        fetches = Counter(runtime.executor().prefetcher.training.plan.fetched())
         numel = {unit.index: unit.shard_numel for unit in runtime.units}
         return Counted(
             settled(runtime)[0] - before[0], planned, fetches,
@@ -214,7 +214,7 @@ def backward(
 
 def room_for_a_block(folder: str, name: str, rule: Rule = CLIPPED) -> int:
     """The least ``memory.device`` (bytes) with which the layer schedule runs, as the errors say it."""
-    device = least(folder, name, rule, 1024, r"needed are .*?\((\d+) bytes")
+    device = least(folder, name, rule, 1024, r"at least .*?\((\d+) bytes")
     return device + least(folder, name, rule, device, r"Raise it by .*?\((\d+) bytes")
 
 

@@ -1,21 +1,120 @@
-"""A bounded set of buffers, counted to the byte.
+"""Bounded pools of host and device memory, counted to the byte.
 
 A buffer is as large as was asked, in whole pages. One that is given back is kept for the next lease of
 the same size; kept buffers are unmapped, oldest first, as soon as their bytes are needed. So leased
 and kept bytes together never exceed the capacity.
+
+[Note: why a mapping of our own]
+The kernel pins a buffer's pages for every direct request: 2 MiB pages make that one step in place of
+512. Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also given back to the
+system at once, which an allocator does when it pleases, and is exactly as large as was asked.
+
+[Note: forked children]
+Buffers are not inherited (MADV_DONTFORK). Otherwise every worker of a ``DataLoader`` would, page by
+page as training writes on, keep a second copy of the whole pool, and huge pages would be broken up.
 """
 
+import ctypes
+import mmap
 import threading
 import time
 from collections import OrderedDict
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from infinity.core.budget import HUGE_NBYTES, rounded
 from infinity.core.errors import BudgetError, StateError
 from infinity.core.nbytes import format_nbytes
-from infinity.device.buffers import Buffer, DeviceBuffer, HostBuffer, rounded
+
+
+def _cudart() -> Any:
+    cuda: Any = torch.cuda
+    return cuda.cudart()
+
+
+class Buffer(Protocol):
+    """Memory of one buffer; ``tensor`` is uint8 and spans all of it."""
+
+    nbytes: int
+    tensor: Tensor
+
+    @property
+    def memory(self) -> memoryview: ...
+
+    def close(self) -> None:
+        """Give the memory back; it must not be used any more."""
+        ...
+
+
+class HostBuffer:
+    """A private anonymous mapping, on huge pages where it is that large.
+
+    Args:
+        nbytes: As :func:`rounded` gives it.
+        pin: Page-lock it for the accelerator.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self.nbytes, self._pinned = nbytes, False
+        huge = nbytes >= HUGE_NBYTES
+        # Older kernels put a mapping anywhere: one spare huge page of addresses, never touched,
+        # leaves room to start on a multiple of 2 MiB.
+        span = nbytes + HUGE_NBYTES if huge else nbytes
+        self._map = mmap.mmap(-1, span, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        start = 0
+        if huge:
+            self._advise_huge()
+            start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % HUGE_NBYTES
+        self._memory = memoryview(self._map)[start : start + nbytes]
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
+        if pin:
+            self._register()
+
+    @property
+    def memory(self) -> memoryview:
+        return self._memory
+
+    def _advise_huge(self) -> None:
+        try:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, AttributeError):  # a kernel without them: slower, and right
+            return
+
+    def _register(self) -> None:
+        code = int(_cudart().cudaHostRegister(self.tensor.data_ptr(), self.nbytes, 0))
+        if code != 0:
+            raise BudgetError(
+                f"CUDA could not page-lock {format_nbytes(self.nbytes)} of host memory (error {code}); "
+                "lower memory.host, or raise the limit of locked memory (ulimit -l)"
+            )
+        self._pinned = True
+
+    def close(self) -> None:
+        if self._pinned:
+            _cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self._pinned = False
+        # The pages go now; the addresses go with the last view of them, so that a view that
+        # outlives its lease reads zeros and never another buffer's memory.
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class DeviceBuffer:
+    """Accelerator memory, from torch's allocator."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def memory(self) -> memoryview:
+        raise StateError(f"a buffer on {self.tensor.device} has no host memory; use its tensor")
+
+    def close(self) -> None:
+        """Nothing: torch's allocator takes the memory with the last reference."""
+
 
 __all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]
 
@@ -70,7 +169,7 @@ class BufferLease:
 
 
 class BufferPool:
-    """What pools share: the accounting. Any thread may call.
+    """A bounded set of buffers, with its accounting. Any thread may call.
 
     Args:
         capacity_nbytes: Bytes that all buffers may take together.
@@ -109,7 +208,7 @@ class BufferPool:
 
     @property
     def held(self) -> dict[str, int]:
-        """Who holds how many bytes."""
+        """Bytes that are leased, by holder."""
         with self._changed:
             return dict(self._held)
 
@@ -121,7 +220,7 @@ class BufferPool:
             StateError: The pool is closed.
             BaseException: It would have to wait, after :meth:`fail`.
         """
-        size = rounded(nbytes)
+        size = rounded(max(1, nbytes))
         if size > self.capacity_nbytes:
             raise BudgetError(
                 f"{who} needs {format_nbytes(nbytes)}, in whole pages {size} bytes, at one time; "
@@ -143,10 +242,10 @@ class BufferPool:
     def try_lease(self, nbytes: int, *, who: str) -> BufferLease | None:
         """The same without blocking: None when it does not fit now."""
         with self._changed:
-            return self._lend(nbytes, who) if self._fits(rounded(nbytes)) else None
+            return self._lend(nbytes, who) if self._fits(rounded(max(1, nbytes))) else None
 
     def fail(self, error: BaseException) -> None:
-        """Those who would give buffers back ended with ``error``: whoever waits for one raises it."""
+        """Raise ``error`` from every lease that waits for a buffer, or would have to."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -166,7 +265,7 @@ class BufferPool:
         return self._leased_nbytes + size <= self.capacity_nbytes
 
     def _lend(self, nbytes: int, who: str) -> BufferLease:
-        size = rounded(nbytes)
+        size = rounded(max(1, nbytes))
         # The newest of its size: its pages are the likeliest to be in the caches.
         buffer = next((kept for kept in reversed(self._kept) if kept.nbytes == size), None)
         if buffer is None:

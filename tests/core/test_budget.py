@@ -102,7 +102,7 @@ def test_the_error_names_every_part_and_what_to_turn():
         divide_device(1 * MIB, 0, [unit] * 3, early=False, world_size=1)
     text = str(raised.value)
     parts = (
-        "is 1 MiB", "needed are 28 MiB", "12 MiB of gradients that wait for step()",
+        "is 1 MiB", "at least 28 MiB", "12 MiB of gradients that wait for step()",
         "8 MiB for the gradient and update",
         "layers.7, 4 MiB", "8 MiB for two units", "Raise memory.device", "max_grad_norm=null",
     )  # fmt: skip

@@ -8,8 +8,8 @@ import torch
 
 import infinity
 from infinity import BudgetError
-from infinity.core.tier import Tier
-from infinity.engine.registry import runtime_of
+from infinity.core.lifecycle import Tier
+from infinity.engine.runtime import runtime_of
 from tests.helpers import training
 from tests.helpers.lockstep import Toy, batch, place, seeded
 from tests.helpers.reference import Reference, Rule

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.core.errors import BudgetError, RecipeError
-from infinity.core.tier import Tier
+from infinity.core.lifecycle import Tier
 from tests.helpers.launch import RanksError, run_ranks, several
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, recipe, reference, streaming, train
@@ -202,14 +202,14 @@ def test_one_rank_reads_only_the_experts_that_it_uses(tmp_path):
     runtime: Any = optimizer.runtime
     assert all(unit.home is Tier.NVME for unit in runtime.units)
     model(**batch(0))
-    used = {event.unit for event in runtime.connected().prefetcher.training.trace.events}
+    used = {event.unit for event in runtime.executor().prefetcher.training.trace}
     assert len(used) < len(runtime.units)
     optimizer.close()
 
 
 def test_a_leaf_has_units_of_its_own(tmp_path):
     model: Any = build(factory(), "fp32", streaming(tmp_path))
-    leaves = infinity.engine.registry.runtime_of(model).construction.builder.leaves
+    leaves = infinity.engine.runtime.runtime_of(model).construction.builder.leaves
     assert {type(module) for module in leaves} == {SparseMoE}
     for module, units in leaves.items():
         assert len(units) > 1

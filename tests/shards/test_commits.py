@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.shards.journal import CommitRecord, read_commit
-from infinity.shards.updates import Ticket
+from infinity.core.transfer import TransferFuture
+from infinity.shards.updates import CommitRecord, read_commit
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
@@ -23,7 +23,7 @@ def test_the_record_follows_every_committed_step(tmp_path):
             model(**batch(step)).loss.backward()
             optimizer.step()
             optimizer.synchronize()
-            record = read_commit(runtime.connected().updates.commits.path)
+            record = read_commit(runtime.executor().updates.commits.path)
             assert record == CommitRecord(step + 1, tuple(unit.version for unit in runtime.units))
         optimizer.close()
 
@@ -38,7 +38,7 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
     optimizer.synchronize()
     before = {u.index: runtime.tiers.shard_fields(u) for u in runtime.units}
     model(**batch(1)).loss.backward()  # its updates write the next version
-    runtime.connected().updates.pipeline.drain()
+    runtime.executor().updates.pipeline.drain()
     for unit in runtime.units:
         after = runtime.tiers.shard_fields(unit)
         assert all(torch.equal(a, b) for a, b in zip(before[unit.index], after, strict=True))
@@ -50,10 +50,10 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    from infinity.shards.commits import Commits
+    from infinity.shards.updates import Commits
 
     commits = Commits(tmp_path / "record", lambda: None)
-    good, bad = Ticket(), Ticket()
+    good, bad = TransferFuture(), TransferFuture()
     good.finish(None)
     commits.add(CommitRecord(1, (0,)), [good])
     commits.wait()

@@ -10,7 +10,7 @@ import torch
 
 import infinity
 from infinity import BudgetError
-from infinity.engine.executor import Connection
+from infinity.engine import executor
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.lockstep import Toy, batch, seeded
@@ -77,7 +77,7 @@ def test_on_two_ranks_too(tmp_path):
 
 
 def test_a_derived_budget_grows_with_the_first_no_sync_where_little_memory_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(Connection, "_ceiling", lambda self: 1)
+    monkeypatch.setattr(executor, "_ceiling_nbytes", lambda ranks: 1)
     factory, batches = models.build("llama", seed=3)
     model = training.build(factory, "bf16", streaming(tmp_path))
     optimizer = infinity.AdamW(model)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
 
 
 class Room:

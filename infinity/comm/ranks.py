@@ -1,0 +1,132 @@
+"""The processes that train together: how they meet, and what each of them knows of itself."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from infinity.comm.collectives import Collectives
+from infinity.core.errors import BudgetError, PeerError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that share a model.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        world_size: Number of processes.
+        device: Where this rank computes.
+        collectives: Of this rank; None with one process.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    collectives: Collectives | None = None
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device.type != "cpu"
+
+    @property
+    def alone_on_cpu(self) -> bool:
+        """One rank without an accelerator: a unit in host memory is its own flat buffer."""
+        return self.world_size == 1 and not self.on_accelerator
+
+    def least(self, value: int, where: str) -> int:
+        """Return the smallest ``value`` of all ranks, so that they decide alike. Every rank must call."""
+        return value if self.collectives is None else self.collectives.least([value], where)[0]
+
+    def sum(self, value: float, where: str) -> float:
+        """Return the sum of ``value`` over all ranks, in float64. Every rank must call."""
+        return value if self.collectives is None else self.collectives.sum([value], where)[0]
+
+    def decide(self, make: Callable[[], str], where: str) -> str:
+        """Return the text that ``make`` gives on rank 0, on every rank. Every rank must call.
+
+        Raises:
+            BudgetError: ``make`` raised it on rank 0; raised on every rank alike.
+        """
+        collectives = self.collectives
+        if collectives is None:
+            return make()
+        return decide(make, self.rank, lambda text: collectives.share(text, where))
+
+
+def join_ranks(timeout_s: float) -> torch.device:
+    """Initialise torch.distributed from the launcher's environment; return this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        with peer_errors("meeting the other ranks"):
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return device
+
+
+def open_ranks(device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None]) -> Ranks:
+    """Return this process's :class:`Ranks`, with collectives where there are several.
+
+    Args:
+        device: As :func:`join_ranks` gave it.
+        timeout_s: How long a silent rank is waited for (s).
+        on_failure: Called once with the error after which no collective ends well, on any thread.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks(0, 1, device)
+    collectives = Collectives(device, timeout_s, on_failure)
+    return Ranks(collectives.rank, collectives.world_size, device, collectives)
+
+
+def agree(value: str, world_size: int, what: str = "agreeing on the run's id") -> str:
+    """Return rank 0's ``value`` on every rank."""
+    if world_size == 1:
+        return value
+    values = [value]
+    with peer_errors(what):
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def decide(make: Callable[[], str], rank: int, share: Callable[[str], str]) -> str:
+    """Return the text that rank 0 makes, on every rank.
+
+    Args:
+        make: Called on rank 0 only.
+        rank: This rank.
+        share: Gives rank 0's text to all ranks.
+
+    Raises:
+        BudgetError: ``make`` raised it on rank 0; raised on every rank alike.
+    """
+    made, refused = "", ""
+    if rank == 0:
+        try:
+            made = make()
+        except BudgetError as error:
+            refused = str(error)
+    made, refused = json.loads(share(json.dumps((made, refused))))
+    if refused:
+        raise BudgetError(refused)
+    return str(made)
+
+
+@contextlib.contextmanager
+def peer_errors(what: str) -> Iterator[None]:
+    """Raise errors of torch.distributed as :class:`PeerError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
+            "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
+        ) from error

@@ -1,0 +1,44 @@
+"""Settings of the engine: budgets, directories and dtypes of one ``Init``."""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from infinity.core.config import MemoryConfig
+from infinity.partition.config import PartitionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one ``Init``.
+
+    Attributes:
+        memory: Budgets and directories.
+        partition: How ranks share the model.
+        dtype: Compute dtype of the weights.
+        loss_scale: First loss scale of fp16 training.
+        run_name: Names the run's directories on NVMe; None: a new id.
+        timeline: Record when everything moves and computes.
+        layer_schedule: All micro-batches go through a block before the next, which recomputes blocks.
+    """
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    loss_scale: float = 2.0**16
+    run_name: str | None = None
+    timeline: bool = False
+    layer_schedule: bool = False
+
+
+class HasEngineConfig(Protocol):
+    """A larger configuration that contains the engine's, such as a recipe."""
+
+    @property
+    def engine(self) -> EngineConfig: ...
+
+
+def engine_config(config: EngineConfig | HasEngineConfig | None) -> EngineConfig:
+    """Return the engine's part of ``config``; None stands for the defaults."""
+    if config is None:
+        return EngineConfig()
+    return config if isinstance(config, EngineConfig) else config.engine

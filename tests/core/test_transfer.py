@@ -1,0 +1,154 @@
+"""Transfers that many threads wait for, and transfers that follow each other."""
+
+import signal
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from infinity.core.transfer import ChainedTransfer, TransferFuture
+
+
+def test_every_call_runs_once_whenever_the_transfer_ends():
+    for _ in range(200):
+        transfer, ran, start = TransferFuture(), [], threading.Barrier(4)
+
+        def register(number, transfer=transfer, ran=ran, start=start):
+            start.wait()
+            for i in range(20):
+                transfer.then(lambda i=i: ran.append((number, i)))
+
+        def finish(transfer=transfer, start=start):
+            start.wait()
+            transfer.finish()
+
+        with ThreadPoolExecutor(4) as threads:
+            jobs = [threads.submit(register, n) for n in range(3)] + [threads.submit(finish)]
+            for job in jobs:
+                job.result()
+        assert sorted(ran) == [(n, i) for n in range(3) for i in range(20)]
+
+
+def test_an_error_surfaces_at_every_wait_and_nowhere_else():
+    transfer, ran = TransferFuture(), []
+    transfer.then(lambda: ran.append(1))
+    transfer.finish(OSError("disk"))
+    assert transfer.done()
+    assert ran == [1]
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            transfer.wait()
+
+
+def test_only_the_first_end_counts():
+    transfer, ran = TransferFuture(), []
+    transfer.then(lambda: ran.append(1))
+    transfer.finish()
+    transfer.finish(OSError("late"))
+    transfer.wait()
+    assert ran == [1]
+
+
+def test_waiting_again_shows_where_the_error_was_raised_and_nothing_of_earlier_waits():
+    def fails_here():
+        raise OSError("disk")
+
+    transfer, frames = TransferFuture(), []
+    transfer.run(fails_here)
+    for _ in range(3):
+        with pytest.raises(OSError, match="disk") as raised:
+            transfer.wait()
+        frames.append([frame.name for frame in traceback.extract_tb(raised.value.__traceback__)])
+    assert frames[0][-1] == "fails_here"
+    assert frames[0] == frames[2]
+
+
+def test_every_call_runs_and_a_mistake_in_one_is_shown_as_that_of_a_thread(monkeypatch):
+    shown, ran = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(str(args.exc_value)))
+
+    def mistake():
+        raise ValueError("mistake")
+
+    transfer = TransferFuture()
+    transfer.then(mistake)
+    transfer.then(lambda: ran.append(1))
+    transfer.finish()
+    assert (ran, shown) == ([1], ["mistake"])
+
+
+def test_run_ends_with_what_becomes_of_the_call():
+    well, failed = TransferFuture(), TransferFuture()
+    well.run(lambda: None)
+    well.wait()
+    failed.run(lambda: [][0])
+    with pytest.raises(IndexError):
+        failed.wait()
+
+
+def test_ctrl_c_gets_through_to_a_thread_that_waits():
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        TransferFuture().wait()
+    timer.join()
+
+
+def test_a_chained_transfer_begins_only_when_the_first_has_ended():
+    first, second, begun = TransferFuture(), TransferFuture(), []
+    chained = ChainedTransfer(first, lambda: begun.append(1) or second)
+    called = []
+    chained.then(lambda: called.append(1))
+    assert not begun
+    assert not chained.done()
+    first.finish()
+    assert begun == [1]
+    assert not chained.done()
+    assert not called
+    second.finish()
+    assert chained.done()
+    assert called == [1]
+    chained.wait()
+
+
+@pytest.mark.parametrize("where", ["first", "begin", "second"])
+def test_an_error_anywhere_in_a_chain_is_raised_by_wait(where):
+    first, second, begun, called = TransferFuture(), TransferFuture(), [], []
+
+    def begin():
+        begun.append(1)
+        if where == "begin":
+            raise OSError("begin")
+        return second
+
+    chained = ChainedTransfer(first, begin)
+    chained.then(lambda: called.append(1))
+    first.finish(OSError("first") if where == "first" else None)
+    second.finish(OSError("second"))
+    assert chained.done()
+    assert called == [1]
+    assert begun == ([] if where == "first" else [1])
+    with pytest.raises(OSError, match=where):
+        chained.wait()
+
+
+def test_waiting_for_a_chain_that_has_not_begun_ends_with_it():
+    for _ in range(200):
+        first, second, start = TransferFuture(), TransferFuture(), threading.Barrier(3)
+        chained = ChainedTransfer(first, lambda second=second: second)
+        called = threading.Event()
+
+        def end(transfer, start=start):
+            start.wait()
+            transfer.finish()
+
+        with ThreadPoolExecutor(3) as threads:
+            jobs = [threads.submit(end, first), threads.submit(end, second)]
+            start.wait()
+            chained.then(called.set)
+            chained.wait()
+            for job in jobs:
+                job.result()
+        assert called.wait(5)
+        assert chained.done()
