@@ -114,7 +114,7 @@ def show_rok(
         points.append(point)
         print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
         given = {"recipe": path, "overrides": list(overrides), "points": [_figures(each) for each in points]}
-        (folder / "rok.json").write_text(json.dumps(given, indent=2) + "\n")
+        (folder / "rok.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
     console.print()
     console.print(rok_table(points))
     console.print()
@@ -141,16 +141,16 @@ def measure_all(
 def run_point(recipe: Recipe, steps: int, point: RokPoint, folder: Path) -> RokPoint:
     """Measure ``point`` in a separate process, whose output goes to ``log.txt``."""
     folder.mkdir()
-    (folder / POINT).write_text(json.dumps(asdict(point)))
+    (folder / POINT).write_text(json.dumps(asdict(point)), encoding="utf-8")
     warmup = warmup_steps(recipe.train.accumulate)
-    (folder / RECIPE).write_text(_recipe_of(recipe, point, warmup + steps).to_yaml())
+    (folder / RECIPE).write_text(_recipe_of(recipe, point, warmup + steps).to_yaml(), encoding="utf-8")
     log = folder / "log.txt"
     with log.open("w") as out:
         command = [sys.executable, "-m", "infinity.app.rok", str(folder)]
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if code or not (folder / RESULT).exists():
         return replace(point, error=_why(code, log))
-    return RokPoint(**json.loads((folder / RESULT).read_text()))
+    return RokPoint(**json.loads((folder / RESULT).read_text("utf-8")))
 
 
 def _recipe_of(recipe: Recipe, point: RokPoint, steps: int) -> Recipe:
@@ -179,7 +179,7 @@ def _why(code: int, log: Path) -> str:
     if code < 0:
         name = signal.Signals(-code).name
         return f"ended by {name}{': out of memory?' if name == 'SIGKILL' else ''}"
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = log.read_text("utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else f"exit code {code} without output"
 
 
@@ -227,7 +227,7 @@ def measure(folder: Path) -> RokPoint:
     Raises:
         InfinityError: As a run may raise.
     """
-    point = RokPoint(**json.loads((folder / POINT).read_text()))
+    point = RokPoint(**json.loads((folder / POINT).read_text("utf-8")))
     recipe = load_recipe(folder / RECIPE)
     set_threads(recipe.train)
     data = open_inputs(recipe, lambda line: None)
@@ -396,7 +396,7 @@ def main(folder: str) -> int:
     except InfinityError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    (Path(folder) / RESULT).write_text(json.dumps(asdict(result)))
+    (Path(folder) / RESULT).write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
 
 

@@ -68,7 +68,7 @@ class Summary:
     activations: ActivationSummary | None = None  # None: all were kept
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n")
+        path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n", encoding="utf-8")
 
 
 class _Figures(NamedTuple):

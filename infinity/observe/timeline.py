@@ -164,12 +164,12 @@ def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
                 "dur": (span.end_s - span.start_s) * 1e6,
             }
         )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def read_trace(path: Path) -> tuple[Span, ...]:
     """Read the spans that :func:`write_trace` wrote, rounded to microseconds."""
-    events = json.loads(path.read_text())["traceEvents"]
+    events = json.loads(path.read_text("utf-8"))["traceEvents"]
     lanes = {e["pid"]: e["args"]["name"].split(" ", 2)[2] for e in events if e["ph"] == "M"}
     return tuple(
         Span(lanes[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)

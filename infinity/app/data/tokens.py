@@ -87,7 +87,7 @@ def open_tokens(
         cache.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, log))
-        about = json.loads((path / _ABOUT).read_text())
+        about = json.loads((path / _ABOUT).read_text("utf-8"))
         return Tokens(
             values=_map(path / _TOKENS, tokenizer.encode("").dtype),
             loss_mask=_map(path / _LOSS_MASK, np.dtype(np.bool_)) if about["counted"] else None,
@@ -226,7 +226,7 @@ def _write(
         "malformed": errors.number,
         "first_malformed": errors.first,
     }
-    (folder / _ABOUT).write_text(json.dumps(about))
+    (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
 
 
 @dataclass(slots=True)
