@@ -286,7 +286,7 @@ def draw_memory(
     last_s = max((at_s for at_s, _ in (*kept, *planned)), default=0.0)
     scale, unit = (1e3, "ms") if last_s < 1 else (1.0, "s")
     _draw_curves(memory, kept, planned, scale)
-    if capacity_nbytes is not None:
+    if capacity_nbytes is not None and capacity_nbytes <= memory.get_ylim()[1]:
         memory.axhline(capacity_nbytes, color=_BUDGET, linewidth=1.2, linestyle=(0, (4, 3)))
         text = f" budget\n {format_nbytes(capacity_nbytes)}"
         right = memory.get_yaxis_transform()

@@ -200,3 +200,9 @@ def test_the_picture_needs_neither_budget_nor_transfers(tmp_path: Path) -> None:
     draw_memory(tmp_path / "empty.png", (), (), {})
     for name in ("step.png", "empty.png"):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_budget_far_above_the_peak_is_not_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_memory(tmp_path / "step.svg", KEPT, PLANNED, LANES, capacity_nbytes=1 << 40)
+    assert "<!--  budget" not in (tmp_path / "step.svg").read_text()
