@@ -1,8 +1,8 @@
-"""README and docs: every command and snippet runs in a small form, links resolve, the table of keys is current.
+"""README and docs: commands and snippets run in a small form, links resolve, the table of keys is current.
 
 Each page runs from top to bottom in a scratch directory. The language of a fenced block decides how it runs:
-``bash`` commands, ``python`` snippets (one namespace per page), ``yaml`` recipes and ``json`` records; ``text``
-is output. A block after ``<!-- not run: reason -->`` is skipped. ``python tests/test_docs.py`` rewrites the
+``bash`` commands, ``python`` snippets (one namespace per page), ``yaml`` recipes and ``json`` records;
+``text`` is output. A block after ``<!-- not run: reason -->`` is skipped. ``python tests/test_docs.py`` rewrites the
 table of docs/recipes.md.
 """
 
