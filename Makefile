@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes.
 #   make quickstart   install, then train a small transformer whose states live on disk
-#   make test         the fast suite
+#   make test         the fast suite, a process per core
 
 PYTHON ?= python3
 VENV   := .venv
@@ -12,9 +12,11 @@ RANKS  ?= 2
 BENCHMARKS := storage update train activations checkpoint base schedule
 # One thread per core in all: ranks that each take every core only wait for each other.
 OMP    := $(shell n=$$(($(CORES) / $(RANKS))); echo $$((n > 0 ? n : 1)))
+# Processes of the suite; each takes about 1 GB, and some tests start two more.
+JOBS   ?= $(shell n=$(CORES); echo $$((n < 8 ? n : 8)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev quickstart test slow gpu lint format types check bench-quick bench capacity clean
+.PHONY: help install dev quickstart test slow bare wheel gpu lint format types check bench-quick bench capacity clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,10 +47,16 @@ quickstart: $(VENV)/.installed  ## install, then train a small transformer with 
 		-m infinity train configs/quickstart.yaml
 
 test: $(VENV)/.dev  ## the fast suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 slow: $(VENV)/.dev  ## the long tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+
+bare: $(VENV)/.dev  ## the core of the suite and the quickstart on poor machines, one condition at a time
+	$(BIN)/python tests/bare.py
+
+wheel: $(VENV)/.dev  ## build the wheel, install it into an empty environment, train with it
+	$(BIN)/python tests/wheel.py
 
 gpu: $(VENV)/.dev  ## the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu --timeout 600

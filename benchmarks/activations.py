@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import dtypes
 import fio
 import torch
 from report import Claim, print_table, write_json
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from turns import Actor
 
 from infinity.activations.activations import METERED, PROFILED
+from infinity.device.machine import DTYPES
 
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.
 WARMUP = METERED + 1
@@ -55,6 +57,7 @@ class Job:
     hidden: int
     vocabulary: int
     folder: str
+    dtype: str
     budget_nbytes: int | None = None
 
 
@@ -92,7 +95,7 @@ class Row:
 
 
 def make(job: Job) -> nn.Module:
-    """The model in bf16, unmodified."""
+    """The model in the job's dtype, unmodified."""
     from transformers import (
         BertConfig,
         BertForMaskedLM,
@@ -122,7 +125,7 @@ def make(job: Job) -> nn.Module:
             num_heads=heads, use_cache=False, decoder_start_token_id=0,
         )  # fmt: skip
         model = T5ForConditionalGeneration(config)
-    return model.to(torch.bfloat16).train()
+    return model.to(DTYPES[job.dtype]).train()
 
 
 def batch(job: Job, step: int) -> dict[str, Tensor]:
@@ -332,10 +335,12 @@ def options_of(argv: list[str] | None) -> Any:
     parser.add_argument("--rounds", type=int, default=5, help="turns of every policy")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a turn")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    dtypes.add_option(parser)
     options = parser.parse_args(argv)
     if options.quick:
         options.hidden, options.layers, options.rows, options.length = 512, 6, 2, 256
         options.vocabulary, options.rounds, options.steps = 1_000, 3, 2
+    options.dtype = dtypes.chosen(options)
     return options
 
 
@@ -352,7 +357,7 @@ def main(argv: list[str] | None = None) -> None:
         for name in options.models.split(","):
             job = Job(
                 "keep", name, options.rows, options.length, options.layers, options.hidden,
-                options.vocabulary, str(folder),
+                options.vocabulary, str(folder), options.dtype,
             )  # fmt: skip
             bench = Bench(job)
             bench.run(options.rounds, options.steps)

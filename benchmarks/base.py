@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import dtypes
 import llama
 import processes
 from checkpoint_worker import forget, import_all
 from report import Claim, print_table, write_json
 from train import SIZES, say
 from worker import peak_rss_nbytes
+
+from infinity.device.machine import DTYPES
 
 #: How a run starts, in turn; each of them finds what the ones before it left.
 WAYS = {"own": "a base of its own", "first": "writes the shared base", "later": "finds the shared base"}
@@ -37,11 +40,12 @@ class Job:
     shape: dict[str, Any]
     source: str
     overrides: list[str] = field(default_factory=list)
+    dtype: str = "bf16"  # of the weights
 
 
 def make(job: Job) -> dict[str, Any]:
     """Save a new model as a checkpoint."""
-    llama.make(llama.Shape(**job.shape)).bfloat16().save_pretrained(job.source)
+    llama.make(llama.Shape(**job.shape)).to(DTYPES[job.dtype]).save_pretrained(job.source)
     return {}
 
 
@@ -50,7 +54,7 @@ def start(job: Job) -> dict[str, Any]:
     import infinity
     from infinity.engine.runtime import runtime_of
 
-    recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
+    recipe = infinity.load_recipe(overrides=[f"train.dtype={job.dtype}", *job.overrides])
     forget(Path(job.source))
     began = time.perf_counter()
     model = infinity.from_pretrained(job.source, recipe, frozen=job.way != "own")
@@ -66,11 +70,12 @@ def measure(shape: llama.Shape, options: argparse.Namespace, folder: Path) -> di
     figures: dict[str, list[dict[str, Any]]] = defaultdict(list)
     nvme, source = folder / "nvme", str(folder / "source")
     overrides = [f"memory.nvme=[{nvme}]", "memory.host=256MiB", "memory.resident=false"]
-    processes.run(Job("make", shape.as_dict(), source), worker=Path(__file__))
+    processes.run(Job("make", shape.as_dict(), source, dtype=options.dtype), worker=Path(__file__))
     for _ in range(options.rounds):
         for way in WAYS:
             say(f"{shape.name}: {WAYS[way]}")
-            [[result]] = processes.run(Job(way, shape.as_dict(), source, overrides), worker=Path(__file__))
+            job = Job(way, shape.as_dict(), source, overrides, options.dtype)
+            [[result]] = processes.run(job, worker=Path(__file__))
             figures[way].append(result)
         shutil.rmtree(nvme)
     return figures
@@ -96,9 +101,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", default="134M,367M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every way")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    dtypes.add_option(parser)
     options = parser.parse_args(argv)
     if options.quick:
         options.sizes, options.rounds = "134M", 1
+    options.dtype = dtypes.chosen(options)
     options.nvme.mkdir(parents=True, exist_ok=True)
     rows, claims = [], []
     for name in options.sizes.split(","):
@@ -121,7 +128,9 @@ def work(text: str, out: str) -> None:
     """One process of a round: the job, and where its result goes."""
     import_all()
     job = Job(**json.loads(text))
-    Path(f"{out}.0").write_text(json.dumps([make(job) if job.way == "make" else start(job)]))
+    Path(f"{out}.0").write_text(
+        json.dumps([make(job) if job.way == "make" else start(job)]), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

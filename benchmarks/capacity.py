@@ -17,15 +17,16 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import dtypes
 import fio
 import llama
 import processes
 from processes import Measured
 from report import Claim, print_table, write_json
-from train import READ_PER_PARAMETER, WRITTEN_PER_PARAMETER, as_planned, at_most, say
+from train import as_planned, at_most, bytes_per_parameter, say
 from worker import Job, Phase
 
-#: Bytes on disk per parameter: bf16 weight, remainder and two fp32 moments, per version.
+#: Bytes on disk per parameter: an exact fp32 master, in one part or two, and two moments, per version.
 STATE_PER_PARAMETER = 12
 
 #: What torch, activations, logits and one unit's construction take besides the states' pools, for each
@@ -52,7 +53,7 @@ class Capacity:
         self.big = self.measure("infinity", self.shape, Phase(self.options.tokens), self.overrides())
         read, written = self.big.read, self.big.written
         if not read:
-            read, written = (n * self.shape.numel for n in (READ_PER_PARAMETER, WRITTEN_PER_PARAMETER))
+            read, written = (n * self.shape.numel for n in bytes_per_parameter(self.options.dtype))
         self.nbytes = read + written
         if self.has_fio:
             fio.prepare(self.folder)
@@ -100,6 +101,7 @@ class Capacity:
             folder=str(self.folder),
             overrides=overrides or [],
             clip=None,
+            dtype=self.options.dtype,
         )
         measured = Measured()
         measured.add(processes.run(job)[0])
@@ -169,7 +171,7 @@ def nbytes_of(text: str) -> int:
 
 def machine_nbytes() -> int:
     """Memory of this machine."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     raise OSError("no MemTotal in /proc/meminfo")
@@ -185,10 +187,12 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    dtypes.add_option(parser)
     parser.add_argument("--quick", action="store_true", help="a tiny model: under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
     options = parser.parse_args(argv)
     options.rss = options.rss or machine_nbytes() * 85 // 100
+    options.dtype = dtypes.chosen(options)
     return options
 
 

@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import dtypes
 import fio
 import llama
 import processes
@@ -50,10 +51,10 @@ class Bench:
                 *self.limits(world),
                 f"memory.nvme=[{self.folder / 'nvme'}]",
                 "memory.resident=false",
-                "optim.compile=false",
             ],
             steps=steps,
             tokens=self.options.tokens,
+            dtype=self.options.dtype,
         )
         [ranks] = processes.run(job, world, WORKER)
         return ranks
@@ -134,9 +135,11 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="per step, with --params")
     parser.add_argument("--host", type=nbytes_of, default=256 * MIB, help="memory.host, all ranks together")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    dtypes.add_option(parser)
     options = parser.parse_args(argv)
     if options.quick:
         options.sizes, options.rounds = "134M", 1
+    options.dtype = dtypes.chosen(options)
     return options
 
 

@@ -17,6 +17,8 @@ import llama
 import torch
 from worker import peak_rss_nbytes
 
+from infinity.device.machine import DTYPES
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -29,6 +31,7 @@ class Job:
     overrides: list[str] = field(default_factory=list)  # of the recipe, for infinity
     steps: int = 0
     tokens: int = 0  # per step
+    dtype: str = "bf16"  # of the weights
 
 
 def forget(folder: Path) -> None:
@@ -71,7 +74,7 @@ def plain(job: Job) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     def load() -> Any:
-        model = AutoModelForCausalLM.from_pretrained(job.source, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(job.source, dtype=DTYPES[job.dtype])
         for param in model.parameters():  # it maps the files: this reads every page
             param.detach().view(-1)[::1024].sum()
         return model
@@ -91,7 +94,7 @@ def infinity_way(job: Job) -> dict[str, Any]:
     import infinity
     from infinity.engine.runtime import runtime_of
 
-    recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
+    recipe = infinity.load_recipe(overrides=[f"train.dtype={job.dtype}", *job.overrides])
     if int(os.environ.get("RANK", "0")) == 0:
         forget(Path(job.source))
     model, load_s = timed(lambda: infinity.from_pretrained(job.source, recipe))
@@ -126,7 +129,7 @@ def make(job: Job) -> dict[str, Any]:
     """A new model, as a checkpoint directory; built and saved without ever being in memory as a whole."""
     import infinity
 
-    with infinity.Init(infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])):
+    with infinity.Init(infinity.load_recipe(overrides=[f"train.dtype={job.dtype}", *job.overrides])):
         model = llama.make(llama.Shape(**job.shape))
     infinity.export(model, job.out)
     infinity.close(model)
@@ -144,7 +147,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
     import_all()
     result = WAYS[job.way](job) | {"peak_rss": peak_rss_nbytes()}
-    Path(f"{out}.{rank}").write_text(json.dumps([result]))
+    Path(f"{out}.{rank}").write_text(json.dumps([result]), encoding="utf-8")
     if rank == "0" and job.way != "make":
         shutil.rmtree(job.out)
 

@@ -2,14 +2,19 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from infinity.device.machine import missing_huge_pages
 
 BLOCK = "1M"
 _COMMON = ["--direct=1", f"--bs={BLOCK}", "--group_reporting", "--output-format=json", "--thread"]
@@ -19,15 +24,41 @@ def available() -> bool:
     return shutil.which("fio") is not None
 
 
-def pages() -> list[str]:
-    """Buffers on huge pages, as ours are, where the system has some (``sysctl vm.nr_hugepages=80``).
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What fio's buffers lie on; with pages of 4 KiB it may reach a third of what the drive can do.
 
-    With pages of 4 KiB fio may reach a third of what the drive can do.
+    Attributes:
+        title: For people.
+        args: Of fio.
+        environment: Of its process, beside our own.
     """
-    for line in Path("/proc/meminfo").read_text().splitlines():
+
+    title: str
+    args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def pages() -> Pages:
+    """Transparent huge pages, as the engine's buffers have, where fio can get them; else the best there is.
+
+    fio's option ``thp`` is for files that its engine mmap maps. Its buffers come from malloc, which glibc
+    (2.35 and later) puts on huge pages when it is told so.
+    """
+    name, _, number = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    recent = name == "glibc" and tuple(int(part) for part in number.split(".")[:2]) >= (2, 35)
+    if recent and not missing_huge_pages():
+        return Pages("transparent huge pages", environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("HugePages_Free:") and int(line.split()[1]) >= 40:
-            return ["--iomem=shmhuge"]
-    return []
+            return Pages("reserved huge pages", ("--iomem=shmhuge",))
+    return Pages("pages of 4 KiB, which slow it down")
+
+
+def environment() -> dict[str, str]:
+    """Of a process of fio."""
+    return {**os.environ, **pages().environment}
 
 
 def file_nbytes(folder: Path) -> int:
@@ -79,20 +110,30 @@ def beside(folder: Path, read_per_s: float, written_per_s: float) -> Iterator[di
     moved: dict[str, float] = {}
     with tempfile.NamedTemporaryFile(prefix="fio-", suffix=".json") as out:
         # Of this load only the rate matters; a shallow queue keeps it smooth.
-        args = ["fio", *_COMMON[:2], *pages(), "--ioengine=libaio", "--iodepth=8", "--thread", "--time_based"]
+        args = [
+            "fio",
+            *_COMMON[:2],
+            *pages().args,
+            "--ioengine=libaio",
+            "--iodepth=8",
+            "--thread",
+            "--time_based",
+        ]
         args += ["--runtime=7200", "--output-format=json", f"--output={out.name}"]
         args += ["--name=read", f"--filename={folder / 'fio.read'}", "--rw=read"]
         args += [f"--rate={max(1, int(read_per_s))}"]
         args += ["--name=write", f"--filename={folder / 'fio.write'}", "--rw=write"]
         args += [f"--rate={max(1, int(written_per_s))}"]
-        process = subprocess.Popen(args, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            args, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        )
         try:
             time.sleep(1.0)  # fio forks, opens and maps before it moves the first byte
             yield moved
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
-        moved.update(_moved(Path(out.name).read_text()))
+        moved.update(_moved(Path(out.name).read_text(encoding="utf-8")))
 
 
 def _moved(text: str) -> dict[str, float]:
@@ -108,8 +149,8 @@ def _run(args: list[str]) -> dict[str, Any]:
 
 
 def _jobs(args: list[str]) -> list[dict[str, Any]]:
-    command = ["fio", *pages(), "--ioengine=libaio", "--iodepth=32", "--output-format=json", *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["fio", *pages().args, "--ioengine=libaio", "--iodepth=32", "--output-format=json", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
     jobs: list[dict[str, Any]] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]

@@ -91,11 +91,13 @@ def run(job: Any, world: int = 1, worker: Path = WORKER) -> list[list[dict[str, 
         try:
             for process, path in zip(processes, logs):
                 if process.wait() != 0:
-                    said = path.read_text(errors="replace").strip()[-2000:]
+                    said = path.read_text(errors="replace", encoding="utf-8").strip()[-2000:]
                     raise RuntimeError(f"{job.way} ended with {process.returncode}:\n{said}")
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        ranks = [json.loads(Path(f"{folder}/out.{rank}").read_text()) for rank in range(world)]
+        ranks = [
+            json.loads(Path(f"{folder}/out.{rank}").read_text(encoding="utf-8")) for rank in range(world)
+        ]
     return [list(phase) for phase in zip(*ranks)]

@@ -38,7 +38,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def write_json(path: Path, claims: Sequence[Claim]) -> None:
     """Write the claims as a list of records."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(claim) for claim in claims], indent=2) + "\n")
+    path.write_text(json.dumps([asdict(claim) for claim in claims], indent=2) + "\n", encoding="utf-8")
 
 
 def _is_number(text: str) -> bool:

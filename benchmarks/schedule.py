@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import dtypes
 import llama
 import processes
 from processes import Measured
 from report import Claim, print_table, write_json
 from worker import Job, Phase
+
+from infinity.device.machine import DTYPES
 
 SIZES = {
     shape.name: shape
@@ -74,6 +77,7 @@ class Bench:
             length=length,
             micro_rows=1,
             schedule=way.schedule,
+            dtype=self.options.dtype,
         )
         for micro_batches, ranks in zip(self.options.micro, processes.run(job)):
             self.figures.setdefault((way, length, micro_batches), Measured()).add(ranks)
@@ -82,11 +86,10 @@ class Bench:
         """Gradients wait for their norm; beside them there is room for four of the largest units."""
         largest = max(self.shape.vocabulary * self.shape.hidden, self.shape.block_numel)
         rounding = 2 * MIB * (2 * self.shape.layers + 8)
-        quick = ["optim.compile=false"] if self.options.quick else []  # each process would compile
+        itemsize = DTYPES[self.options.dtype].itemsize
         return [
-            *quick,
             "memory.activations=keep",  # the budget is of units alone
-            f"memory.device={2 * self.shape.numel + 4 * (2 * largest) + rounding}",
+            f"memory.device={itemsize * (self.shape.numel + 4 * largest) + rounding}",
             f"memory.host={self.options.host}",
             "memory.resident=false",
             f"memory.nvme=[{self.folder}]",
@@ -149,12 +152,14 @@ def options_of(argv: list[str] | None) -> Any:
     parser.add_argument("--steps", type=int, default=4, help="measured steps per round")
     parser.add_argument("--host", default="96MiB", help="memory.host")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    dtypes.add_option(parser)
     options = parser.parse_args(argv)
     if options.quick:
         options.size, options.lengths, options.micro = "23M", "32", "1,4"
         options.rounds, options.steps = 1, 3
     options.lengths = [int(length) for length in options.lengths.split(",")]
     options.micro = [int(number) for number in options.micro.split(",")]
+    options.dtype = dtypes.chosen(options)
     return options
 
 

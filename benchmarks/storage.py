@@ -3,9 +3,9 @@
 A round runs fio and the engines one after the other on one file, every other round in reverse, so a
 drive that slows down or speeds up favours nobody. A ratio is the median of the rounds' ratios.
 
-The engines' buffers lie on huge pages. So do fio's where the system has some to give
-(``sysctl vm.nr_hugepages=80``); without, fio may reach a third of what the drive can do, which makes
-every ratio easy to win: the table says which pages fio had.
+The engines' buffers lie on transparent huge pages. So do fio's, where glibc knows how (2.35 and later) or the
+system has some to give (``sysctl vm.nr_hugepages=80``); without, fio may reach a third of what the drive can
+do, which makes every ratio easy to win: the table says which pages fio had.
 
     python benchmarks/storage.py [--quick] [--json FILE] [--nvme DIR] [--rounds N] [--seconds S]
 """
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,9 +152,9 @@ class Bench:
                 f"--iodepth={setting.depth}",
                 f"--runtime={int(1000 * self.seconds)}ms",
             ),
-            *("--output-format=json", *pattern, *fio.pages()),
+            *("--output-format=json", *pattern, *fio.pages().args),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=fio.environment())
         if done.returncode != 0:
             raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
@@ -250,14 +249,13 @@ def main(argv: list[str] | None = None) -> None:
         file_nbytes = min(options.file * MIB, shutil.disk_usage(folder).free // 4)
         bench = Bench(folder, file_nbytes, options.seconds)
         try:
-            pages = fio.pages()
             settings = usable(QUICK if options.quick else SETTINGS, bench.volume)
             rows, claims = measure(bench, settings, options.rounds)
         finally:
             bench.close()
     finally:
         shutil.rmtree(folder)
-    print(f"fio's buffers: {'huge pages' if pages else 'pages of 4 KiB; for huge ones see --help'}")
+    print(f"fio's buffers: {fio.pages().title}")
     print_table(COLUMNS, rows)
     for claim in claims:
         mark = "holds" if claim.holds else "MISSED"
@@ -267,5 +265,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("default")
     main()

@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import dtypes
 import fio
 import llama
 import processes
@@ -24,11 +25,20 @@ from processes import Measured
 from report import Claim, print_table, write_json
 from worker import Job, Phase
 
+from infinity.device.machine import DTYPES, Dtype
+from infinity.optim.layout import StateLayout
+
 SIZES = {shape.name: shape for shape in (llama.TINY, llama.MEDIUM, llama.LARGE)}
 
-#: Bytes per parameter and step with everything on NVMe, bf16 and exact fp32 Adam: the plan's
-#: numbers, which the limits use where the run itself reports none.
-READ_PER_PARAMETER, WRITTEN_PER_PARAMETER = 14, 12
+
+def bytes_per_parameter(dtype: Dtype) -> tuple[int, int]:
+    """Bytes that a step reads and writes with everything on NVMe and exact fp32 Adam.
+
+    They are the plan's numbers, which the limits use where the run itself reports none.
+    """
+    layout = StateLayout.of(DTYPES[dtype])
+    weight, state = layout.weight_nbytes(1), layout.state_nbytes(1)
+    return 2 * weight + state, weight + state
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,7 @@ class Bench:
             folder=str(self.folder),
             overrides=self.overrides(way) if way.way == "infinity" else [],
             clip=self.options.clip,
+            dtype=self.options.dtype,
         )
         try:
             phases = processes.run(job, way.world)
@@ -113,8 +124,9 @@ class Bench:
         if not way.nvme:
             return budget
         budget += ["memory.resident=false"]
-        if way.world == 1:  # gradients wait for the norm (2 bytes), and some room to look ahead
-            budget.append(f"memory.device={int(3.4 * self.shape.numel) + 96 * 2**20}")
+        if way.world == 1:  # gradients wait for the norm, and some room to look ahead
+            itemsize = DTYPES[self.options.dtype].itemsize
+            budget.append(f"memory.device={int(1.7 * itemsize * self.shape.numel) + 96 * 2**20}")
             budget.append("memory.activations=keep")  # the budget is of units alone
         return [*budget, f"memory.nvme=[{self.folder}]"]
 
@@ -124,7 +136,8 @@ class Bench:
             found = self.figures.get(("nvme", tokens))
             if found and found.read:
                 return found.read, found.written
-        return READ_PER_PARAMETER * self.shape.numel, WRITTEN_PER_PARAMETER * self.shape.numel
+        read, written = bytes_per_parameter(self.options.dtype)
+        return read * self.shape.numel, written * self.shape.numel
 
     def disk_s(self) -> float:
         """The step's bytes at fio's mixed rate (s)."""
@@ -216,6 +229,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--host", default="96MiB", help="memory.host of the runs on NVMe, per rank")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    dtypes.add_option(parser)
     options = parser.parse_args(argv)
     if options.quick:
         options.sizes, options.tokens, options.rounds, options.steps = "tiny", "512", 1, 3
@@ -224,6 +238,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     options.tokens = [int(tokens) for tokens in options.tokens.split(",")]
     options.ways = options.ways.split(",")
     options.clip = None if options.clip == "none" else float(options.clip)
+    options.dtype = dtypes.chosen(options)
     return options
 
 

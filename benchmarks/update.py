@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from infinity.optim.master import initial_state
 from report import Claim, print_table, write_json
 
 from infinity.core.extent import aligned
 from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL, StateLayout
-from infinity.optim.master import initial_state
 from infinity.optim.rules import AdamWRule, Hyper
 
 #: Bytes that the update reads and writes per element: weight, remainder, exp_avg, exp_avg_sq; gradient.

@@ -19,6 +19,8 @@ import llama
 import torch
 from torch import Tensor
 
+from infinity.device.machine import DTYPES
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -51,15 +53,16 @@ class Job:
     length: int = llama.SEQUENCE  # tokens of a sequence
     micro_rows: int | None = None  # sequences of a micro-batch, for infinity; None: all of a step
     schedule: str = "step"  # of micro-batches
+    dtype: str = "bf16"  # of the computation: bf16, fp16 or fp32
 
 
 class Plain:
-    """PyTorch in memory: bf16 weights, fp32 masters, fused AdamW and the casts between them."""
+    """PyTorch in memory: weights in the job's dtype, fp32 masters, fused AdamW and the casts between them."""
 
     def __init__(self, shape: llama.Shape, job: Job) -> None:
-        self.model = llama.make(shape).bfloat16()
+        self.model = llama.make(shape).to(DTYPES[job.dtype])
         self.weights = list(self.model.parameters())
-        self.masters = [p.detach().float() for p in self.weights]
+        self.masters = [p.detach().float() for p in self.weights]  # in fp32 they are the weights
         self.adamw = torch.optim.AdamW(self.masters, lr=job.lr, fused=True)
         self.clip = job.clip
 
@@ -74,8 +77,9 @@ class Plain:
                 weight.grad = None
             self.adamw.step()
             for weight, master in zip(self.weights, self.masters):
-                weight.copy_(master)
                 master.grad = None
+                if weight.dtype != master.dtype:
+                    weight.copy_(master)
         return float(loss)
 
     def close(self) -> None:
@@ -83,14 +87,14 @@ class Plain:
 
 
 class FSDP2:
-    """``fully_shard`` in memory: fp32 shards, bf16 compute, fused AdamW."""
+    """``fully_shard`` in memory: fp32 shards, computed in the job's dtype, fused AdamW."""
 
     def __init__(self, shape: llama.Shape, job: Job) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype])
         self.model = llama.make(shape)
         for block in self.model.model.layers:
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -117,7 +121,7 @@ class Infinity:
     def __init__(self, shape: llama.Shape, job: Job) -> None:
         import infinity
 
-        recipe = infinity.load_recipe(overrides=["train.dtype=bf16", *job.overrides])
+        recipe = infinity.load_recipe(overrides=[f"train.dtype={job.dtype}", *job.overrides])
         with infinity.Init(recipe):
             self.model = llama.make(shape)
         self.optimizer = infinity.AdamW(self.model, lr=job.lr, max_grad_norm=job.clip)
@@ -242,7 +246,7 @@ def _figures(way: Any) -> dict[str, Any]:
 
 def peak_rss_nbytes() -> int:
     """The most resident memory that this process has had."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise OSError("no VmHWM in /proc/self/status")
@@ -254,7 +258,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    Path(f"{out}.{rank}").write_text(json.dumps(run(job, rank, world)))
+    Path(f"{out}.{rank}").write_text(json.dumps(run(job, rank, world)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def sources(text: str) -> list[Path]:
 def write_chats(path: Path, files: Iterable[Path]) -> None:
     """A chat for every function of ``files`` with a short docstring, each once."""
     chats = dict.fromkeys(pair for file in files for pair in functions(file.read_text("utf-8")))
-    with path.open("w") as out:
+    with path.open("w", encoding="utf-8") as out:
         for function, summary in chats:
             asked, answered = {"role": "user", "content": function}, {"role": "assistant", "content": summary}
             out.write(json.dumps({"messages": [asked, answered]}) + "\n")
@@ -180,7 +180,10 @@ def run(*words: object) -> None:
 
 def show_answers(folder: Path) -> None:
     """What each model says to a question that it has not seen."""
-    chats = [json.loads(line)["messages"] for line in (folder / "test.jsonl").read_text().splitlines()]
+    chats = [
+        json.loads(line)["messages"]
+        for line in (folder / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     chat = next(chat for chat in chats if chat[0]["content"].startswith(ASKED))
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     print(f"\n{chat[0]['content']}\n")
@@ -205,7 +208,7 @@ def show_perplexity(folder: Path) -> None:
     print(f"\n{'held-out perplexity':<28} {'before':>10} {'after':>10}")
     rows = [("text, from random weights", "base"), ("answers, all weights tuned", "full")]
     for what, name in [*rows, ("answers, LoRA adapters tuned", "lora")]:
-        figures = json.loads((folder / "runs" / name / "summary.json").read_text())
+        figures = json.loads((folder / "runs" / name / "summary.json").read_text(encoding="utf-8"))
         print(f"{what:<28} {figures['first_perplexity']:>10,.1f} {figures['last_perplexity']:>10,.1f}")
 
 

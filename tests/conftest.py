@@ -12,6 +12,10 @@ import numpy
 import pytest
 import torch
 
+from tests.helpers import forks
+
+forks.own()  # before xdist starts its workers, which inherit it
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:

@@ -169,7 +169,7 @@ print(config.numel)
 baseline = rss()
 recipe = infinity.load_recipe(overrides=[
     f"memory.nvme=[{sys.argv[1]}]", "memory.host=24MiB", "memory.device=24MiB", "memory.resident=false",
-    "memory.activations=keep", "optim.compile=false", "train.dtype=bf16", "observe.timeline=false",
+    "memory.activations=keep", "train.dtype=bf16", "observe.timeline=false",
 ])
 with infinity.Init(recipe):
     model = GPT(config)

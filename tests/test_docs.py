@@ -2,8 +2,8 @@
 
 Each page runs from top to bottom in a scratch directory. The language of a fenced block decides how it runs:
 ``bash`` commands, ``python`` snippets (one namespace per page), ``yaml`` recipes and ``json`` records;
-``text`` is output. A block after ``<!-- not run: reason -->`` is skipped. ``python tests/test_docs.py`` rewrites the
-table of docs/recipes.md.
+``text`` is output. A block after ``<!-- not run: reason -->`` is skipped. ``python tests/test_docs.py``
+rewrites the table of docs/recipes.md.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ from tests.helpers.launch import ROOT, free_port
 #: A tiny run that streams.
 SETTINGS = (
     "memory.host=1MiB", "memory.resident=false", "model.n_layers=2", "model.d_model=32", "model.n_heads=2",
-    "model.seq_len=16", "train.batch_size=2", "train.eval_batches=2", "optim.compile=false",
+    "model.seq_len=16", "train.batch_size=2", "train.eval_batches=2",
     "observe.tensorboard=false",
 )  # fmt: skip
 

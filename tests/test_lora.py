@@ -357,7 +357,7 @@ def test_a_recipe_trains_adapters_of_a_checkpoint_and_keeps_them_alone(tmp_path)
             f"data.cache={tmp_path}/tokens", "model.seq_len=32", "lora.rank=4", "lora.alpha=8",
             "lora.target_modules=[q_proj, v_proj]", f"run.dir={tmp_path}", "run.name=run", "optim.lr=1e-2",
             f"memory.nvme=[{tmp_path}/nvme]", "train.steps=8", "train.eval_every=4", "observe.progress=false",
-            "optim.compile=false", "train.threads=1",
+            "train.threads=1",
         ]
     )  # fmt: skip
     train_recipe(recipe)

@@ -27,6 +27,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
+from infinity.observe.messages import log
 
 
 class Bound:
@@ -121,7 +122,10 @@ def _open_cache(
         paths.append(directory.file(f"rank{rank}.bin"))
     volume = Volume(paths, stripe_weights([path.parent for path in paths]))
     stack.callback(volume.close)
-    engine = make_engine("auto", volume)
+    notes: list[str] = [*volume.notes]
+    engine = make_engine("auto", volume, notes.append)
+    for line in notes if rank == 0 else ():
+        log.info("%s", line)
     stack.callback(engine.close)
     pool = stack.enter_context(contextlib.closing(HostPool(host_nbytes, pin=device.type != "cpu")))
     shelves = open_shelves(device, pool, piece_nbytes(host_nbytes), volume, engine)

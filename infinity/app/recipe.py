@@ -15,7 +15,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,12 +28,16 @@ from infinity.app.models.config import ModelConfig
 from infinity.core.config import MemoryConfig, SettingError, Valid, check, setting
 from infinity.core.errors import RecipeError
 from infinity.core.nbytes import parse_nbytes
-from infinity.engine.config import EngineConfig
+from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
 
 COMMAND_LINE = "on the command line"
+#: Removed keys, and what to do about each.
+_REMOVED = {
+    "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,11 @@ class TrainConfig:
     steps: int = setting(1000, "optimizer steps", valid=Valid(least=1))
     batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1))
     accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1))
-    dtype: Literal["bf16", "fp16", "fp32"] = setting(
-        "bf16", "compute dtype; states stay exact fp32", valid=Valid(choices=("bf16", "fp16", "fp32"))
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+        "auto",
+        "compute dtype; states stay exact fp32; auto: bf16 where every rank's device multiplies it fast, "
+        "else fp32",
+        valid=Valid(choices=("auto", "bf16", "fp16", "fp32")),
     )
     eval_every: int | None = setting(
         100, "steps between held-out evaluations; null: never", valid=Valid(least=1)
@@ -134,6 +141,10 @@ class Recipe:
             timeline=self.observe.timeline,
             layer_schedule=self.train.schedule == "layer",
         )
+
+    def with_dtype(self, dtype: Dtype) -> "Recipe":
+        """Return the same recipe with the compute dtype that was chosen for ``auto``."""
+        return replace(self, train=replace(self.train, dtype=dtype))
 
     def to_yaml(self) -> str:
         """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe."""
@@ -322,6 +333,8 @@ def _invalid(key: str, got: object, wanted: str, origin: _Origin) -> RecipeError
 def _unknown(key: str, origin: _Origin) -> RecipeError:
     """Suggest the same name in another section, a similar one in this section, or a similar one anywhere."""
     known = [f"{section}.{spec.name}" for section, spec, _ in _settings()]
+    if key in _REMOVED:
+        return RecipeError(f"{key} {origin.of(key)}: no longer a key; {_REMOVED[key]}")
     section, _, name = key.rpartition(".")
     siblings = [other for other in known if other.startswith(f"{section}.")]
     near = (

@@ -34,7 +34,7 @@ from infinity.api.offload_activations import Bound
 from infinity.app.data.sequences import Batch
 from infinity.app.plan import print_line
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.train import Loop, built, make_folder, open_inputs, set_threads
+from infinity.app.train import RECIPE, Loop, built, make_folder, open_inputs, set_threads, write_recipe
 from infinity.app.views import Views
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.nbytes import format_nbytes
@@ -46,7 +46,7 @@ from infinity.planner.policies import smallest_budget
 SHARES = (0.1, 0.4, 0.7)
 _SIMPLE: tuple[Literal["keep", "recompute", "offload"], ...] = ("keep", "recompute", "offload")
 #: Files in the folder of a point.
-POINT, RECIPE, RESULT = "point.json", "recipe.yaml", "result.json"
+POINT, RESULT = "point.json", "result.json"
 _COLORS = {"keep": "#7a7f87", "recompute": "#8e6bbf", "offload": "#e08a3c", "plan": "#2f6db5"}
 _MARKERS = {"keep": "s", "recompute": "^", "offload": "D", "plan": "o"}
 
@@ -109,8 +109,16 @@ def show_rok(
     sizes = [factor * recipe.train.batch_size for factor in _factors(batches)]
     folder = make_folder(recipe)
     print_line(console, f"{path}: each point is a training in its own process; files in {folder}")
+
+    def measure_with_dtype(point: RokPoint, at: Path) -> RokPoint:
+        """Measure a point; all points use the dtype that the first one chose for ``auto``."""
+        nonlocal recipe
+        measured = run_point(recipe, steps, point, at)
+        recipe = recipe.with_dtype(load_recipe(at / RECIPE).train.dtype)
+        return measured
+
     points = []
-    for point in measure_all(sizes, folder, lambda point, at: run_point(recipe, steps, point, at)):
+    for point in measure_all(sizes, folder, measure_with_dtype):
         points.append(point)
         print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
         given = {"recipe": path, "overrides": list(overrides), "points": [_figures(each) for each in points]}
@@ -143,9 +151,9 @@ def run_point(recipe: Recipe, steps: int, point: RokPoint, folder: Path) -> RokP
     folder.mkdir()
     (folder / POINT).write_text(json.dumps(asdict(point)), encoding="utf-8")
     warmup = warmup_steps(recipe.train.accumulate)
-    (folder / RECIPE).write_text(_recipe_of(recipe, point, warmup + steps).to_yaml(), encoding="utf-8")
+    write_recipe(_recipe_of(recipe, point, warmup + steps), folder)
     log = folder / "log.txt"
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         command = [sys.executable, "-m", "infinity.app.rok", str(folder)]
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if code or not (folder / RESULT).exists():
@@ -222,7 +230,7 @@ def warmup_steps(accumulate: int) -> int:
 def measure(folder: Path) -> RokPoint:
     """Train with ``recipe.yaml`` of ``folder`` and return the point of ``point.json`` with its figures.
 
-    A plan is saved in ``folder``, for ``infinity plan``.
+    A plan is saved in ``folder``, for ``infinity plan``, and the recipe with the dtype chosen for ``auto``.
 
     Raises:
         InfinityError: As a run may raise.
@@ -232,6 +240,7 @@ def measure(folder: Path) -> RokPoint:
     set_threads(recipe.train)
     data = open_inputs(recipe, lambda line: None)
     with built(recipe, None, Views()) as (model, optimizer):
+        write_recipe(recipe.with_dtype(optimizer.runtime.config.dtype), folder)  # chosen for auto
         activations: Activations = optimizer.runtime.activations
         activations.meters = True
         if point.budget_nbytes is not None:

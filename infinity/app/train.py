@@ -28,11 +28,12 @@ from infinity.app.views import ActivationView, Views, open_views
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import RecipeError
+from infinity.device.machine import usable_cores
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 
-#: File in the run's folder with every key of the recipe.
+#: File in the run's folder with every key of the recipe; the dtype is the one that was chosen for ``auto``.
 RECIPE = "recipe.yaml"
 
 
@@ -52,13 +53,13 @@ def train(recipe: Recipe) -> Summary | None:
         views = open_views(recipe, folder, world_size()) if folder else Views()
         stack.callback(views.close)
         model, optimizer = stack.enter_context(built(recipe, folder, views))
-        totals, activations = SummaryBuilder(), None
+        runtime, totals, activations = optimizer.runtime, SummaryBuilder(), None
         if folder:
-            optimizer.runtime.say.attach(views.log)
+            write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
+            runtime.say.attach(views.log)
             for note in notes_on(recipe, data):
                 views.log(note)
-            accumulate, of = recipe.train.accumulate, optimizer.runtime.activations
-            activations = ActivationView(of, folder, accumulate, views.log)
+            activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
             views.add(totals)
             views.add(activations)
             if _saves(recipe) and recipe.lora.rank is None:
@@ -74,6 +75,8 @@ def train(recipe: Recipe) -> Summary | None:
             world_size=world_size(),
             budgets=optimizer.budgets,
             activations=activations.result(),
+            dtype=runtime.config.dtype,
+            notes=runtime.notes,
         )
         summary.write(folder / "summary.json")
         if recipe.observe.timeline:
@@ -237,7 +240,7 @@ def world_size() -> int:
 def set_threads(config: TrainConfig) -> None:
     """Give each rank of this machine its share of the cores; more threads would only wait for each other."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_num_threads(config.threads or max(1, usable_cores() // local))
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -316,12 +319,17 @@ def make_folder(recipe: Recipe) -> Path:
     folder = Path(recipe.run.dir).expanduser() / run_id
     try:
         folder.mkdir(parents=True)
-        (folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+        write_recipe(recipe, folder)
     except FileExistsError as error:
         raise RecipeError(f"run.name: {folder} exists; give the run another name, or none") from error
     except OSError as error:
         raise RecipeError(f"run.dir: {error.filename or folder}: {error.strerror}") from error
     return folder
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write the recipe into the run's folder."""
+    (folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
 
 
 @contextmanager

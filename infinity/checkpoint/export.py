@@ -230,7 +230,9 @@ def _write_companions(model: nn.Module, plan: ExportPlan, folder: Path, tokenize
                 "metadata": {"total_parameters": numel, "total_size": plan.values_nbytes},
                 "weight_map": {key: plan.files[place.file].name for key, place in plan.places.items()},
             }
-            (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (folder / INDEX_NAME).write_text(
+                json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
         _write_config(model, folder)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(folder)
@@ -249,4 +251,4 @@ def _write_config(model: Any, folder: Path) -> None:
             model.generation_config.save_pretrained(folder)
     elif dataclasses.is_dataclass(config := getattr(model, "config", None)):
         text = json.dumps({"architectures": [name]} | dataclasses.asdict(config), indent=2)  # type: ignore[arg-type]
-        (folder / "config.json").write_text(text + "\n")
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")

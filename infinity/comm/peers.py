@@ -182,7 +182,7 @@ def _silent(before: dict[int, Entry], now: dict[int, Entry]) -> str:
 def _machine() -> str:
     """The same for two processes that see the same process numbers."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     return ""
 
@@ -190,7 +190,7 @@ def _machine() -> str:
 def _process_state(pid: int) -> str:
     """The kernel's letter for a process of this machine: Z or X when it ended, T or t when stopped."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return "X"
     return stat.rpartition(")")[2].split()[0]

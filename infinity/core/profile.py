@@ -158,7 +158,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write it as JSON, which :meth:`load` reads on any machine."""
-        path.write_text(json.dumps({"version": 1, **asdict(self)}))
+        path.write_text(json.dumps({"version": 1, **asdict(self)}), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
@@ -168,7 +168,7 @@ class Profile:
             RecipeError: No such file, or not a profile.
         """
         try:
-            given = json.loads(path.read_text())
+            given = json.loads(path.read_text(encoding="utf-8"))
             return cls._of(given)
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}; wanted a profile that infinity wrote") from error

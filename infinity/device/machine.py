@@ -1,13 +1,267 @@
-"""What this machine has: free memory."""
+"""What this machine offers a process: memory, cores, huge pages, and how fast it multiplies each dtype."""
 
+import functools
+import math
+import mmap
 import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import torch
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+#: A dtype of 16 bits is fast if it is multiplied at this share of fp32's speed, or faster. Processors lie far
+#: from it on either side: 0.02 where the dtype is emulated, 1.5 to 4 where they know it.
+_FAST = 0.7
+#: A dtype below this share at the small size is not measured at the large one: it would take too long.
+_HOPELESS = 0.25
+#: Rows and columns of the matrices, small and large. At 128 a product takes 3 ms where bf16 is emulated.
+_CPU_SIZES, _ACCELERATOR_SIZES = (128, 256), (512, 2048)
+_TRIES = 3
+
+_ROOT = Path("/")
+#: By version of control groups: files with limits, the file with the use, and idle page cache's name.
+_MEMORY_FILES = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
-def free_host_nbytes() -> int:
-    """Host memory that is free for one rank of this machine (bytes)."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // local
-    return 8 * 2**30 // local
+# --- memory, cores, pages --------------------------------------------------------------------
+
+
+def free_host_nbytes(root: Path = _ROOT) -> int:
+    """Host memory that is free for one rank of this machine, or of this container (bytes).
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` are.
+    """
+    free = [_available_nbytes(root)]
+    for version, group in _control_groups(root, "memory"):
+        limits, used, idle_cache = _MEMORY_FILES[version]
+        used_nbytes = _read_number(group / used)
+        for limit_nbytes in (_read_number(group / limit) for limit in limits):
+            if limit_nbytes is not None and used_nbytes is not None:
+                # The kernel drops idle page cache before it holds a group to its limit.
+                cached_nbytes = _read_field(group / "memory.stat", idle_cache)
+                free.append(limit_nbytes - used_nbytes + cached_nbytes)
+    return max(0, min(free)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Cores that this process may run on, or fewer where its container's quota is worth fewer.
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` are.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for version, group in _control_groups(root, "cpu"):
+        if version == 2:
+            quota, period = [*_read(group / "cpu.max").split(), "", ""][:2]
+        else:
+            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():  # else "max", -1 or nothing: no limit
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
+def missing_huge_pages(root: Path = _ROOT) -> str:
+    """Why this machine has no transparent huge pages, one line for people; empty: it has.
+
+    Args:
+        root: Where ``/sys`` is.
+    """
+    if "[never]" in _read(root / _HUGE_PAGES):
+        why = f"/{_HUGE_PAGES} is never"
+    elif not _advises_huge_pages():
+        why = "the kernel refuses MADV_HUGEPAGE"
+    else:
+        return ""
+    return f"no huge pages ({why}): ordinary ones are used, and bytes to and from the disk cost more CPU time"
+
+
+def _advises_huge_pages() -> bool:
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except (OSError, AttributeError):  # a kernel, or a C library, that does not know them
+            return False
+    return True
+
+
+def _available_nbytes(root: Path) -> int:
+    available = _read_field(root / "proc/meminfo", "MemAvailable:") * 1024
+    return available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """Version and directory of every control group that limits this process, those above its own included."""
+    mounts = list(_control_group_mounts(root, controller))
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 1 if controllers else 2
+        if version == 2 or controller in controllers.split(","):
+            for mount_version, mounted, point in mounts:
+                if mount_version == version:
+                    top = root / point.lstrip("/")
+                    group = top / _inside(PurePosixPath(path), mounted)
+                    chain = (each for each in (group, *group.parents) if each.is_relative_to(top))
+                    yield from ((version, each) for each in chain)
+
+
+def _inside(path: PurePosixPath, mounted: str) -> PurePosixPath:
+    """Where the group ``path`` is below a mount point that shows the part ``mounted`` of the hierarchy.
+
+    A container may see its own group at the mount point, whatever the path says.
+    """
+    if ".." in path.parts or not path.is_relative_to(mounted):
+        return PurePosixPath()
+    return path.relative_to(mounted)
+
+
+def _control_group_mounts(root: Path, controller: str) -> Iterator[tuple[int, str, str]]:
+    """Version, part of the hierarchy and mount point of each hierarchy that may have ``controller``."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mount, _, file_system = line.partition(" - ")
+        kind, _, options = file_system.split(" ", 2)
+        if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
+            mounted, point = mount.split(" ")[3:5]
+            yield 2 if kind == "cgroup2" else 1, mounted, point
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _read_number(path: Path) -> int | None:
+    """The file's number; None where it has none, as where it says ``max``."""
+    text = _read(path)
+    return int(text) if text.isdigit() else None
+
+
+def _read_field(path: Path, name: str) -> int:
+    """The number in the line that begins with ``name``; 0 where there is none."""
+    lines = (line.split() for line in _read(path).splitlines())
+    return next((int(words[1]) for words in lines if words and words[0] == name), 0)
+
+
+# --- the dtype -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeSpeed:
+    """How fast one thread of the CPU, or the accelerator, multiplies matrices.
+
+    Attributes:
+        name: A dtype of 16 bits: bf16 or fp16.
+        flops_per_s: In that dtype.
+        fp32_flops_per_s: In fp32.
+    """
+
+    name: Dtype
+    flops_per_s: float
+    fp32_flops_per_s: float
+    on_cpu: bool = True
+
+    @property
+    def ratio(self) -> float:
+        """Times the speed of fp32."""
+        return self.flops_per_s / self.fp32_flops_per_s
+
+    def __str__(self) -> str:
+        who = "this CPU" if self.on_cpu else "this accelerator"
+        own, fp32 = (_gflops(flops_per_s) for flops_per_s in (self.flops_per_s, self.fp32_flops_per_s))
+        return f"{who} multiplies {self.name} at {own} GFLOP/s and fp32 at {fp32}"
+
+
+def choose_dtype(
+    wanted: Literal[Dtype, "auto"], device: torch.device, least: Callable[[float], float]
+) -> tuple[Dtype, str]:
+    """The dtype to compute in, and a line about it for people, or none.
+
+    Args:
+        wanted: ``train.dtype``; for ``auto`` every rank must call.
+        device: Where this rank computes.
+        least: Gives the smallest number of all ranks.
+    """
+    if wanted == "fp32":
+        return wanted, ""
+    speed = measure_dtype("bf16" if wanted == "auto" else wanted, device)
+    if wanted == "auto":
+        ratio = least(speed.ratio)
+        chosen: Dtype = "bf16" if ratio >= _FAST else "fp32"
+        here = (speed.ratio >= _FAST) is (chosen == "bf16")
+        other = f"another rank multiplies bf16 at {ratio:.2g} times the speed of fp32"
+        return chosen, f"dtype: {chosen} ({speed if here else other})"
+    if speed.ratio >= _FAST:
+        return wanted, ""
+    times = f"{1 / speed.ratio:.2g}"
+    return wanted, f"train.dtype={wanted} is slow here: {speed}; train.dtype=fp32 is {times} times as fast"
+
+
+@functools.cache
+def measure_dtype(name: Dtype, device: torch.device) -> DtypeSpeed:
+    """Multiply matrices in a dtype and in fp32; takes some milliseconds, once in a process.
+
+    One thread multiplies: several would wait for each other where other ranks use the same cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return compare_dtype(name, device, multiply_s)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compare_dtype(
+    name: Dtype, device: torch.device, multiply_s: Callable[[torch.dtype, int, torch.device], float]
+) -> DtypeSpeed:
+    """The speed of a dtype beside fp32's, each the best of a few products, in turns.
+
+    Args:
+        multiply_s: Seconds of one product: dtype, size and device.
+    """
+    on_cpu = device.type == "cpu"
+    for size in _CPU_SIZES if on_cpu else _ACCELERATOR_SIZES:
+        best_s: dict[Dtype, float] = {"fp32": math.inf, name: math.inf}
+        for attempt in range(_TRIES + 1):
+            for each in best_s:
+                taken_s = multiply_s(DTYPES[each], size, device)
+                if attempt:  # the first makes kernels ready
+                    best_s[each] = min(best_s[each], taken_s)
+        speed = DtypeSpeed(name, 2 * size**3 / best_s[name], 2 * size**3 / best_s["fp32"], on_cpu)
+        if speed.ratio < _HOPELESS:
+            break
+    return speed
+
+
+@torch.no_grad()
+def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
+    """Multiply two square matrices; returns seconds."""
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    _finish(device)
+    began_s = time.perf_counter()
+    torch.mm(matrix, matrix)
+    _finish(device)
+    return time.perf_counter() - began_s
+
+
+def _finish(device: torch.device) -> None:
+    """Block until the accelerator has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _gflops(flops_per_s: float) -> str:
+    gflops = flops_per_s / 1e9
+    return f"{gflops:,.0f}" if gflops >= 10 else f"{gflops:.2g}"

@@ -6,6 +6,8 @@ from typing import Literal, Protocol
 from infinity.core.config import MemoryConfig
 from infinity.partition.config import PartitionConfig
 
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -14,7 +16,7 @@ class EngineConfig:
     Attributes:
         memory: Budgets and directories.
         partition: How ranks share the model.
-        dtype: Compute dtype of the weights.
+        dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
         loss_scale: First loss scale of fp16 training.
         run_name: Names the run's directories on NVMe; None: a new id.
         timeline: Record when everything moves and computes.
@@ -23,7 +25,7 @@ class EngineConfig:
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    dtype: Dtype = "auto"
     loss_scale: float = 2.0**16
     run_name: str | None = None
     timeline: bool = False

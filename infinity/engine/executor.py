@@ -75,7 +75,7 @@ class StepExecutor:
         self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
         storage, early = tiers.storage, not clips and config.memory.versions == 2
         with contextlib.ExitStack() as stack:
-            reduce_dtype = torch.float32 if config.partition.reduce_dtype == "fp32" else storage.layout.dtype
+            reduce_dtype = reduction_dtype(config, storage.layout.dtype)
             self.budget = UnitBudget(
                 units, leaves, ranks, storage, reduce_dtype, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
@@ -238,6 +238,11 @@ class StepExecutor:
         self._stack.close()
 
 
+def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the gradient reduction of weights in ``dtype``."""
+    return torch.float32 if config.partition.reduce_dtype == "fp32" else dtype
+
+
 def _ceiling_nbytes(ranks: Ranks) -> int:
     """The most that a device budget may be if the recipe has none (bytes)."""
     if ranks.on_accelerator:
@@ -261,11 +266,11 @@ def _make_updates(
     if commits is not None:
         stack.callback(commits.close)
     if storage.units_engine is not None:
-        background = AdamWRule(storage.layout.dtype, compiled=False)
+        background = AdamWRule(storage.layout.dtype)
         timed: Any = TimedRule(background, timeline) if timeline.enabled else background
         pipeline = UpdatePipeline(
             storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
         )
         stack.callback(pipeline.close)
-    rule = AdamWRule(storage.layout.dtype, compiled=False, threads=torch.get_num_threads())
+    rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
     return Updates(tiers, rule, pipeline, units, order, early=early, commits=commits, on_failure=on_failure)

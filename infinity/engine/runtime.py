@@ -14,6 +14,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,22 +29,21 @@ from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
 from infinity.core.plan import Hardware
-from infinity.device.machine import free_host_nbytes
+from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
 from infinity.engine.config import EngineConfig
-from infinity.engine.executor import StepExecutor
+from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
+from infinity.optim.rules import prepare
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Runtime:
@@ -55,6 +55,10 @@ class Runtime:
     Args:
         config: Budgets, directories and dtypes.
 
+    Attributes:
+        config: The same, with the dtype that was chosen where it says ``auto``.
+        notes: A line about each thing that is done otherwise on this machine; rank 0's are shown.
+
     Raises:
         DiskError: A directory cannot be written.
         PeerError: Another rank did not come.
@@ -62,11 +66,11 @@ class Runtime:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.dtype = DTYPES[config.dtype]
         self.stack = contextlib.ExitStack()
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
         self.say = MessageBuffer()
+        self.notes: list[str] = []
         self._executor: StepExecutor | None = None
         self._failure: BaseException | None = None
         device = join_ranks(config.partition.timeout_s)
@@ -87,12 +91,13 @@ class Runtime:
         self.ranks = ranks = open_ranks(device, partition.timeout_s, self._give_up)
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
+        self._choose_dtype()
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme)):
             self.say(line)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=ranks.on_accelerator)
         self.stack.callback(self.storage.close)
-        self.storage.open_files(self.run_id, ranks.rank, self.timeline)
+        self.storage.open_files(self.run_id, ranks.rank, self.timeline, self._note)
         self.tiers = Tiers(self.storage, ranks)
         self.activations = self._make_activations()
         self.stack.callback(self.activations.close)
@@ -103,6 +108,22 @@ class Runtime:
             device,
         )
         self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
+
+    def _choose_dtype(self) -> None:
+        """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
+        chosen, line = choose_dtype(self.config.dtype, self.ranks.device, self._least_ratio)
+        self.dtype, self.config = DTYPES[chosen], replace(self.config, dtype=chosen)
+        prepare(self.dtype, reduction_dtype(self.config, self.dtype))
+        if line:
+            self._note(line)
+
+    def _least_ratio(self, ratio: float) -> float:
+        return self.ranks.least(round(1000 * ratio), "train.dtype") / 1000
+
+    def _note(self, line: str) -> None:
+        self.notes.append(line)
+        if self.ranks.rank == 0:
+            self.say(line)
 
     def _make_activations(self) -> Activations:
         memory, storage, device = self.config.memory, self.storage, self.ranks.device

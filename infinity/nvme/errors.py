@@ -1,18 +1,10 @@
-"""What goes wrong with directories and records, and what is only slower: errors and warnings of nvme."""
+"""What goes wrong with directories and records: errors of nvme."""
 
 import errno as errno_names
 import os
 from pathlib import Path
 
 from infinity.core.errors import DiskError, InfinityError
-
-
-class BufferedIOWarning(UserWarning):
-    """A file system refuses O_DIRECT: bytes go through the page cache, which costs speed and memory."""
-
-
-class EngineWarning(UserWarning):
-    """The fastest engine cannot be used here; the line says why and what to do."""
 
 
 class DirectoryError(DiskError):
@@ -26,10 +18,6 @@ class DirectoryError(DiskError):
             "give memory.nvme a directory on a local drive that this user may write"
         )
         OSError.__init__(self, errno, text, self.path)
-
-
-class BaseWarning(UserWarning):
-    """A frozen base that runs share was damaged; the line says what was done about it."""
 
 
 class DamagedBaseError(InfinityError, OSError):

@@ -181,7 +181,7 @@ def _sign(lock: int) -> None:
 
 def _who(path: Path) -> str:
     try:
-        owner = json.loads(path.read_text())
+        owner = json.loads(path.read_text(encoding="utf-8"))
         text = f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
     except (OSError, ValueError, KeyError, TypeError):
         text = "another process"

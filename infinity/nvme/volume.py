@@ -4,17 +4,16 @@ import errno
 import mmap
 import os
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
-from infinity.nvme.errors import BufferedIOWarning, DirectoryError
+from infinity.nvme.errors import DirectoryError
 from infinity.nvme.space import Range, Space
 
-__all__ = ["BufferedIOWarning", "SealedFile", "Volume"]
+__all__ = ["SealedFile", "Volume"]
 
 _MIB = 2**20
 #: Files grow in steps of this, so that small extents do not cost a system call each (bytes).
@@ -112,6 +111,16 @@ class Volume:
     def buffered(self) -> bool:
         """Whether some file goes through the page cache."""
         return any(not file.direct for file in self._files)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for people about each directory whose files go through the page cache."""
+        folders = dict.fromkeys(file.path.parent for file in self._files if not file.direct)
+        return [
+            f"{folder}: this file system has no O_DIRECT, so bytes go through the page cache: slower, and "
+            "memory beyond the budget; a local ext4 or xfs drive in memory.nvme has it"
+            for folder in folders
+        ]
 
     @property
     def allocated_nbytes(self) -> int:
@@ -288,13 +297,6 @@ def _create(path: Path) -> tuple[int, bool]:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        fd = os.open(path, flags, 0o600)
+        return os.open(path, flags, 0o600), False
     except OSError as error:
         raise DirectoryError(error.errno or errno.EIO, f"making the file {path}", path) from error
-    warnings.warn(
-        f"{path.parent}: this file system refuses O_DIRECT, so bytes go through the page cache: slower, and "
-        "memory beyond the budget; give memory.nvme a directory on a local ext4 or xfs drive",
-        BufferedIOWarning,
-        stacklevel=5,
-    )
-    return fd, False

@@ -66,6 +66,8 @@ class Summary:
     first_perplexity: float | None  # of the held-out tokens
     last_perplexity: float | None
     activations: ActivationSummary | None = None  # None: all were kept
+    dtype: str | None = None  # compute dtype
+    notes: Sequence[str] = ()  # fallbacks on rank 0's machine, and the reasons
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n", encoding="utf-8")
@@ -121,6 +123,8 @@ class SummaryBuilder:
         world_size: int,
         budgets: Mapping[str, int | None],
         activations: ActivationSummary | None = None,
+        dtype: str | None = None,
+        notes: Sequence[str] = (),
     ) -> Summary:
         """Return the summary so far; ``budgets`` are in bytes by tier, None: no budget."""
         steps = self._planned or self._all
@@ -155,6 +159,8 @@ class SummaryBuilder:
             first_perplexity=perplexities[0],
             last_perplexity=perplexities[1],
             activations=activations,
+            dtype=dtype,
+            notes=list(notes),
         )
 
 
@@ -201,6 +207,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("bottleneck", summary.bottleneck),
         ("files", summary.folder),
     ]
+    rows += [("machine" if number == 0 else "", note) for number, note in enumerate(summary.notes)]
     return rows
 
 

@@ -28,7 +28,6 @@ class OptimConfig:
     min_lr_ratio: float = setting(
         0.1, "where cosine and linear end, as a share of lr", valid=Valid(least=0, most=1)
     )
-    compile: bool = setting(True, "compile the update into one pass over memory; false: eager")
     loss_scale: float = setting(
         2.0**16, "first loss scale of fp16 training; it then adapts", valid=Valid(least=1)
     )

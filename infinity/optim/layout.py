@@ -1,15 +1,20 @@
-"""What lies on disk for each element of a shard, by compute dtype.
+"""What lies on disk for each element of a shard, by compute dtype, and how an fp32 master is kept there.
 
-| compute dtype | state fields (bytes per element)                              | weight |
-|---------------|---------------------------------------------------------------|--------|
-| bfloat16      | remainder_high 1, remainder_low 1, exp_avg 4, exp_avg_sq 4    | 2      |
-| float16       | master 4, exp_avg 4, exp_avg_sq 4                             | 2      |
-| float32       | exp_avg 4, exp_avg_sq 4                                       | 4      |
+| compute dtype | state fields (bytes per element)          | weight |
+|---------------|-------------------------------------------|--------|
+| bfloat16      | remainder 2, exp_avg 4, exp_avg_sq 4      | 2      |
+| float16       | master 4, exp_avg 4, exp_avg_sq 4         | 2      |
+| float32       | exp_avg 4, exp_avg_sq 4                   | 4      |
 
-[Note: two byte planes] The signed 16-bit remainder of a bfloat16 weight is stored as two int8
-planes, high bytes then low bytes, not as one int16 array: the compiler of the update rule
-turns loads and stores of int8 into vector instructions and those of int16 into scalar ones,
-which would make the update five times slower.
+[Note: exact split] A float32 is the bfloat16 of its upper half plus a signed 16-bit remainder of
+its lower half, both taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest
+with ties up, ``weight = (bits + 0x8000) >> 16``, makes the remainder fit 16 signed bits for all
+2**32 patterns, so the split loses nothing: not for denormals, -0.0 or infinities, and not where
+rounding carries the largest finite values to the pattern of infinity (the model then computes with
+an infinite weight, as after any cast to bfloat16, but the master stays finite and exact). A NaN stays
+a NaN, but may come back with another payload.
+
+Ties go up where ``Tensor.to(bfloat16)`` sends them to even; nothing else differs.
 """
 
 from dataclasses import dataclass
@@ -36,12 +41,7 @@ class StateField:
 _EXP_AVG = StateField("exp_avg", torch.float32)
 _EXP_AVG_SQ = StateField("exp_avg_sq", torch.float32)
 _FIELDS = {
-    torch.bfloat16: (
-        StateField("remainder_high", torch.int8),
-        StateField("remainder_low", torch.int8),
-        _EXP_AVG,
-        _EXP_AVG_SQ,
-    ),
+    torch.bfloat16: (StateField("remainder", torch.int16), _EXP_AVG, _EXP_AVG_SQ),
     torch.float16: (StateField("master", torch.float32), _EXP_AVG, _EXP_AVG_SQ),
     torch.float32: (_EXP_AVG, _EXP_AVG_SQ),
 }
@@ -101,3 +101,53 @@ class StateLayout:
             buffer[begin : begin + size].view(field.dtype)
             for field, begin, size in zip(self.fields, begins, sizes, strict=False)
         )
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """``master`` (float32) as bfloat16 weight and int16 remainder, by elementwise torch on any device."""
+    bits = master.view(torch.int32)
+    weight = (((bits + 0x8000) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
+    return weight, bits.to(torch.int16)
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 master of which :func:`split` made ``weight`` and ``remainder``."""
+    return (weight.to(torch.float32).view(torch.int32) + remainder).view(torch.float32)
+
+
+def master_of(
+    layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
+) -> Tensor:
+    """The float32 master of ``weight``, ``(n,)``, from the views of its state.
+
+    With float32 weights that is ``weight`` itself, with float16 the field ``master``; not copies.
+
+    Args:
+        eager: By torch on the CPU, too.
+    """
+    if layout.dtype != torch.bfloat16:
+        return state[0] if layout.dtype == torch.float16 else weight
+    if eager or weight.device.type != "cpu":
+        return join(weight, state[0])
+    from infinity.optim import kernels
+
+    master = torch.empty(weight.numel())
+    kernels.run(kernels.join_all, (weight, state[0], master), torch.get_num_threads())
+    return master
+
+
+def store_master(
+    layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
+) -> None:
+    """Write ``master`` into ``weight`` and into the fields of ``state`` that keep it, all ``(n,)``."""
+    if layout.dtype != torch.bfloat16:
+        weight.copy_(master)
+        if layout.dtype == torch.float16:
+            state[0].copy_(master)
+    elif eager or weight.device.type != "cpu":
+        for target, value in zip((weight, state[0]), split(master), strict=True):
+            target.copy_(value)
+    else:
+        from infinity.optim import kernels
+
+        kernels.run(kernels.split_all, (master.contiguous(), weight, state[0]), torch.get_num_threads())

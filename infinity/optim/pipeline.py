@@ -6,30 +6,261 @@ A chunk is a part of a shard that fits one staging buffer. It goes through three
     UPDATED   the rule has run; the new weights and the new state lie in the buffer
     WRITING   they fly to the next version; then the buffer is given back
 
-States may be read before their job comes, see :mod:`infinity.optim.ahead`. Up to ``depth`` chunks are in
-some stage. The thread sleeps until a transfer ends or a job comes. What
-starts next is the first chunk of the job with the lowest priority number; what is updated next is the
-most urgent chunk whose reads have ended, in whatever order they end.
+States may be read before their job comes, see [Note: what may be read ahead]. Up to ``depth`` chunks are in
+some stage. The thread sleeps until a transfer ends or a job comes. The first chunk of the job with the
+lowest priority number starts next; of the chunks whose reads have ended, in whatever order, the most urgent
+is updated next.
 
-[Note: one error ends all] After a disk error nobody can say which version is whole but the committed
-one, which no job writes to. So the first error fails the job that met it and every other job, given or
+[Note: one error ends all] After a disk error only the committed version is known to be whole, since
+no job writes to it. So the first error fails the job that met it and every other job, given or
 still to come, with that same error. Transfers in flight are awaited before their buffers are given
 back, because the kernel may still write into them.
+
+[Note: what may be read ahead] The state of a committed version changes only by the unit's own update,
+so it can be read as soon as the earlier update has landed. It is read in the order in which jobs will
+come, and only into buffers that leave :data:`RESERVE` chunks for jobs that come in another order. A
+job takes what was read for it only where the extents are its own; anything else is dropped. Code that
+writes states in another way (``load_state_dict``) drains the pipeline first, which forgets it all.
 """
 
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
+from torch import Tensor
+
 from infinity.core.errors import StateError
-from infinity.core.transfer import Lease, Pool, TransferEngine
-from infinity.optim.ahead import RESERVE, Expected, ReadAhead
-from infinity.optim.job import Chunk, Run, UpdateJob, check_job, pieces
+from infinity.core.extent import Extent
+from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import AdamWRule
-from infinity.optim.slot import PipelineStats, Progress, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements ``[start, stop)`` of the shard, updated with one group's ``hyper``.
+
+    Elements in no run are frozen or padding: their weights and state are carried over unchanged.
+    """
+
+    start: int
+    stop: int
+    hyper: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements ``[start, start + numel)`` of the shard, and where they are read and written."""
+
+    start: int
+    numel: int
+    weight_read: Extent
+    state_read: Extent
+    weight_write: Extent
+    state_write: Extent
+
+
+@dataclass(slots=True)
+class UpdateJob:
+    """The update of one shard.
+
+    Attributes:
+        name: Of the unit, for messages.
+        weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads
+            ``weight_read`` too.
+        grad: ``(shard_numel,)``.
+        chunks: In any order; they do not overlap.
+        runs: Ascending, not overlapping.
+        priority: Lower goes first: the position of the shard's next use.
+        in_place: The new weights are put into ``weight``, too, before ``on_computed``.
+        on_done: Called once, on the pipeline's thread, after the last write has landed, or with the error.
+        on_computed: Called when the last chunk has been updated: ``weight`` and ``grad`` are used no more.
+            Not called when the job fails before.
+    """
+
+    name: str
+    weight: Tensor | None
+    grad: Tensor
+    chunks: tuple[Chunk, ...]
+    runs: tuple[Run, ...]
+    priority: int
+    on_done: Callable[[BaseException | None], None]
+    on_computed: Callable[[], None] | None = None
+    in_place: bool = False
+
+
+def pieces(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Cut ``[start, stop)`` into ``(begin, end, hyper)``; ``hyper`` is None where no run is."""
+    at = start
+    for run in runs:
+        begin, end = max(run.start, at), min(run.stop, stop)
+        if begin >= end:
+            continue
+        if at < begin:
+            yield at, begin, None
+        yield begin, end, run.hyper
+        at = end
+    if at < stop:
+        yield at, stop, None
+
+
+def check_job(job: UpdateJob, layout: StateLayout) -> None:
+    """Compare a job's sizes with each other.
+
+    Raises:
+        ValueError: Names the first that does not fit.
+    """
+    numel = job.grad.numel()
+    if job.weight is not None and (job.weight.numel() != numel or job.weight.dtype != layout.dtype):
+        raise ValueError(
+            f"{job.name}: weight holds {job.weight.numel()} of {job.weight.dtype}, "
+            f"grad {numel}, the layout is for {layout.dtype}"
+        )
+    for chunk in job.chunks:
+        if not 0 <= chunk.start <= chunk.start + chunk.numel <= numel:
+            raise ValueError(f"{job.name}: {chunk.numel} from {chunk.start} are not in a shard of {numel}")
+        wanted = (layout.weight_nbytes(chunk.numel), layout.state_nbytes(chunk.numel))
+        for weight, state in (
+            (chunk.weight_read, chunk.state_read),
+            (chunk.weight_write, chunk.state_write),
+        ):
+            if (weight.nbytes, state.nbytes) != wanted:
+                got = f"{weight.nbytes} and {state.nbytes}"
+                raise ValueError(
+                    f"{job.name}: extents of {got} bytes for weight and state, wanted {wanted[0]} "
+                    f"and {wanted[1]} for {chunk.numel} elements"
+                )
+    last = 0
+    for run in job.runs:
+        if not last <= run.start <= run.stop <= numel:
+            raise ValueError(
+                f"{job.name}: run {run.start}..{run.stop} overlaps or leaves the shard of {numel}"
+            )
+        last = run.stop
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStats:
+    """Since the pipeline was made: what its thread did, in seconds of wall clock, and bytes moved.
+
+    Attributes:
+        buffer_wait_s: Nothing in flight, and no staging buffer to be had.
+        read_wait_s: Nothing to update, and reads in flight.
+        write_wait_s: Nothing to update, and only writes in flight.
+        update_s: In the rule.
+    """
+
+    buffer_wait_s: float = 0.0
+    read_wait_s: float = 0.0
+    write_wait_s: float = 0.0
+    update_s: float = 0.0
+    nbytes_read: int = 0
+    nbytes_written: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far one job is."""
+
+    job: UpdateJob
+    order: tuple[int, int]  # priority, then order of submission
+    started: int = 0
+    updated: int = 0
+    landed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A chunk in flight, with the buffer that it holds."""
+
+    progress: Progress | None  # None: read ahead
+    name: str
+    chunk: Chunk
+    lease: Lease
+    transfers: list[Transfer] = field(default_factory=list)
+    writing: bool = False
+    dropped: bool = False  # read ahead in vain
+
+    @property
+    def ahead(self) -> bool:
+        return self.progress is None
+
+    @property
+    def ended(self) -> bool:
+        return all(transfer.done() for transfer in self.transfers)
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
+
+    def settle(self) -> None:
+        """Wait until no byte of the buffer is in flight, however that ends; give it back."""
+        for transfer in self.transfers:
+            with suppress(BaseException):
+                transfer.wait()
+        self.lease.release()
+
+
+#: Chunks in flight that what is read ahead never takes from jobs that have come.
+RESERVE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A job that will come.
+
+    Attributes:
+        name: Of the job.
+        chunks: Makes the chunks that the job will have.
+        after: The earlier update, which writes what is to be read; None: it is there.
+    """
+
+    name: str
+    chunks: Callable[[], tuple[Chunk, ...]]
+    after: Transfer | None = None
+
+
+class ReadAhead:
+    """What to read ahead; belongs to the pipeline's thread.
+
+    Args:
+        expected: In the order in which they will come.
+    """
+
+    def __init__(self, expected: Iterable[Expected] = ()) -> None:
+        self._expected: Iterator[Expected] = iter(expected)
+        self._head: Expected | None = None
+        self._chunks: tuple[Chunk, ...] = ()  # of the head
+        self._at = 0  # chunks of the head that were handed out
+        self._came: set[str] = set()
+
+    def next(self) -> tuple[str, Chunk] | None:
+        """The name of a job and its next chunk; None when nothing can be read now."""
+        while self._head is None or self._at == len(self._chunks):
+            self._head = next(self._expected, None)
+            if self._head is None:
+                return None
+            if self._head.name in self._came:
+                self._head = None
+            else:
+                self._chunks, self._at = self._head.chunks(), 0
+        if self._head.after is not None and not self._head.after.done():
+            return None
+        return self._head.name, self._chunks[self._at]
+
+    def advance(self) -> None:
+        """What :meth:`next` gave is being read."""
+        self._at += 1
+
+    def came(self, job: UpdateJob) -> None:
+        """``job`` is here: nothing more is read ahead for it."""
+        self._came.add(job.name)
+        if self._head is not None and self._head.name == job.name:
+            self._head = None
+
 
 __all__ = ["Chunk", "Expected", "PipelineStats", "Run", "UpdateJob", "UpdatePipeline"]
 
@@ -109,11 +340,6 @@ class UpdatePipeline:
             self._changed.wait_for(self._is_drained)
             if self._error is not None:
                 raise self._error
-
-    @property
-    def idle(self) -> bool:
-        """Whether every submitted job is done."""
-        return self._unfinished == 0
 
     @property
     def stats(self) -> PipelineStats:

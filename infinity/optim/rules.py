@@ -1,23 +1,25 @@
-"""Update rules: a few lines of elementwise torch, compiled into one pass over memory.
+"""Update rules over flat shards: on the CPU a loop jitted by numba, on another device elementwise torch.
 
-[Note: the same bits] Compiled and eager, whole or in pieces, on one thread or many, in place or not: the
-update gives the same bits. So the rule uses only operations that every implementation rounds
-correctly (``+ - * /`` and the square root), each written on its own, and the compiler is not allowed to
-contract them. ``Tensor.sqrt`` in eager mode is not one of them: it may come from a vector library that is
-off by one in the last place in one case of six. NumPy's is, so eager mode takes that.
+[Note: two forms of a rule] The scalar function in :mod:`infinity.optim.kernels` and the torch function here
+have the same operations in the same order, each one that every implementation rounds correctly
+(``+ - * /`` and the square root). So both give the same bits on the CPU, whole or in slices, on one thread or
+many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come from a vector
+library that is off by one in the last place in one case of six. NumPy's is, so the torch form takes that.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from infinity.optim.compiled import Elementwise
-from infinity.optim.layout import StateLayout
-from infinity.optim.master import master_of, store_master
+from infinity.optim.layout import StateLayout, master_of, store_master
+from infinity.optim.norm import sum_of_squares
+from infinity.optim.threads import background_threads, compile_ahead
+
+#: Elements that the torch form takes at one time: bounds its temporaries.
+_PIECE_NUMEL = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +39,6 @@ class Hyper:
     step: int = 1
     grad_scale: float = 1.0
 
-    def scaled(self, grad_scale: float) -> "Hyper":
-        """The same numbers for gradients that are multiplied by ``grad_scale``."""
-        return replace(self, grad_scale=grad_scale)
-
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
         """What the rule reads: float32, ``(8,)``, computed in float64 and rounded once."""
         numbers = (
@@ -56,30 +54,32 @@ class Hyper:
         return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
-def _root(x: Tensor) -> Tensor:
-    """The correctly rounded square root; see [Note: the same bits]."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return x.sqrt()
-    return torch.from_numpy(np.sqrt(x.numpy()))
-
-
-def _adamw_update(weight: Tensor, grad: Tensor, weight_out: Tensor, *state_and_hyper: Tensor) -> None:
-    """AdamW with decoupled weight decay, on the fp32 master of ``weight``.
+def adamw_by_torch(
+    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
+) -> None:
+    """AdamW with decoupled weight decay, on the fp32 master of ``weight``; see :meth:`AdamWRule.update`.
 
     Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
     """
-    *fields, hyper = state_and_hyper
-    state, layout = tuple(fields), StateLayout.of(weight.dtype)
+    layout = StateLayout.of(weight.dtype)
     decay, toward, beta2, fresh, rate, correction, eps, scale = hyper.unbind()
-    exp_avg, exp_avg_sq = state[-2:]
-    g = grad.to(torch.float32) * scale
-    m = exp_avg + toward * (g - exp_avg)
-    v = exp_avg_sq * beta2 + fresh * (g * g)
-    master = master_of(layout, weight, state) * decay
-    master = master - rate * (m / (_root(v) / correction + eps))
-    store_master(layout, master, weight_out, state)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
+    for begin in range(0, weight.numel(), _PIECE_NUMEL):
+        part = slice(begin, begin + _PIECE_NUMEL)
+        fields = tuple(field[part] for field in state)
+        exp_avg, exp_avg_sq = fields[-2:]
+        g = grad[part].to(torch.float32) * scale
+        m = exp_avg + toward * (g - exp_avg)
+        v = exp_avg_sq * beta2 + fresh * (g * g)
+        master = master_of(layout, weight[part], fields, eager=True) * decay
+        master = master - rate * (m / (_root(v) / correction + eps))
+        store_master(layout, master, weight_out[part], fields, eager=True)
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The correctly rounded square root; see [Note: two forms of a rule]."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 class AdamWRule:
@@ -89,34 +89,11 @@ class AdamWRule:
         dtype: Compute dtype of the weights: bfloat16, float16 or float32.
         threads: CPU threads of one update; None for half of PyTorch's, which suits a thread that works
             beside training.
-        compiled: False for eager, which gives the same bits, several times slower.
-        on_compile: Called with a line for people before the rule is compiled (seconds, once; the code is
-            cached on disk).
     """
 
-    def __init__(
-        self, dtype: torch.dtype, *, threads: int | None = None, compiled: bool = True,
-        on_compile: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, dtype: torch.dtype, *, threads: int | None = None) -> None:
         self.layout = StateLayout.of(dtype)
-        self._kernel = Elementwise(_adamw_update, threads=threads, compiled=compiled, on_compile=on_compile)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the rule was asked to be compiled."""
-        return self._kernel.compiled
-
-    @property
-    def threads(self) -> int:
-        """CPU threads of one update."""
-        return self._kernel.threads
-
-    def prepare(self, grad_dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> None:
-        """Compile for gradients of ``grad_dtype`` (None: the compute dtype) on ``device``, ahead of use."""
-        weight = torch.empty(2, dtype=self.layout.dtype, device=device)
-        grad = torch.empty(2, dtype=grad_dtype or self.layout.dtype, device=device)
-        state = [torch.empty(2, dtype=field.dtype, device=device) for field in self.layout.fields]
-        self._kernel.prepare(weight, grad, weight, *state, Hyper(lr=0.0).tensor(device))
+        self.threads = threads or background_threads()
 
     def update(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
@@ -127,7 +104,30 @@ class AdamWRule:
             weight: Compute dtype, ``(n,)``.
             grad: bfloat16, float16 or float32, ``(n,)``.
             state: One contiguous tensor ``(n,)`` per field of the layout; updated in place.
-            weight_out: Takes the new weights, ``(n,)``; may be ``weight``.
+            weight_out: Takes the new weights, ``(n,)``; may be ``weight``, and overlaps nothing else.
             hyper: ``Hyper.tensor()``, on the device of the others.
         """
-        self._kernel(weight, grad, weight_out, *state, hyper)
+        if weight.device.type == "cpu":
+            from infinity.optim import kernels
+
+            if torch.float16 not in (weight.dtype, grad.dtype) or kernels.converts_half():
+                tensors = (weight, grad, weight_out, *state)
+                loop = kernels.adamw_loops[weight.dtype]
+                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()))
+                return
+        with torch.no_grad():
+            adamw_by_torch(weight, grad, state, weight_out, hyper)
+
+
+def prepare(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """Compile all that training in ``dtype`` calls, or load it from numba's cache, in the background."""
+
+    def call_all() -> None:
+        weight, grad = torch.empty(0, dtype=dtype), torch.empty(0, dtype=grad_dtype)
+        state = tuple(torch.empty(0, dtype=field.dtype) for field in StateLayout.of(dtype).fields)
+        store_master(StateLayout.of(dtype), torch.empty(0), weight, state)  # first: a model is built with it
+        sum_of_squares(grad)
+        AdamWRule(dtype).update(weight, grad, state, weight, Hyper(lr=0.0).tensor())
+        master_of(StateLayout.of(dtype), weight, state)
+
+    compile_ahead((dtype, grad_dtype), call_all)

@@ -44,7 +44,7 @@ class Planning:
             "predicted": asdict(self.predicted),
             "planning_s": self.planning_s,
         }
-        (folder / PLAN).write_text(json.dumps(given))
+        (folder / PLAN).write_text(json.dumps(given), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> "Planning":
@@ -129,7 +129,7 @@ class Fates:
 def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
     """Write ``measured.json``: what the plan in ``folder`` took, beside what was predicted."""
     given = {"predicted": asdict(predicted), "measured": asdict(measured)}
-    (folder / MEASURED).write_text(json.dumps(given, indent=2) + "\n")
+    (folder / MEASURED).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
 
 def load_measured(folder: Path) -> Outcome | None:
@@ -191,7 +191,7 @@ def _times(profile: Profile, rows: int) -> tuple[list[float], list[float]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; wanted a plan that a run of infinity kept") from error
     except (TypeError, ValueError) as error:

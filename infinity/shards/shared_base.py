@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import shlex
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
@@ -34,8 +33,9 @@ from infinity.core.extent import Extent, Piece
 from infinity.core.nbytes import format_nbytes
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.nvme.base import BaseChunk, BaseFiles, Chunks, SealedBase
-from infinity.nvme.errors import BaseWarning, DamagedBaseError
+from infinity.nvme.errors import DamagedBaseError
 from infinity.nvme.volume import Volume
+from infinity.observe.messages import log
 from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
@@ -43,7 +43,7 @@ from infinity.shards.store import ChunkExtents, ShardStore, Version
 #: Chunks that are read and hashed at one time: with two that are loaded they fit the room for staging.
 _READ_AHEAD = 3
 #: Changes with what a base's bytes mean.
-_FORMAT = 1
+_FORMAT = 2
 
 
 class _Part(Protocol):
@@ -125,7 +125,7 @@ class SharedBase:
         try:
             sealed = files.find()
         except DamagedBaseError as error:
-            warnings.warn(f"{error}; it is written anew", BaseWarning, stacklevel=2)
+            log.warning("%s; it is written anew", error)
             sealed = None
         if sealed is not None:
             return _Reader(storage, files, sealed, self._wanted)
@@ -188,12 +188,12 @@ class _Reader:
         path = self._files.paths[0]
         if self._damaged:
             self._files.unlink(self._sealed.files)
-            warnings.warn(
-                f"{path} is damaged ({'; '.join(self._damaged)}). What differs was read from the checkpoint "
-                "again and lies in this run's own files; the base is forgotten, and the next run makes a new "
-                "one. Check the drive (dmesg, smartctl)",
-                BaseWarning,
-                stacklevel=2,
+            log.warning(
+                "%s is damaged (%s). What differs was read from the checkpoint again and lies in this run's "
+                "own files; the base is forgotten, and the next run makes a new one. Check the drive (dmesg, "
+                "smartctl)",
+                path,
+                "; ".join(self._damaged),
             )
         nbytes = format_nbytes(self._shared_nbytes)
         return [

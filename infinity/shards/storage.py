@@ -1,6 +1,7 @@
 """Storage of a rank's shards: a pool of host memory, and files on NVMe with an engine to reach them."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
 from infinity.core.transfer import TransferEngine
+from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
@@ -55,11 +57,15 @@ class Storage:
             staging = budget.STAGED_CHUNKS * self._chunk_nbytes
         self.resident_nbytes = self._room_for_residents(staging)
 
-    def open_files(self, run_id: str, rank: int, timeline: Timeline) -> None:
+    def open_files(self, run_id: str, rank: int, timeline: Timeline, note: Callable[[str], object]) -> None:
         """Make this rank's files in every directory of ``memory.nvme``; none: do nothing.
+
+        Args:
+            note: Gets a line for people about each thing that the machine lacks.
 
         Raises:
             DiskError: A directory cannot be written.
+            SettingError: ``memory.engine`` cannot be used here.
         """
         if not self.memory.nvme:
             return
@@ -72,7 +78,10 @@ class Storage:
         self.commit_record = directories[0].file(f"rank{rank}.commit")
         self.volume = Volume(paths, stripe_weights([path.parent for path in paths]))
         self._stack.callback(self.volume.close)
-        self.engine = make_engine(self.memory.engine, self.volume)
+        for line in (*self.volume.notes, missing_huge_pages()):
+            if line:
+                note(line)
+        self.engine = make_engine(self.memory.engine, self.volume, note)
         self._stack.callback(self.engine.close)
         if timeline.enabled:
             self.engine = TimedEngine(self.engine, timeline)

@@ -24,8 +24,7 @@ from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
-from infinity.optim.layout import StateLayout
-from infinity.optim.master import master_of, store_master
+from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.shared_base import SharedBase
 from infinity.shards.storage import Storage
@@ -347,7 +346,7 @@ class Tiers:
     # --- what training moves -----------------------------------------------------------------
 
     def version(self, unit: Unit, ahead: int = 0) -> Version:
-        """Return the version that an update reads, or with ``ahead=1`` writes; one that was frozen gets room."""
+        """Return the version that an update reads, or with ``ahead=1`` writes."""
         self._train(unit)
         return self._store.version(unit.index, unit.version + ahead)
 

@@ -288,7 +288,7 @@ class Updates:
             lease: Held for ``grad``, given back when the update has read it.
             weights: Those that the update starts from.
         """
-        squares = sum_of_squares(grad, compiled=self.rule.compiled)
+        squares = sum_of_squares(grad)
         ready = PendingUpdate(unit, grad, squares, lease, weights)
         with self._lock:
             self.ready[unit.index] = ready

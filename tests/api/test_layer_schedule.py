@@ -306,7 +306,7 @@ def losses_of(folder: Path, name: str, *overrides: str) -> list[float]:
         f"run.dir={folder}", f"run.name={name}", "observe.progress=false", f"data.files={text}",
         f"data.cache={folder}/tokens", "model.n_layers=2", "model.d_model=16", "model.n_heads=2",
         "model.seq_len=16", "train.steps=3", "train.batch_size=2", "train.accumulate=4", "train.threads=1",
-        "optim.compile=false", "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
+        "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
         "memory.host=400KiB", "train.eval_every=2",
     ]  # fmt: skip
     train(infinity.load_recipe(overrides=[*run, *overrides]))

@@ -42,7 +42,7 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
         f"run.dir={folder}/runs", "run.name=one", "observe.progress=false", f"data.cache={folder}/tokens",
         f"data.files={folder}/chat.jsonl", "data.eval_fraction=0.3", f"model.seq_len={SEQ_LEN}",
         "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "train.dtype=fp32", "train.threads=1",
-        "train.steps=4", "train.batch_size=4", "train.eval_every=2", "optim.lr=1e-2", "optim.compile=false",
+        "train.steps=4", "train.batch_size=4", "train.eval_every=2", "optim.lr=1e-2",
     ]  # fmt: skip
     return load_recipe(overrides=[*small, *overrides])
 
@@ -235,7 +235,7 @@ def test_a_model_directory_is_fine_tuned_on_chats(tmp_path: Path, capfd: pytest.
             "data.skip_malformed=true", f"data.cache={tmp_path}/tokens", f"run.dir={tmp_path}/runs",
             "run.name=one", f"memory.nvme=[{tmp_path}/nvme]", "memory.host=64MiB", "optim.lr=1e-2",
             "train.steps=12", "train.accumulate=2", "train.eval_every=3", "train.threads=1",
-            "optim.compile=false", "optim.warmup_steps=0", "run.save=false",
+            "optim.warmup_steps=0", "run.save=false",
         ],
     )  # fmt: skip
     summary = train(wanted)

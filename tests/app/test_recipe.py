@@ -105,7 +105,7 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.dtype=bf17", "got 'bf17'; wanted bf16 | fp16 | fp32"),
+        ("train.dtype=bf17", "got 'bf17'; wanted auto | bf16 | fp16 | fp32"),
         ("train.steps=1.5", "got 1.5; wanted int, >= 1"),
         ("train.steps=0", "got 0; wanted >= 1"),
         ("train.steps=true", "got True; wanted int, >= 1"),
@@ -176,7 +176,7 @@ def test_the_table_has_every_key_with_a_meaning_and_its_default() -> None:
     assert list(rows) == [f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)]
     assert all(row.meaning and row.type for row in rows.values())
     assert rows["memory.host"][1:3] == ("size or null", "null")
-    assert rows["train.dtype"][1:3] == ("bf16 | fp16 | fp32", "bf16")
+    assert rows["train.dtype"][1:3] == ("auto | bf16 | fp16 | fp32", "auto")
     assert rows["optim.betas"][1:3] == ("[float, float]", "[0.9, 0.95]")
     for row in rows.values():  # what the table shows can be written
         assert load_recipe(overrides=[f"{row.key}={row.default}"]) == Recipe()

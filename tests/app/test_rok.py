@@ -21,7 +21,6 @@ from tests.test_planning import planning_for
 TINY = """
 model: {n_layers: 2, d_model: 64, n_heads: 2, seq_len: 64}
 memory: {host: 64MiB, nvme: [NVME]}
-optim: {compile: false}
 data: {files: [DATA], eval_fraction: 0}
 train: {batch_size: 2, dtype: fp32, accumulate: 2}
 """

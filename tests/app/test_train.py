@@ -43,7 +43,10 @@ class Plain:
         class AdamW(torch.optim.AdamW):
             def __init__(self, model: nn.Module, *, max_grad_norm: float | None, **numbers: Any) -> None:
                 super().__init__(model.parameters(), **numbers)
-                self.runtime = SimpleNamespace(activations=KEPT, say=MessageBuffer())
+                config = SimpleNamespace(dtype=(api.init_recipe or load_recipe()).train.dtype)
+                self.runtime = SimpleNamespace(
+                    activations=KEPT, say=MessageBuffer(), notes=["-"], config=config
+                )
                 self.timeline = Timeline(clock=lambda: 1.0)
                 self.timeline.add("compute", "forward", 0.0, 1.0)
                 self.budgets = {"host": 100}
@@ -267,7 +270,7 @@ def test_the_learning_rate_rises_then_falls_to_its_floor() -> None:
 def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(train_module.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(train_module, "usable_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     set_threads(load_recipe().train)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")

@@ -25,7 +25,7 @@ def recipe(folder: Path, *overrides: str, sizes: tuple[str, ...] = SIZES) -> Rec
         f"run.dir={folder}/runs", "run.name=one", "observe.progress=false", f"data.files={text}",
         f"data.cache={folder}/tokens", f"memory.nvme=[{folder}/nvme]", "memory.host=64MiB",
         "model.seq_len=16", "train.steps=2", "optim.lr=1e-2",
-        "train.batch_size=2", "train.eval_every=null", "train.threads=1", "optim.compile=false",
+        "train.batch_size=2", "train.eval_every=null", "train.threads=1", "train.dtype=bf16",
     ]  # fmt: skip
     return load_recipe(overrides=[*small, *sizes, *overrides])
 

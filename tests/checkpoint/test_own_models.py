@@ -34,7 +34,7 @@ def recipe(folder: Path, *overrides: str) -> infinity.Recipe:
     return infinity.load_recipe(
         overrides=[
             f"data.files=[{text}]", f"data.cache={folder}/cache", f"run.dir={folder}/runs", "train.threads=1",
-            "train.steps=2", "train.batch_size=2", "model.seq_len=12", "optim.compile=false",
+            "train.steps=2", "train.batch_size=2", "model.seq_len=12",
             "observe.progress=false", *overrides,
         ]
     )  # fmt: skip

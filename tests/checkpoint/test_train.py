@@ -26,7 +26,7 @@ def trained(saved, tmp_path, monkeypatch):
             overrides=[
                 f"model.path={directory}", "model.seq_len=32", f"data.files=[{text}]", "data.tokenizer=bytes",
                 "data.eval_fraction=0", "train.threads=1", "train.steps=3", "train.batch_size=2",
-                "optim.compile=false", "observe.progress=false", "run.save=false",
+                "observe.progress=false", "run.save=false",
                 f"run.dir={tmp_path}/{len(runs)}", *overrides,
             ]
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Start ranks as processes of their own, and say how each of them ended.
 
-Processes are fresh (nothing is forked), talk over gloo on the loopback address, and their
-function travels by name: it must be a module-level function of a test module. Starting one
-costs the import of torch, so several checks may share a start::
+Processes are forks of a server that has imported torch (see :mod:`tests.helpers.forks`) and nothing of
+infinity, talk over gloo on the loopback address, and their function travels by name: it must be a
+module-level function of a test module. Several checks may share a start::
 
     first, second = run_ranks(several, 2, (check_gather, 4), (check_reduce, 4))[0]
 """
@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.helpers.forks import ROOT, SEEDS, Fork, Job
+
+__all__ = [
+    "ROOT", "Ended", "Ranks", "RanksError", "free_port", "mark", "run_ranks", "several", "start_ranks",
+]  # fmt: skip
 
 #: Once one rank has failed, how long the others may take to end by themselves (s).
 GRACE_S = 10.0
@@ -60,8 +63,7 @@ def run_ranks(
 ) -> list[Any]:
     """What ``fn(*args)`` returned on each of ``world_size`` ranks, in rank order.
 
-    ``fn`` runs with the process group made (gloo), unless ``group=False``; ``env`` adds to
-    every rank's environment.
+    ``fn`` runs with the process group made (gloo), unless ``group=False``.
 
     Raises:
         RanksError: A rank raised, died or hung.
@@ -91,11 +93,10 @@ def start_ranks(
     world_size: int,
     *args: Any,
     group: bool = True,
-    env: dict[str, str] | None = None,
 ) -> Iterator["Ranks"]:
     """Ranks that run, for tests that kill some; nothing outlives the block."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = Ranks(fn, world_size, args, Path(folder), group, env or {})
+        ranks = Ranks(fn, world_size, args, Path(folder), group)
         try:
             yield ranks
         finally:
@@ -123,15 +124,14 @@ class Ranks:
         args: tuple[Any, ...],
         folder: Path,
         group: bool,
-        env: dict[str, str],
     ) -> None:
         self.folder = folder
         (folder / "job").write_bytes(pickle.dumps((group, fn, args)))
         port = str(free_port())
         self._since = time.monotonic()
-        self.processes = [self._start(rank, world_size, port, env) for rank in range(world_size)]
+        self.processes = [self._start(rank, world_size, port) for rank in range(world_size)]
 
-    def _start(self, rank: int, world_size: int, port: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, world_size: int, port: str) -> Fork:
         variables = {
             "RANK": rank,
             "WORLD_SIZE": world_size,
@@ -140,19 +140,17 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": 1,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *(p for p in sys.path if p)]),
             _MARKS: self.folder,
         }
-        with (self.folder / f"log.{rank}").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.launch", str(self.folder)],
-                env={**os.environ, **{key: str(value) for key, value in variables.items()}, **env},
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # so that what a rank leaves behind can be found
-            )
+        job = Job(
+            module=__name__,
+            function="run_job",
+            argument=str(self.folder),
+            environment={**os.environ, **{key: str(value) for key, value in variables.items()}},
+            path=[str(ROOT), *(p for p in sys.path if p)],
+            log=str(self.folder / f"log.{rank}"),
+        )
+        return Fork(job, seed=SEEDS[rank % len(SEEDS)])
 
     def reached(self, name: str, rank: int, *, timeout_s: float = 60) -> None:
         """Return when ``rank`` has called ``mark(name)``; fail when it ends or takes too long."""
@@ -196,6 +194,7 @@ class Ranks:
     def close(self) -> None:
         """End every process of every rank, at once."""
         for process in self.processes:
+            # Its group bears its pid, and holds what it left behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -219,6 +218,8 @@ class Ranks:
         path = self.folder / f"result.{rank}"
         if path.exists():
             outcome.update(pickle.loads(path.read_bytes()))
+        if self.processes[rank].returncode not in (0, 1):  # it crashed, perhaps after it had left its result
+            outcome["traceback"] = self._log(rank)
         return Ended(
             rank=rank,
             exit_code=self.processes[rank].returncode,
@@ -232,8 +233,9 @@ class Ranks:
         return (self.folder / f"log.{rank}").read_text(errors="replace")[-8000:]
 
 
-def _run(folder: Path) -> int:
+def run_job(argument: str) -> int:
     """What a rank does: make the group, call the function, leave the result in a file."""
+    folder = Path(argument)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     group, fn, args = pickle.loads((folder / "job").read_bytes())
     outcome: dict[str, Any]
@@ -269,7 +271,3 @@ def _call(group: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.exit(_run(Path(sys.argv[1])))

@@ -45,7 +45,7 @@ def streaming(directory: Any, *more: str) -> list[str]:
 
 def recipe(dtype: str, overrides: Sequence[str]) -> infinity.Recipe:
     given = {override.partition("=")[0] for override in overrides}
-    usual = {"optim.compile": "false", "memory.activations": "keep"}  # memory.device alone would plan
+    usual = {"memory.activations": "keep"}  # memory.device alone would plan
     rest = [f"{key}={value}" for key, value in usual.items() if key not in given]
     return infinity.load_recipe(overrides=[f"train.dtype={dtype}", *rest, *overrides])
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity.core.config import SettingError
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
 from infinity.device.memory import BufferLease
-from infinity.nvme.engines import EngineWarning, libaio_engine, make_engine
+from infinity.nvme.engines import libaio_engine, make_engine
 from infinity.nvme.engines.base import QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
@@ -298,13 +299,39 @@ def test_auto_falls_back_with_one_line_that_says_what_is_missing(
         raise OSError("libaio.so.1: cannot open shared object file")
 
     monkeypatch.setattr(libaio_engine, "load", missing)
-    with pytest.warns(EngineWarning, match=r"libaio\.so\.1.*pip install libaio") as caught:
-        engine = make_engine("auto", volume)
-    assert (engine.name, len(caught)) == ("threads", 1)
-    assert "\n" not in str(caught[0].message)
+    notes: list[str] = []
+    engine = make_engine("auto", volume, notes.append)
+    assert engine.name == "threads"
+    [line] = notes
+    assert "libaio.so.1: cannot open" in line
+    assert "the engine threads" in line
+    assert "\n" not in line
     engine.close()
-    with pytest.raises(OSError, match="libaio"):
+    with pytest.raises(SettingError, match=r"memory\.engine: got 'libaio'; .*the system's package is called"):
         make_engine("libaio", volume)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ModuleNotFoundError("No module named 'libaio'", name="libaio"), "pip install libaio"),
+        (AttributeError("undefined symbol: io_setup"), "undefined symbol: io_setup"),
+        (BlockingIOError(errno.EAGAIN, "io_queue_init"), "raise fs.aio-max-nr"),
+        (OSError(errno.ENOSYS, "io_queue_init"), "the kernel refuses: Function not implemented"),
+    ],
+)
+def test_whatever_keeps_libaio_from_working_threads_move_the_bytes(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str
+) -> None:
+    def refuse(self: libaio_engine.LibaioEngine, volume: Volume) -> None:
+        raise error
+
+    monkeypatch.setattr(libaio_engine.LibaioEngine, "__init__", refuse)
+    notes: list[str] = []
+    engine = make_engine("auto", volume, notes.append)
+    assert engine.name == "threads"
+    assert [why in note for note in notes] == [True]
+    engine.close()
 
 
 def test_an_unknown_engine_is_refused(volume: Volume) -> None:

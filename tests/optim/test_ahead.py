@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.core.transfer import TransferFuture
-from infinity.optim.ahead import RESERVE, Expected
 from infinity.optim.layout import GRAIN_NUMEL
-from infinity.optim.pipeline import StateLayout
+from infinity.optim.pipeline import RESERVE, Expected, StateLayout
 from tests.helpers.fakes import FakeEngine
 from tests.optim.test_pipeline import DTYPES, make_shard, playing
 
@@ -44,7 +43,7 @@ def test_jobs_in_any_order_come_out_the_same_and_read_no_byte_twice(order, fores
         pipeline.expect([expected(shards[i]) for i in foreseen])
         for i in order:
             pipeline.submit(shards[i].job)
-        wait_for(lambda: pipeline.idle)
+        wait_for(lambda: not pipeline._unfinished)
         state, weight = (
             5 * 3 * nbytes(GRAIN_NUMEL) for nbytes in (LAYOUT.state_nbytes, LAYOUT.weight_nbytes)
         )
@@ -64,7 +63,7 @@ def test_what_is_read_ahead_leaves_buffers_for_jobs_that_come_in_another_order(d
         ahead = min(9, max(0, depth - RESERVE))
         wait_for(lambda: pipeline.stats.nbytes_read == ahead * LAYOUT.state_nbytes(GRAIN_NUMEL))
         pipeline.submit(shards[-1].job)  # nobody expected it
-        wait_for(lambda: pipeline.idle)
+        wait_for(lambda: not pipeline._unfinished)
         shards[-1].check(engine, LAYOUT)
         assert pool.leased_nbytes >= ahead * LAYOUT.state_nbytes(GRAIN_NUMEL)
         pipeline.drain()
@@ -125,7 +124,7 @@ def test_a_job_that_has_come_gets_the_buffers_of_what_was_read_ahead_where_other
             pipeline.expect([expected(late)])
             wait_for(lambda: pipeline.stats.nbytes_read == LAYOUT.state_nbytes(GRAIN_NUMEL))
             pipeline.submit(early.job)
-            wait_for(lambda: pipeline.idle)
+            wait_for(lambda: not pipeline._unfinished)
         early.check(engine, LAYOUT)
         pipeline.submit(late.job)
         pipeline.drain()

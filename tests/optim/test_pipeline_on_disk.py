@@ -97,7 +97,7 @@ class Shard:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ten_steps_over_two_versions_equal_the_same_steps_in_memory(disk, dtype):
-    layout, rule = StateLayout.of(dtype), AdamWRule(dtype, compiled=False)
+    layout, rule = StateLayout.of(dtype), AdamWRule(dtype)
     shards = [Shard(disk, layout) for _ in range(3)]
     pipeline = UpdatePipeline(disk.engine, disk.pool, layout, rule)
     for step in range(1, 11):
@@ -143,7 +143,7 @@ def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypa
         return Lost() if count == 4 else write(extent, memory)
 
     monkeypatch.setattr(disk.engine, "write", faulty)
-    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, AdamWRule(torch.bfloat16, compiled=False))
+    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, AdamWRule(torch.bfloat16))
     run = Run(0, NUMEL, Hyper(lr=1e-2).tensor())
     job = UpdateJob("u", None, torch.ones(NUMEL), shard.chunks(0), (run,), 0, lambda error: None)
     pipeline.submit(job)

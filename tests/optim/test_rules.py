@@ -1,21 +1,24 @@
 """One update, the same bits however it is computed."""
 
+import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from itertools import pairwise
+from types import SimpleNamespace
 
+import numba
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.utils import counters
 
-from infinity.optim.layout import StateLayout
-from infinity.optim.master import master_of, split
-from infinity.optim.rules import AdamWRule, Hyper
+from infinity.optim import kernels
+from infinity.optim.layout import StateLayout, master_of, split, store_master
+from infinity.optim.norm import sum_of_squares
+from infinity.optim.rules import AdamWRule, Hyper, adamw_by_torch
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3)
@@ -38,7 +41,7 @@ class Shard:
             "exp_avg_sq": torch.rand(numel, generator=random) * size,
         }
         if dtype == torch.bfloat16:
-            self.weight, fields["remainder_high"], fields["remainder_low"] = split(master)
+            self.weight, fields["remainder"] = split(master)
         self.state = tuple(fields[field.name].clone() for field in self.layout.fields)
 
     def copy(self) -> "Shard":
@@ -54,6 +57,10 @@ class Shard:
         part = slice(start, stop)
         state = tuple(field[part] for field in self.state)
         rule.update(self.weight[part], self.grad[part], state, self.weight[part], hyper)
+        return self
+
+    def update_by_torch(self, hyper: Tensor) -> "Shard":
+        adamw_by_torch(self.weight, self.grad, self.state, self.weight, hyper)
         return self
 
 
@@ -72,7 +79,7 @@ def reference(shard: Shard, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
 def test_it_is_adamw(dtype):
     shard = Shard(dtype, 4096)
     wanted = reference(shard, HYPER)
-    shard.update(AdamWRule(dtype, compiled=False), HYPER.tensor())
+    shard.update(AdamWRule(dtype), HYPER.tensor())
     got = (master_of(shard.layout, shard.weight, shard.state), *shard.state[-2:])
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-12)
@@ -82,7 +89,7 @@ def test_it_follows_torch_adamw_over_many_steps():
     parameter = torch.nn.Parameter(torch.randn(512))
     theirs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     weight, state = parameter.detach().clone(), (torch.zeros(512), torch.zeros(512))
-    rule = AdamWRule(torch.float32, compiled=False)
+    rule = AdamWRule(torch.float32)
     for step in range(1, 21):
         parameter.grad = torch.randn(512)
         theirs.step()
@@ -91,23 +98,65 @@ def test_it_follows_torch_adamw_over_many_steps():
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "grad_dtype"),
-    [*zip(DTYPES, DTYPES, strict=True), *((dtype, torch.float32) for dtype in DTYPES[:2])],
-)
-def test_compiled_and_eager_give_the_same_bits(dtype, grad_dtype):
-    shard = Shard(dtype, 100_003, grad_dtype)
-    hyper = HYPER.tensor()
-    eager = shard.copy().update(AdamWRule(dtype, compiled=False), hyper)
-    assert shard.copy().update(AdamWRule(dtype, threads=1), hyper).bits() == eager.bits()
+def by_numpy(shard: Shard, hyper: Hyper) -> tuple[np.ndarray, ...]:
+    """Master, both moments and weight (as an integer) after the update, by numpy's elementwise float32."""
+    decay, toward, beta2, fresh, rate, correction, eps, scale = hyper.tensor().numpy()
+    exp_avg, exp_avg_sq = (field.numpy() for field in shard.state[-2:])
+    with np.errstate(all="ignore"):
+        g = shard.grad.to(torch.float32).numpy() * scale
+        m = exp_avg + toward * (g - exp_avg)
+        v = exp_avg_sq * beta2 + fresh * (g * g)
+        p = exact(shard) * decay
+        p = p - rate * (m / (np.sqrt(v) / correction + eps))
+        bits = p.view(np.uint32)
+        if shard.layout.dtype == torch.bfloat16:
+            return p, m, v, ((bits + np.uint32(0x8000)) >> 16).astype(np.uint16)
+        return p, m, v, p.astype(np.float16).view(np.uint16) if shard.layout.dtype == torch.float16 else bits
+
+
+def exact(shard: Shard) -> np.ndarray:
+    """The fp32 masters, by the formula of the split."""
+    if shard.layout.dtype != torch.bfloat16:
+        return (shard.state[0] if shard.layout.dtype == torch.float16 else shard.weight).numpy()
+    upper = shard.weight.view(torch.int16).numpy().astype(np.int32) << 16
+    return (upper + shard.state[0].numpy()).view(np.float32)
+
+
+#: Zeros, denormals, ties and edges of both 16-bit types, the largest numbers, infinities and NaN.
+SPECIAL = [
+    0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-14, 2.0**-25, 3 * 2.0**-25, 2.0**-24 * 1.5, -(2.0**-24),
+    1 + 2.0**-8, 1 + 2.0**-9, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 65504.0, 65519.9, 65520.0, 1e30, 3.4028235e38,
+    float("inf"), -float("inf"), float("nan"),
+]  # fmt: skip
+PAIRS = [*zip(DTYPES, DTYPES, strict=True), *((dtype, torch.float32) for dtype in DTYPES[:2])]
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), PAIRS)
+def test_a_million_elements_and_the_special_values_are_as_numpy_has_them(dtype, grad_dtype):
+    shard, special = Shard(dtype, 1_000_003, grad_dtype), torch.tensor(SPECIAL)
+    masters, grads = special.repeat_interleave(len(special)), special.repeat(len(special))
+    part = slice(7, 7 + len(masters))
+    store_master(shard.layout, masters, shard.weight[part], tuple(f[part] for f in shard.state), eager=True)
+    shard.grad[part] = grads.to(grad_dtype)
+    shard.state[-2][part], shard.state[-1][part] = grads.flip(0), grads.flip(0).abs()
+    *floats, weight = by_numpy(shard, HYPER)
+    by_torch = shard.copy().update_by_torch(HYPER.tensor())
+    for got in (shard.update(AdamWRule(dtype), HYPER.tensor()), by_torch):
+        ours = (exact(got), got.state[-2].numpy(), got.state[-1].numpy())
+        for mine, wanted in zip(ours, floats, strict=True):
+            nan = np.isnan(mine) & np.isnan(wanted)  # whatever their payload
+            assert ((mine.view(np.uint32) == wanted.view(np.uint32)) | nan).all()
+        nan = np.isnan(floats[0])
+        assert (kernels.array(got.weight).view(weight.dtype) == weight)[~nan].all()
+        assert got.weight.isnan().numpy()[nan].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads_gives_the_same_bits(dtype):
-    shard = Shard(dtype, 50_001)
+    shard = Shard(dtype, 300_001)
     hyper = HYPER.tensor()
-    results = [shard.copy().update(AdamWRule(dtype, threads=n), hyper).bits() for n in (1, 2, 3)]
-    assert results[0] == results[1] == results[2]
+    results = [shard.copy().update(AdamWRule(dtype, threads=n), hyper).bits() for n in (1, 2, 3, 7)]
+    assert all(result == results[0] for result in results)
 
 
 @settings(max_examples=40, deadline=None)
@@ -115,24 +164,21 @@ def test_any_number_of_threads_gives_the_same_bits(dtype):
     dtype=st.sampled_from(DTYPES),
     numel=st.integers(1, 5000),
     cuts=st.lists(st.integers(0, 5000), max_size=5),
-    compiled=st.booleans(),
     seed=st.integers(0, 5),
 )
-def test_any_slicing_gives_the_same_bits(dtype, numel, cuts, compiled, seed):
+def test_any_slicing_gives_the_same_bits(dtype, numel, cuts, seed):
     shard = Shard(dtype, numel, seed=seed)
     hyper = HYPER.tensor()
-    whole = shard.copy().update(AdamWRule(dtype, compiled=False), hyper)
-    rule = AdamWRule(dtype, threads=1, compiled=compiled)
+    whole = shard.copy().update_by_torch(hyper)
     edges = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
     for start, stop in pairwise(edges):
-        shard.update(rule, hyper, start, stop)
+        shard.update(AdamWRule(dtype), hyper, start, stop)
     assert shard.bits() == whole.bits()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_place_or_into_another_buffer_of_the_same_storage_gives_the_same_bits(dtype, compiled):
-    rule, hyper, numel = AdamWRule(dtype, threads=1, compiled=compiled), HYPER.tensor(), 4096
+def test_in_place_or_into_another_buffer_of_the_same_storage_gives_the_same_bits(dtype):
+    rule, hyper, numel = AdamWRule(dtype), HYPER.tensor(), 4096
     shard = Shard(dtype, numel)
     in_place = shard.copy().update(rule, hyper)
     layout = shard.layout
@@ -145,68 +191,191 @@ def test_in_place_or_into_another_buffer_of_the_same_storage_gives_the_same_bits
     assert [t.view(torch.uint8).numpy().tobytes() for t in (out, *state)] == in_place.bits()
 
 
-def test_new_numbers_and_sizes_compile_nothing_again():
-    rule = AdamWRule(torch.bfloat16, threads=1)
-    rule.prepare()
-    before = counters["stats"]["unique_graphs"]
-    for numel, step in ((1, 1), (2, 2), (17, 3), (4096, 4), (5000, 5)):
-        Shard(torch.bfloat16, numel).update(rule, Hyper(lr=step * 1e-3, step=step).tensor())
-    with torch.inference_mode():
-        Shard(torch.bfloat16, 64).update(rule, HYPER.tensor())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    Shard(torch.bfloat16, 64).update(rule, HYPER.tensor())
-    torch.set_num_threads(threads)
-    assert counters["stats"]["unique_graphs"] == before
+BUSY = """
+import os, threading, warnings, torch
+from infinity.optim.layout import StateLayout
+from infinity.optim.norm import sum_of_squares
+from infinity.optim.rules import AdamWRule, Hyper, adamw_by_torch, prepare
 
+def check(numel=200_003, step=1):
+    results = []
+    for update in (AdamWRule(torch.bfloat16, threads=2).update, adamw_by_torch):
+        state = tuple(torch.zeros(numel, dtype=f.dtype) for f in StateLayout.of(torch.bfloat16).fields)
+        weight, grad = torch.ones(numel).bfloat16(), torch.linspace(-1, 1, numel).bfloat16()
+        update(weight, grad, state, weight, Hyper(lr=step / 8, step=step).tensor())
+        results.append(weight)
+    assert torch.equal(*results)
 
-def test_many_threads_that_need_it_at_once_compile_it_once():
-    said: list[str] = []
-    rules = [AdamWRule(torch.float16, threads=5, on_compile=said.append) for _ in range(4)]
-    shards = [Shard(torch.float16, 300) for _ in rules]
-    threads = [
-        threading.Thread(target=shard.update, args=(rule, HYPER.tensor()))
-        for shard, rule in zip(shards, rules, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert said == ["compiling adamw update (once; cached afterwards)"]
-    assert all(shard.bits() == shards[0].bits() for shard in shards)
+def check_in_a_child():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads: on purpose
+        child = os.fork()
+    if not child:
+        check()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
-
-NO_COMPILER = """
-import warnings, torch
-from infinity.optim.compiled import CompilerWarning
-from infinity.optim.rules import AdamWRule, Hyper
-rule = AdamWRule(torch.float32)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(3):
-        weight, state = torch.ones(100), (torch.zeros(100), torch.zeros(100))
-        rule.update(weight, torch.ones(100), state, weight, Hyper(lr=0.5).tensor())
-ours = [w for w in caught if issubclass(w.category, CompilerWarning)]
-assert len(ours) == 1, caught
-assert "install g++" in str(ours[0].message)
-assert torch.allclose(weight, torch.full((100,), 0.5)), weight
+prepare(torch.bfloat16, torch.bfloat16)
+check_in_a_child()
+failed = []
+threading.excepthook = failed.append
+threads = [threading.Thread(target=check) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not failed, failed
+for step, numel in enumerate((1, 2, 17, 4096, 5000, 200_000), start=1):
+    check(numel, step)
+with torch.inference_mode():
+    check(64)
+check_in_a_child()
+from infinity.optim import kernels
+stats = kernels.adamw_bfloat16.stats
+print(len(stats.cache_hits), sum([*stats.cache_hits.values(), *stats.cache_misses.values()]))
 """
 
 
-def test_without_a_compiler_it_runs_eagerly_and_says_so_once(tmp_path):
-    env = {**os.environ, "CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", NO_COMPILER], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
+def start(code: str, **env: str) -> "subprocess.Popen[str]":
+    """``code`` in a process of its own, where every warning is an error."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def result_of(process: "subprocess.Popen[str]") -> str:
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    return out
+
+
+def test_threads_ranks_and_children_that_need_it_at_once_compile_it_once_each(tmp_path):
+    ranks = [start(BUSY, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    assert {result_of(rank) for rank in ranks} <= {"0 1\n", "1 1\n"}
+    assert any(tmp_path.rglob("kernels.adamw_bfloat16-*.nbc"))
+
+
+def joined_anew() -> bool:
+    """Whether newly made kernels work; and whether their code came from the cache."""
+    spec = importlib.util.spec_from_file_location("kernels_anew", kernels.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    weight, remainder, master = torch.ones(5, dtype=torch.bfloat16), torch.ones(5).short(), torch.empty(5)
+    anew.run(anew.join_all, (weight, remainder, master), 1)
+    assert torch.equal(master, torch.full((5,), 1 + 2.0**-23))
+    return bool(anew.join_all.stats.cache_hits)
+
+
+def test_the_code_is_cached_on_disk_and_damaged_files_are_as_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert not joined_anew()
+    assert joined_anew()
+    for path in tmp_path.rglob("*.nb?"):
+        path.write_bytes(path.read_bytes()[:-20])
+    assert not joined_anew()
+
+
+@pytest.mark.parametrize("broken", [("os.makedirs", "tempfile.TemporaryFile"), ("os.replace",)])
+def test_where_nothing_can_be_written_it_is_compiled(tmp_path, monkeypatch, broken):
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    for function in broken:
+        monkeypatch.setattr(function, fail)
+    assert not joined_anew()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_without_a_home_it_is_compiled_and_no_directory_is_made_in_place_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "UserWideCacheLocator")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert not joined_anew()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("triple", "features", "converts"),
+    [
+        ("x86_64-unknown-linux-gnu", "+avx,+f16c", True),
+        ("x86_64-unknown-linux-gnu", "+sse4.2,-f16c", False),
+        ("aarch64-unknown-linux-gnu", "", True),
+    ],
+)
+def test_a_cpu_without_instructions_for_float16_updates_and_sums_by_torch(
+    monkeypatch, triple, features, converts
+):
+    codegen = SimpleNamespace(magic_tuple=lambda: (triple, "a-cpu", features))
+    fake = SimpleNamespace(target_context=SimpleNamespace(codegen=lambda: codegen))
+    shard = Shard(torch.float16, 20_000)
+    wanted, norm = shard.copy().update_by_torch(HYPER.tensor()), sum_of_squares(shard.grad)
+    called: list[object] = []
+    run = kernels.run
+    monkeypatch.setattr(kernels, "cpu_target", fake)
+    monkeypatch.setattr(kernels, "run", lambda *args: (called.append(args), run(*args)))
+    assert kernels.converts_half() == converts
+    assert shard.update(AdamWRule(torch.float16), HYPER.tensor()).bits() == wanted.bits()
+    assert sum_of_squares(shard.grad) == norm
+    assert bool(called) == converts
+
+
+MACHINE_CODE = r"""
+import re, sys
+import llvmlite.binding as llvm
+import torch
+from infinity.optim import kernels
+from infinity.optim.layout import StateLayout
+from infinity.optim.norm import sum_of_squares
+from infinity.optim.rules import AdamWRule, Hyper
+
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+
+def assembly(loop, triple, cpu):
+    (code,) = loop.inspect_llvm().values()
+    code = re.sub(r"target (triple|datalayout) = .*", "", code)
+    code = re.sub(r'"target-(cpu|features)"="[^"]*"', "", code)
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    module = llvm.parse_assembly(code)
+    module.triple, module.data_layout = triple, str(machine.target_data)
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = True
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_assembly(module)
+
+loops = []
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    weight = torch.empty(0, dtype=dtype)
+    state = tuple(torch.empty(0, dtype=field.dtype) for field in StateLayout.of(dtype).fields)
+    AdamWRule(dtype).update(weight, weight, state, weight, Hyper(lr=0.0).tensor())
+    loops.append((kernels.adamw_loops[dtype], "root"))
+sum_of_squares(torch.empty(0))
+loops.append((kernels.squares, "product"))
+wanted = {
+    "root": {"aarch64": r"fsqrt\tv\d+\.4s", "x86_64": r"vsqrtps\t.*ymm"},
+    "product": {"aarch64": r"fmul\tv\d+\.2d", "x86_64": r"vmulpd\t.*ymm"},
+}
+for arch, cpu in (("aarch64", "neoverse-n1"), ("x86_64", "haswell")):
+    for loop, kind in loops:
+        code = assembly(loop, f"{arch}-unknown-linux-gnu", cpu)
+        assert re.search(wanted[kind][arch], code), (arch, loop)
+        assert not re.search(r"\tv?fn?m(add|sub|la|ls)", code), (arch, loop)
+        assert "hfsf2" not in code and "sfhf2" not in code, (arch, loop)
+"""
+
+
+def test_machine_code_is_vectors_without_fused_multiply_add_on_x86_and_arm(tmp_path):
+    result_of(start(MACHINE_CODE, NUMBA_OPT="0", NUMBA_CACHE_DIR=str(tmp_path)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_source_serves_cuda(dtype):
+def test_the_torch_form_serves_cuda(dtype):
     shard, wanted = Shard(dtype, 100_003), Shard(dtype, 100_003)
-    wanted.update(AdamWRule(dtype, compiled=False), HYPER.tensor())
+    wanted.update(AdamWRule(dtype), HYPER.tensor())
     weight, grad = shard.weight.cuda(), shard.grad.cuda()
     state = tuple(field.cuda() for field in shard.state)
     AdamWRule(dtype).update(weight, grad, state, weight, HYPER.tensor("cuda"))
@@ -214,34 +383,3 @@ def test_the_same_source_serves_cuda(dtype):
     torch.testing.assert_close(
         got, master_of(wanted.layout, wanted.weight, wanted.state), rtol=1e-5, atol=1e-7
     )
-
-
-def test_a_reset_of_the_compiler_by_someone_else_changes_nothing() -> None:
-    layout = StateLayout.of(torch.bfloat16)
-    n, results = 4096, []
-    rule = AdamWRule(torch.bfloat16)
-    for reset in (False, True):
-        buffer = torch.zeros(layout.weight_nbytes(n) + layout.state_nbytes(n), dtype=torch.uint8)
-        weight = buffer[: layout.weight_nbytes(n)].view(torch.bfloat16)
-        state = layout.views(buffer[layout.weight_nbytes(n) :], n)
-        grad = torch.linspace(-1, 1, n, dtype=torch.bfloat16)
-        if reset:
-            torch._dynamo.reset()
-        rule.update(weight, grad, state, weight, Hyper(lr=0.1).tensor())
-        results.append(buffer)
-    assert torch.equal(*results)
-
-
-def test_after_a_reset_an_update_in_place_is_no_rule_for_those_that_follow() -> None:
-    rule, eager = AdamWRule(torch.bfloat16), AdamWRule(torch.bfloat16, compiled=False)
-    first = Shard(torch.bfloat16, 4096)
-    first.update(rule, HYPER.tensor())
-    torch._dynamo.reset()
-    in_place = Shard(torch.bfloat16, 4096)
-    rule.update(in_place.weight, in_place.grad, in_place.state, in_place.weight, HYPER.tensor())
-    results = []
-    for each in (rule, eager):
-        apart, out = Shard(torch.bfloat16, 4096), torch.zeros(4096, dtype=torch.bfloat16)
-        each.update(apart.weight, apart.grad, apart.state, out, HYPER.tensor())
-        results.append(out)
-    assert torch.equal(*results)

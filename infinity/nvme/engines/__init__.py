@@ -1,48 +1,74 @@
 """Engines move bytes between extents and memory; ``make_engine`` picks one."""
 
-import warnings
+import errno
+import os
+from collections.abc import Callable
 
+from infinity.core.config import SettingError
 from infinity.core.transfer import TransferEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
-from infinity.nvme.errors import EngineWarning
 from infinity.nvme.volume import Volume
 
-__all__ = ["EngineWarning", "make_engine"]
+__all__ = ["make_engine"]
+
+#: What to install for a module, where it is not its name.
+_PACKAGES = {"kvikio": "'infinity-offload[gds]'"}
 
 
-def make_engine(name: str, volume: Volume) -> TransferEngine:
+def make_engine(
+    name: str, volume: Volume, note: Callable[[str], object] = lambda line: None
+) -> TransferEngine:
     """The engine called ``name``; ``auto`` is the fastest that works here.
 
+    Args:
+        note: Gets a line for people if that is not the one that is fastest elsewhere.
+
     Raises:
-        ImportError: The engine that was asked for lacks its package.
-        OSError: It lacks its library, or the kernel refuses it.
+        SettingError: The engine that was asked for cannot be used here; says why.
         ValueError: There is no such engine.
     """
+    if name not in ("auto", "libaio", "threads", "gds"):
+        raise ValueError(f"memory.engine: got {name!r}; wanted auto | libaio | threads | gds")
     if name == "auto":
-        return _fastest(volume)
+        return _fastest(volume, note)
+    try:
+        return _make(name, volume)
+    except (ImportError, OSError, AttributeError) as error:
+        wanted = f"auto, or threads: {name} cannot be used here ({_why(error)})"
+        raise SettingError("memory.engine", name, wanted) from error
+
+
+def _make(name: str, volume: Volume) -> TransferEngine:
     if name == "libaio":
         return LibaioEngine(volume)
-    if name == "threads":
-        return ThreadsEngine(volume)
     if name == "gds":
         from infinity.nvme.engines.gds_engine import GdsEngine
 
         return GdsEngine(volume)
-    raise ValueError(f"memory.engine: got {name!r}; wanted auto | libaio | threads | gds")
+    return ThreadsEngine(volume)
 
 
-def _fastest(volume: Volume) -> TransferEngine:
+def _fastest(volume: Volume, note: Callable[[str], object]) -> TransferEngine:
     if volume.buffered:
         return ThreadsEngine(volume)  # through the page cache, libaio blocks whoever submits
     try:
         return LibaioEngine(volume)
-    except (ImportError, OSError) as error:
-        warnings.warn(
-            f"the libaio engine cannot be used here ({error}), so the threads engine moves the bytes: "
-            "about as fast, for more CPU time; for libaio: pip install libaio, and the system's package "
-            "(libaio1 or libaio1t64 on Debian and Ubuntu, libaio on Fedora)",
-            EngineWarning,
-            stacklevel=3,
+    except (ImportError, OSError, AttributeError) as error:
+        note(
+            f"no libaio ({_why(error)}): the engine threads moves the bytes, about as fast, for more CPU time"
         )
         return ThreadsEngine(volume)
+
+
+def _why(error: Exception) -> str:
+    """What is missing and how to get it, for people."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}: pip install {_PACKAGES.get(error.name or '', error.name)}"
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.errno is None:  # of the loader of libraries
+        return f"{error}; the system's package is called libaio1, libaio1t64 or libaio"
+    if error.errno == errno.EAGAIN:
+        return "all requests that the kernel allows are taken: raise fs.aio-max-nr"
+    return f"the kernel refuses: {os.strerror(error.errno)}"

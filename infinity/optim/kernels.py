@@ -1,0 +1,243 @@
+"""The loops of the CPU, jitted by numba: update rules, the split of masters, sums of squares.
+
+Imported when it is first needed, because numba takes 0.3 s to import; :mod:`infinity.optim.threads` has the
+door to it.
+
+[Note: the same bits] A function here gives what numpy's elementwise float32 gives, on every CPU, in
+vector registers or not: numba does not reorder and does not contract (no ``fastmath``), and ``+ - * /``
+and the square root are correctly rounded everywhere.
+
+[Note: 16-bit floats] numba has no bfloat16 and no float16 on CPUs. They arrive as the integers of their
+bits: bfloat16 as int16, float16 as uint16. :func:`widen` tells them apart by that.
+
+[Note: in place] LLVM makes vector instructions of a loop if what it writes overlaps nothing that it reads;
+it checks the addresses first. Weights that are updated in place would fail that check, so such an update
+runs a copy of the loop in which both are one array, known when it is compiled.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+from torch import Tensor
+
+from infinity.optim.threads import in_slices
+
+Array = Any  # numpy's, of one dimension and contiguous
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}
+
+
+def array(tensor: Tensor) -> Array:
+    """The memory of a tensor on the CPU as loops take it: see [Note: 16-bit floats]."""
+    return tensor.detach().view(_BITS.get(tensor.dtype, tensor.dtype)).numpy()
+
+
+def run(loop: Callable[..., object], tensors: Sequence[Tensor], threads: int, *numbers: object) -> None:
+    """Call ``loop(*arrays, *numbers)`` for slices of ``tensors``, all ``(n,)``, on several threads."""
+    arrays = [array(tensor) for tensor in tensors]
+    in_slices(lambda begin, end: loop(*(a[begin:end] for a in arrays), *numbers), len(arrays[0]), threads)
+
+
+def converts_half() -> bool:
+    """Whether the CPU has instructions for float16, as all x86 since 2012 have and all Arm of 64 bits.
+
+    LLVM would call a function of the C library in their place, which may not be there.
+    """
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+f16c" in features or triple.startswith(("aarch64", "arm64"))
+
+
+class _Cache(FunctionCache):
+    """numba's cache on disk, with a file for each signature and CPU, and without errors.
+
+    numba keeps one index for all of them, which two processes that write at one time can leave pointing
+    to the other's code. And whatever disk or directory is at fault, the function is compiled.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        with contextlib.suppress(Exception):
+            target_context.refresh()
+            self._choose_file(sig, target_context.codegen())
+            return super().load_overload(sig, target_context)
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with contextlib.suppress(Exception):
+            self._choose_file(sig, data.target_context.codegen())
+            super().save_overload(sig, data)
+
+    def _choose_file(self, sig: Any, codegen: Any) -> None:
+        digest = hashlib.sha256(repr(self._index_key(sig, codegen)).encode()).hexdigest()
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = IndexDataCacheFile(
+            self.cache_path, f"{self._impl.filename_base}-{digest[:16]}", stamp
+        )
+
+
+def jit(function: F) -> F:
+    """``function`` compiled for the types that it is called with; cached on disk where possible."""
+    jitted = numba.njit(function, nogil=True, error_model="numpy")
+    with contextlib.suppress(Exception):  # no directory to write to: it is compiled in every process
+        if not numba.config.CACHE_DIR:
+            Path.home()  # raises where there is none: numba would make a directory named ~
+        jitted._cache = _Cache(function)
+    return cast(F, jitted)
+
+
+def inlined(function: F) -> F:
+    """``function`` compiled as a part of those that call it."""
+    return cast(F, numba.njit(function, nogil=True, error_model="numpy", forceinline=True))
+
+
+@intrinsic
+def widen(_: Any, value: Any) -> Any:
+    """The float32 of a bfloat16, a float16 or a float32: see [Note: 16-bit floats]."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if value == types.int16:
+            bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            return builder.bitcast(bits, ir.FloatType())
+        if value == types.uint16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        return args[0]
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def half(_: Any, value: Any) -> Any:
+    """The nearest float16 of a float32, ties to even."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
+def float_of(_: Any, bits: Any) -> Any:
+    """The float32 with these bits."""
+    return types.float32(types.int32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@intrinsic
+def bits_of(_: Any, value: Any) -> Any:
+    """The bits of a float32."""
+    return types.int32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+# --- masters: [Note: exact split] in infinity/optim/layout.py --------------------------------------
+
+
+@inlined
+def join(weight: Any, remainder: Any) -> Any:
+    """The float32 master of which :func:`split` made a bfloat16 and its remainder."""
+    return float_of(np.int32(np.int32(weight) << 16) + np.int32(remainder))
+
+
+@inlined
+def split(master: Any) -> Any:
+    """A float32 as a bfloat16, rounded to nearest with ties up, and the remainder (int16)."""
+    bits = bits_of(master)
+    return np.int16((bits + 0x8000) >> 16), np.int16(bits)
+
+
+@jit
+def join_all(weight: Array, remainder: Array, master: Array) -> None:
+    for i in range(master.size):
+        master[i] = join(weight[i], remainder[i])
+
+
+@jit
+def split_all(master: Array, weight: Array, remainder: Array) -> None:
+    for i in range(master.size):
+        weight[i], remainder[i] = split(master[i])
+
+
+# --- AdamW -----------------------------------------------------------------------------------------
+
+
+@inlined
+def adamw(p, m, v, g, decay, toward, beta2, fresh, rate, correction, eps, scale):
+    """AdamW of one element: its new value, first and second moment, all float32.
+
+    The numbers are those of ``Hyper.tensor()``.
+
+    Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
+    """
+    g = g * scale
+    m = m + toward * (g - m)
+    v = v * beta2 + fresh * (g * g)
+    p = p * decay - rate * (m / (np.sqrt(v) / correction + eps))
+    return p, m, v
+
+
+@inlined
+def _adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper):
+    for i in range(weight.size):
+        p = join(weight[i], remainder[i])
+        p, exp_avg[i], exp_avg_sq[i] = adamw(p, exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper)
+        out[i], remainder[i] = split(p)
+
+
+@jit
+def adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper):
+    if weight.ctypes.data == out.ctypes.data:  # [Note: in place]
+        _adamw_bfloat16(weight, grad, weight, remainder, exp_avg, exp_avg_sq, hyper)
+    else:
+        _adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper)
+
+
+@jit
+def adamw_float16(weight, grad, out, master, exp_avg, exp_avg_sq, hyper):
+    for i in range(master.size):
+        p, exp_avg[i], exp_avg_sq[i] = adamw(master[i], exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper)
+        master[i], out[i] = p, half(p)
+
+
+@inlined
+def _adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper):
+    for i in range(weight.size):
+        out[i], exp_avg[i], exp_avg_sq[i] = adamw(
+            weight[i], exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper
+        )
+
+
+@jit
+def adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper):
+    if weight.ctypes.data == out.ctypes.data:  # [Note: in place]
+        _adamw_float32(weight, grad, weight, exp_avg, exp_avg_sq, hyper)
+    else:
+        _adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper)
+
+
+adamw_loops: dict[torch.dtype, Callable[..., object]] = {
+    torch.bfloat16: adamw_bfloat16,
+    torch.float16: adamw_float16,
+    torch.float32: adamw_float32,
+}
+
+
+# --- the gradient norm -----------------------------------------------------------------------------
+
+
+@jit
+def squares(table: Array, sums: Array) -> None:
+    """Add the squares of ``table``, ``(rows, n, lanes)``, over ``n`` into ``sums``, ``(rows, lanes)``."""
+    for row in range(sums.shape[0]):
+        for i in range(table.shape[1]):
+            for lane in range(sums.shape[1]):
+                x = np.float64(widen(table[row, i, lane]))
+                sums[row, lane] += x * x
