@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from infinity.core.errors import StateError
 from infinity.core.transfer import TransferEngine
 from infinity.engine.runtime import Runtime, runtime_of
-from infinity.observe.events import StepReport
+from infinity.observe.metrics import StepReport
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.scaler import LossScaler

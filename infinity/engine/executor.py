@@ -26,8 +26,7 @@ from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import Gradients
 from infinity.engine.hooks import Hooks
 from infinity.observe.stalls import CountingPool, Stalls
-from infinity.observe.timed import TimedRule
-from infinity.observe.timeline import Timeline
+from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule

@@ -35,7 +35,7 @@ from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
-from infinity.observe.listener import Listener
+from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import prepare
@@ -69,7 +69,7 @@ class Runtime:
         self.stack = contextlib.ExitStack()
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
-        self.say = Listener()
+        self.say = MessageBuffer()
         self.notes: list[str] = []
         self._executor: StepExecutor | None = None
         self._failure: BaseException | None = None
