@@ -165,6 +165,8 @@ def _draw(path: Path, points: Sequence[RokPoint], title: str) -> str:
         draw_rok(path, points, title=title)
     except ImportError:
         return "no picture without matplotlib: pip install 'infinity-offload[plots]'"
+    except OSError as error:  # the file's, or matplotlib's, which wants a cache
+        return f"no picture: {error}"
     return f"throughput against activation peak: {path}"
 
 
