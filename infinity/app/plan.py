@@ -163,7 +163,8 @@ def draw(shown: Shown) -> str:
     except ImportError:
         return "no picture without matplotlib: pip install 'infinity-offload[plots]'"
     except OSError as error:
-        raise InfinityError(f"{shown.picture}: {error.strerror or error}; the picture was not written") from error
+        why = error.strerror or error  # matplotlib's own errors have no number
+        raise InfinityError(f"{shown.picture}: {why}; the picture was not written") from error
     return f"memory over the step, before and after: {shown.picture}"
 
 
