@@ -1,5 +1,6 @@
 """Errors of a recipe name the key, its origin, its value and what is accepted; recipes round-trip."""
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -161,6 +162,11 @@ def test_files_that_cannot_be_read_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"run: {name: \xff}")
     assert "not UTF-8 text at byte 12" in refused(path)
+
+
+def test_what_the_locale_cannot_read_is_an_error_and_no_traceback() -> None:
+    with pytest.raises(RecipeError, match=r"run\.name=.*on the command line: .*set PYTHONUTF8=1"):
+        load_recipe(overrides=[os.fsdecode(b"run.name=\xff\xfe")])
 
 
 @pytest.mark.parametrize("override", ["train", "train=3", "=3", "steps=3"])
