@@ -113,7 +113,8 @@ class AdamWRule:
             if torch.float16 not in (weight.dtype, grad.dtype) or kernels.converts_half():
                 tensors = (weight, grad, weight_out, *state)
                 loop = kernels.adamw_loops[weight.dtype]
-                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()))
+                in_place = weight.data_ptr() == weight_out.data_ptr()
+                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()), in_place)
                 return
         with torch.no_grad():
             adamw_by_torch(weight, grad, state, weight_out, hyper)
