@@ -3,8 +3,8 @@ r"""The jitted AdamW beside torch's fused AdamW with its casts, and beside a pla
 For each dtype and number of threads all run in one process and in turns: each round times every contender
 once, the medians are compared. Weights and gradients are of the dtype, the master and both moments exact
 fp32. Ours updates in place, as shards that stay in host memory, and in chunks from one weight buffer into
-another, as the pipeline does. A copy of the same bytes reads half of what an update in place reads and writes,
-and writes half.
+another, as the pipeline does. A copy of the same bytes reads half of what an update in place reads and
+writes, and writes half.
 
     python benchmarks/update.py
     python benchmarks/update.py --quick --json update.json

@@ -55,10 +55,10 @@ class Runtime:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.dtype = DTYPES[recipe.train.dtype]
-        prepare(self.dtype, self.reduce_dtype)
         self.device = join_ranks(recipe.partition.timeout_s)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        prepare(self.dtype, self.reduce_dtype if self.world_size > 1 else self.dtype)
         self.stack = contextlib.ExitStack()
         self.timeline = Timeline(enabled=recipe.observe.timeline)
         self.stalls = Stalls(self.timeline)
