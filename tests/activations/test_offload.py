@@ -47,8 +47,8 @@ def engines(monkeypatch) -> list[FaultyEngine]:
     """Those that are made."""
     made, make = [], offloading.make_engine
 
-    def faulty(name, volume):
-        made.append(FaultyEngine(make(name, volume)))
+    def faulty(name, volume, *args):
+        made.append(FaultyEngine(make(name, volume, *args)))
         made[-1].volume = volume
         return made[-1]
 
