@@ -181,12 +181,22 @@ def migrate(
 
 
 class Pressure:
-    """The positions whose memory is above capacity, and for how long; memory only falls."""
+    """The positions whose memory is above capacity, and for how long; memory only falls.
 
-    def __init__(self, times: np.ndarray, memory: np.ndarray, capacity_nbytes: int) -> None:
-        self._excess = np.maximum(memory - capacity_nbytes, 0)
-        self._times = FenwickTree(np.where(self._excess > 0, times, 0.0))
-        self._above = int(np.count_nonzero(self._excess))
+    Positions lie in buckets, the square root of their number in each: bytes taken from a whole bucket are
+    noted once for the bucket, until one of its positions is no longer above.
+    """
+
+    def __init__(self, times: np.ndarray, memory: np.ndarray, capacity: int) -> None:
+        self._width = max(16, int(len(memory) ** 0.5))
+        buckets = max(1, -(-len(memory) // self._width))
+        self._excess = np.zeros((buckets, self._width), dtype=np.int64)
+        self._excess.ravel()[: len(memory)] = np.maximum(memory - capacity, 0)
+        self._times = FenwickTree(np.where(memory > capacity, times, 0.0))
+        self._counts = np.count_nonzero(self._excess, axis=1)
+        self._above = int(self._counts.sum())
+        self._lowered = np.zeros(buckets, dtype=np.int64)  # not yet taken from the bucket's positions
+        self._least = np.array([_least_above(excess) for excess in self._excess])
 
     def is_high(self) -> bool:
         """Whether memory is above capacity anywhere."""
@@ -198,12 +208,46 @@ class Pressure:
 
     def lower(self, begin: int, end: int, nbytes: int) -> None:
         """Take ``nbytes`` away in [begin, end)."""
-        excess = self._excess[begin:end]
-        fits = begin + np.flatnonzero((excess > 0) & (excess <= nbytes))
-        for at in fits.tolist():
-            self._times.add(at, -self._times.numbers[at])
-        np.maximum(excess - nbytes, 0, out=excess)
-        self._above -= len(fits)
+        if begin >= end:
+            return
+        low, high = -(-begin // self._width), end // self._width
+        if low > high:
+            self._lower_in(high, begin, end, nbytes)
+            return
+        self._lowered[low:high] += nbytes
+        for bucket in low + np.flatnonzero(self._least[low:high] <= self._lowered[low:high]):
+            self._settle(int(bucket))
+        if begin < low * self._width:
+            self._lower_in(low - 1, begin, low * self._width, nbytes)
+        if high * self._width < end:
+            self._lower_in(high, high * self._width, end, nbytes)
+
+    def _lower_in(self, bucket: int, begin: int, end: int, nbytes: int) -> None:
+        """Take ``nbytes`` away in a part of one bucket."""
+        if self._counts[bucket]:
+            first = bucket * self._width
+            self._settle(bucket, slice(begin - first, end - first), nbytes)
+
+    def _settle(self, bucket: int, part: slice = slice(0), nbytes: int = 0) -> None:
+        """Take the noted bytes, and ``nbytes`` in ``part``, from positions; forget those no longer above."""
+        excess = self._excess[bucket]
+        was_above = excess > 0
+        excess -= self._lowered[bucket]
+        excess[part] -= nbytes
+        self._lowered[bucket] = 0
+        first = bucket * self._width
+        for at in np.flatnonzero(was_above & (excess <= 0)).tolist():
+            self._times.add(first + at, -self._times.numbers[first + at])
+        np.maximum(excess, 0, out=excess)
+        count = int(np.count_nonzero(excess))
+        self._above += count - int(self._counts[bucket])
+        self._counts[bucket] = count
+        self._least[bucket] = _least_above(excess)
+
+
+def _least_above(excess: np.ndarray) -> int:
+    above = excess[excess > 0]
+    return int(above.min()) if len(above) else int(np.iinfo(np.int64).max)
 
 
 class _Chooser:
