@@ -43,7 +43,7 @@ from infinity.activations.tensor_cache import (
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Phase, Profile
-from infinity.observe.timed import WatchedEngine
+from infinity.observe.timeline import WatchedEngine
 from infinity.planner.planning import Planning
 from infinity.planner.policies import plan as make_plan
 from infinity.planner.simulator import bounded, play

@@ -1,25 +1,26 @@
-"""``infinity.export``: what an export asks of the runtime, and the public functions around it."""
+"""``infinity.export``, and the model that a run of ``infinity train`` kept."""
 
 import contextlib
 import errno
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
 from infinity.checkpoint.publish import publish_directory
-from infinity.checkpoint.tensor_writer import WriteError
-from infinity.comm.ranks import agree
-from infinity.core.errors import CheckpointError, PeerError
-from infinity.core.transfer import Lease, Transfer
-from infinity.engine.runtime import Runtime, runtime_of
+from infinity.checkpoint.writer import WriteError
+from infinity.core.errors import CheckpointError
+from infinity.core.transfer import Transfer
+from infinity.engine.runtime import runtime_of
 from infinity.partition.unit import Unit
+from infinity.shards.tiers import Tiers
 
 #: Chunks of weights that are read at one time.
 _READ_AHEAD = 8
@@ -54,8 +55,22 @@ def export(
         DiskError: A drive failed or is full; says where, and what is free.
         PeerError: Another rank failed; says which and why.
     """
-    weights = RuntimeWeights(runtime_of(model))
-    export_model(model, weights, Path(out), max_shard_nbytes=max_shard_nbytes, tokenizer=tokenizer)
+    runtime = runtime_of(model)
+
+    def read_weights(wanted: Callable[[Unit, int, int], bool]) -> Iterator[tuple[Unit, int, Tensor]]:
+        runtime.synchronize()  # when all ranks can agree on its error
+        return _read_weights(runtime.units, runtime.tiers, wanted)
+
+    export_model(
+        model,
+        runtime.units,
+        Path(out),
+        read_weights=read_weights,
+        gathered=partial(runtime.values.gathered, modify=False),
+        ranks=runtime.ranks,
+        max_shard_nbytes=max_shard_nbytes,
+        tokenizer=tokenizer,
+    )
 
 
 def check_room(model: nn.Module, folder: Path) -> None:
@@ -97,110 +112,73 @@ def _newest_run(folder: Path) -> Path | None:
     return max(kept, key=lambda path: path.stat().st_mtime).parent if kept else None
 
 
-class RuntimeWeights:
-    """The shards of one runtime's models; see :class:`infinity.checkpoint.export.Weights`."""
+def _read_weights(
+    units: Iterable[Unit], tiers: Tiers, wanted: Callable[[Unit, int, int], bool]
+) -> Iterator[tuple[Unit, int, Tensor]]:
+    """This rank's newest weights; see :data:`infinity.checkpoint.export.ReadWeights`.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.rank, self.world_size = runtime.ranks.rank, runtime.ranks.world_size
+    Raises:
+        DiskError: They cannot be read.
+    """
+    reading: deque[_Piece] = deque()
+    try:
+        for unit in units:
+            for piece in _start(unit, tiers, wanted):
+                reading.append(piece)
+                if len(reading) == _READ_AHEAD:
+                    yield reading[0].landed()
+                    reading.popleft().held.close()
+        while reading:
+            yield reading[0].landed()
+            reading.popleft().held.close()
+    finally:
+        for piece in reading:
+            piece.held.close()
 
-    @property
-    def units(self) -> Sequence[Unit]:
-        return self.runtime.units
 
-    def pieces(self, wanted: Callable[[Unit, int, int], bool]) -> Iterator[tuple[Unit, int, Tensor]]:
-        self.runtime.synchronize()
-        reading: deque[_Reading] = deque()
-        try:
-            for unit in self.units:
-                for piece in self._start(unit, wanted):
-                    reading.append(piece)
-                    if len(reading) == _READ_AHEAD:
-                        yield from reading[0].values()
-                        reading.popleft()
-            while reading:
-                yield from reading[0].values()
-                reading.popleft()
-        finally:
-            for piece in reading:
-                piece.give_back()
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Weights from element ``start`` of a unit's flat buffer on, in memory or on their way there.
 
-    def _start(self, unit: Unit, wanted: Callable[[Unit, int, int], bool]) -> Iterator["_Reading"]:
-        """Start reading what is wanted of ``unit``, chunk by chunk."""
-        tiers, first = self.runtime.tiers, unit.shard_start
-        resident = tiers.residents.get(unit.index)
-        if resident is not None:
-            if wanted(unit, first, first + unit.shard_numel):
-                yield _Reading(unit, first, resident.weight)
-            return
-        engine, store = tiers.engine, tiers.store
-        assert engine is not None, "a unit that is not resident is on NVMe"
-        assert store is not None
-        for chunk in store.version(unit.index, unit.version).chunks:
-            start = first + chunk.start
-            if wanted(unit, start, start + chunk.numel):
-                lease = tiers.pool.lease(chunk.weight.nbytes, who="exporting weights")
+    Attributes:
+        transfer: None: they are in memory.
+        held: Closed, when they are not needed any more, gives back their memory.
+    """
+
+    unit: Unit
+    start: int
+    values: Tensor
+    transfer: Transfer | None = None
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def landed(self) -> tuple[Unit, int, Tensor]:
+        if self.transfer is not None:
+            self.transfer.wait()
+        return self.unit, self.start, self.values
+
+
+def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -> Iterator[_Piece]:
+    """Start reading what is wanted of ``unit``, chunk by chunk."""
+    first = unit.shard_start
+    resident = tiers.residents.get(unit.index)
+    if resident is not None:
+        if wanted(unit, first, first + unit.shard_numel):
+            yield _Piece(unit, first, resident.weight)
+        return
+    engine, store = tiers.engine, tiers.store
+    assert engine is not None, "a unit that is not resident is on NVMe"
+    assert store is not None
+    for chunk in store.version(unit.index, unit.version).chunks:
+        start = first + chunk.start
+        if wanted(unit, start, start + chunk.numel):
+            with contextlib.ExitStack() as held:
+                lease = held.enter_context(tiers.pool.lease(chunk.weight.nbytes, who="exporting weights"))
                 transfer = engine.read(chunk.weight, lease.memory)
-                yield _Reading(unit, start, lease.tensor.view(unit.dtype), lease, transfer)
-
-    def gathered(self, params: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-        return self.runtime.values.gathered(params, modify=False)  # type: ignore[arg-type]
-
-    def agree(self, text: str) -> str:
-        return agree(text, self.world_size)
-
-    def sum(self, value: int) -> int:
-        collectives = self.runtime.ranks.collectives
-        return value if collectives is None else int(collectives.sum([value], "bytes that were exported")[0])
-
-    @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if self.world_size > 1 and not isinstance(failure, PeerError):
-            told = self._tell(failure, what)
-            failure = failure or (PeerError(f"{what} failed: {told}") if told else None)
-        if failure is not None:
-            raise failure
-
-    def _tell(self, failure: Exception | None, what: str) -> str:
-        """How ``what`` failed on the ranks where it did; empty when it did nowhere."""
-        assert self.runtime.ranks.collectives is not None
-        if self.runtime.ranks.collectives.least([failure is None], what)[0]:
-            return ""
-        told: list[str] = [""] * self.world_size
-        dist.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+                held.callback(_settle, transfer)
+                yield _Piece(unit, start, lease.tensor.view(unit.dtype), transfer, held.pop_all())
 
 
-class _Reading:
-    """Values that are in memory, or on their way there."""
-
-    def __init__(
-        self,
-        unit: Unit,
-        start: int,
-        tensor: Tensor,
-        lease: Lease | None = None,
-        transfer: Transfer | None = None,
-    ) -> None:
-        self.unit, self.start, self.tensor = unit, start, tensor
-        self._lease, self._transfer = lease, transfer
-
-    def values(self) -> Iterator[tuple[Unit, int, Tensor]]:
-        """The piece, until the next is asked for."""
-        if self._transfer is not None:
-            self._transfer.wait()
-        yield self.unit, self.start, self.tensor
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Release the memory; nobody may write into it any more."""
-        if self._transfer is not None:
-            with contextlib.suppress(OSError):  # it has surfaced, or nobody waits for it any more
-                self._transfer.wait()
-        if self._lease is not None:
-            self._lease.release()
+def _settle(transfer: Transfer) -> None:
+    """Return when it writes into memory no more, however it ended."""
+    with contextlib.suppress(OSError):
+        transfer.wait()

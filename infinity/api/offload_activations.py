@@ -27,7 +27,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
-from infinity.observe.listener import log
+from infinity.observe.messages import log
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def _open_cache(
     run_id, rank = new_run_id(), dist.get_rank() if dist.is_initialized() else 0
     paths = []
     for root in directories:
-        directory = RunDirectory.create(Path(root), run_id, rank)
+        directory = RunDirectory(Path(root), run_id, rank)
         stack.callback(directory.remove)
         paths.append(directory.file(f"rank{rank}.bin"))
     volume = Volume(paths, stripe_weights([path.parent for path in paths]))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from infinity.api.init import Init
-from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import Loading, OnProgress, stamp_files
+from infinity.checkpoint.directory import Checkpoint, stamp_files
+from infinity.checkpoint.load import Loading, OnProgress
 from infinity.checkpoint.model import build_model, read_config
-from infinity.checkpoint.plan import Choice
+from infinity.comm.ranks import Ranks
 from infinity.engine.config import EngineConfig, HasEngineConfig
-from infinity.engine.runtime import Runtime
 from infinity.shards.shared_base import SharedBase
+from infinity.shards.storage import Storage
 
 
 def from_pretrained(
@@ -67,9 +67,11 @@ def from_pretrained(
         with Init(recipe) as init:
             runtime = init.runtime
             config = read_config(path, config_overrides)
-            base = _shared_base(runtime, path, config) if frozen else None  # looks at files not yet open
+            base = None
+            if frozen:  # looks at files that are not open yet
+                base = _shared_base(path, config, runtime.storage, runtime.ranks)
             checkpoint = files.enter_context(Checkpoint(path))
-            loading = Loading(checkpoint, Choice(new, ignore), on_progress)
+            loading = Loading(checkpoint, new, ignore, on_progress)
             runtime.construction.late = loading
             if base is not None:
                 loading.sharing, runtime.tiers.shared_base = base.sharing, base
@@ -85,11 +87,10 @@ def from_pretrained(
     return model.eval()
 
 
-def _shared_base(runtime: Runtime, path: Path, config: Any) -> SharedBase:
+def _shared_base(path: Path, config: Any, storage: Storage, ranks: Ranks) -> SharedBase:
     """The place of the frozen base of the checkpoint in ``path``, which is not read yet."""
     import transformers
 
     settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     made_by = json.dumps([transformers.__version__, torch.__version__, settings], sort_keys=True, default=str)
-    ranks = runtime.ranks
-    return SharedBase(runtime.storage, lambda: stamp_files(path) + made_by, ranks.rank, ranks.world_size)
+    return SharedBase(storage, lambda: stamp_files(path) + made_by, ranks.rank, ranks.world_size)

@@ -1,31 +1,56 @@
 """The tensors of a checkpoint directory: which key is in which file, and ranges of their elements.
 
-[Note: what an index may name]
-Only files beside it. A name with a separator or of a directory is refused before anything is opened,
-and so is a key that the named file does not hold, or that two files hold.
+[Note: untrusted files]
+Nothing in a directory is believed before it was checked. An index may name only files beside it: a name with
+a separator or of a directory is refused before anything is opened, and so is a key that the named file does
+not hold, or that two files hold. Only regular files are opened; symbolic links are followed, as Hugging
+Face's cache is made of them. The headers of safetensors files are read and checked by the library: tensors
+lie one after the other, without gap or overlap, to the end of the file, and each has the bytes of its shape.
+What the library does not check is that no key stands in a header twice.
+
+[Note: byte ranges]
+The library gives whole tensors, and maps them. A load reads ranges of them, once, into memory of its own.
+So the bytes are read here, from the place that follows from the library's order of the tensors.
 
 [Note: pickled weights]
 ``pytorch_model.bin`` is read by torch's restricted unpickler, which makes tensors and runs no code of
 the file's, and mapped into memory rather than read as a whole.
 """
 
+import contextlib
+import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from pickle import UnpicklingError
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infinity.checkpoint.tensor_file import Entry, TensorFile, open_regular, read_json_object
 from infinity.core.errors import CheckpointError
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
 INDEX = ".index.json"
+
+#: Types by their names in safetensors files.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+#: The longest JSON that is read, as long as a header of the format may be (bytes).
+_MOST_JSON_NBYTES = 100_000_000
+#: How far the kernel is asked to read ahead (bytes).
+_AHEAD_NBYTES = 16 * 2**20
+#: Elements that are converted at one time.
+_PIECE_NUMEL = 2**18
 
 
 class Stored(Protocol):
@@ -38,7 +63,11 @@ class Stored(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def fill(self, start: int, out: Tensor) -> None:
-        """Put flat elements from ``start`` on into ``out``, ``(n,)``, cast to its dtype; blocking."""
+        """Put flat elements from ``start`` on into ``out``, ``(n,)``, contiguous, cast to its dtype; blocks.
+
+        Raises:
+            CheckpointError: The file ends early, or the disk fails.
+        """
         ...
 
 
@@ -55,7 +84,6 @@ class Checkpoint(Mapping[str, Stored]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pickled = False
-        self._stack = ExitStack()
         self._files: list[TensorFile] = []
         self._tensors: dict[str, Stored] = {}
         try:
@@ -73,18 +101,17 @@ class Checkpoint(Mapping[str, Stored]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Give the files back; may be called twice."""
         self._tensors = {}
-        self._stack.close()
+        for file in self._files:
+            file.close()
 
     @property
     def nbytes_read(self) -> int:
@@ -99,44 +126,37 @@ class Checkpoint(Mapping[str, Stored]):
             )
         for single in (SAFETENSORS, PICKLED):
             self.pickled = single == PICKLED
-            index = self.path / (single + INDEX)
             if (self.path / single).exists():
-                return self._take(single, self._open_file(single))
-            if index.exists():
-                return self._open_index(index)
+                return self._add(single, self._open_file(single))
+            if (self.path / (single + INDEX)).exists():
+                return self._open_index(self.path / (single + INDEX))
         raise CheckpointError(
             f"{self.path} holds no weights; wanted {SAFETENSORS} or {SAFETENSORS}{INDEX} "
             f"(or {PICKLED}, or its index)"
         )
 
     def _open_index(self, index: Path) -> None:
-        """The files that an index names; see [Note: what an index may name]."""
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: wanted a weight_map from keys to files")
+        suffix = Path(PICKLED if self.pickled else SAFETENSORS).suffix
         files: dict[str, list[str]] = {}
         for key, name in weight_map.items():
-            files.setdefault(self._shard_name(name, index), []).append(key)
+            if not isinstance(name, str) or not name.endswith(suffix) or any(c in name for c in "/\\\0"):
+                raise CheckpointError(
+                    f"{index} names the file {name!r}; wanted one that lies beside it and ends with {suffix}"
+                )
+            files.setdefault(name, []).append(key)
         for name, keys in files.items():
             held = self._open_file(name)
-            lost = sorted(set(keys) - set(held))
-            if lost:
+            if lost := sorted(set(keys) - set(held)):
                 raise CheckpointError(
                     f"{self.path / name} does not hold what {index.name} says: {', '.join(lost)}"
                 )
-            self._take(name, held)
+            self._add(name, held)
 
-    def _shard_name(self, name: Any, index: Path) -> str:
-        suffix = Path(PICKLED if self.pickled else SAFETENSORS).suffix
-        if not isinstance(name, str) or not name.endswith(suffix) or any(c in name for c in "/\\\0"):
-            raise CheckpointError(
-                f"{index} names the file {name!r}; wanted one that lies beside it and ends with {suffix}"
-            )
-        return name
-
-    def _take(self, name: str, held: Mapping[str, Stored]) -> None:
-        twice = sorted(set(held) & set(self._tensors))
-        if twice:
+    def _add(self, name: str, held: Mapping[str, Stored]) -> None:
+        if twice := sorted(set(held) & set(self._tensors)):
             raise CheckpointError(
                 f"{self.path / name} holds keys that another file holds, too: {', '.join(twice)}"
             )
@@ -145,25 +165,131 @@ class Checkpoint(Mapping[str, Stored]):
     def _open_file(self, name: str) -> Mapping[str, Stored]:
         if self.pickled:
             return _unpickle(self.path / name)
-        file = self._stack.enter_context(TensorFile(self.path / name))
-        self._files.append(file)
-        return {key: InFile(file, entry) for key, entry in file.entries.items()}
+        self._files.append(TensorFile(self.path / name))
+        return self._files[-1].tensors
 
 
-class InFile:
-    """A tensor in a safetensors file; see :class:`Stored`."""
+class TensorFile:
+    """One safetensors file, open for reading.
 
-    __slots__ = ("_entry", "_file", "dtype", "shape")
+    Args:
+        path: The file; a symbolic link is followed.
 
-    def __init__(self, file: TensorFile, entry: Entry) -> None:
-        self._file, self._entry = file, entry
-        self.shape, self.dtype = entry.shape, entry.dtype
+    Attributes:
+        tensors: By key, in the order of their bytes.
+        nbytes_read: Bytes of tensors that were read so far.
+
+    Raises:
+        CheckpointError: It cannot be read, or is not what the format demands.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = open_regular(path)
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+        self.nbytes_read = 0
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_header(self) -> dict[str, "FileTensor"]:
+        """Every tensor's type, shape and place; see [Note: untrusted files]."""
+        try:
+            # By descriptor, so that it is the file which was found to be a regular one.
+            with safe_open(f"/proc/self/fd/{self._fd}", framework="numpy") as file:
+                found = []
+                for key in file.offset_keys():
+                    given = file.get_slice(key)
+                    shape = torch.Size(given.get_shape())
+                    found.append((key, given.get_dtype(), shape, shape.numel()))
+        except (SafetensorError, OSError, ValueError) as error:
+            size = os.fstat(self._fd).st_size
+            raise CheckpointError(
+                f"{self.path} ({size} bytes) is not a valid safetensors file: {str(error)[:300]}. Download "
+                "or copy it again"
+            ) from error
+        prefix = bytearray(8)
+        self._read(0, memoryview(prefix))
+        header = bytearray(int.from_bytes(prefix, "little"))
+        self._read(8, memoryview(header))
+        parse_json_object(header, f"the header of {self.path}")
+        offset, tensors = 8 + len(header), {}
+        for key, name, shape, numel in found:
+            if name not in DTYPES:
+                raise CheckpointError(f"{self.path}: {key!r} has dtype {name}; known are {', '.join(DTYPES)}")
+            tensors[key] = FileTensor(self, DTYPES[name], shape, offset)
+            offset += numel * DTYPES[name].itemsize
+        return tensors
+
+    def read(self, offset: int, values: Tensor) -> None:
+        """Fill a contiguous tensor with the bytes from ``offset`` on; blocking.
+
+        Raises:
+            CheckpointError: The file ends early, or the disk fails.
+        """
+        flat: Any = values.view(torch.uint8).numpy()
+        self._read(offset, memoryview(flat))
+        self.nbytes_read += values.nbytes
+
+    def _read(self, offset: int, memory: memoryview) -> None:
+        """Whatever the system gives at one time, every byte comes or an error."""
+        done = 0
+        while done < memory.nbytes:
+            try:
+                count = os.preadv(self._fd, [memory[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path}: reading {memory.nbytes} bytes at offset {offset} failed after "
+                    f"{done} bytes: {error.strerror}. Check the drive, or copy the checkpoint to another one"
+                ) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: wanted {memory.nbytes} bytes at offset {offset}, got {done}: the file "
+                    "ends there. Download or copy it again"
+                )
+            done += count
+
+    def read_ahead(self, offset: int) -> None:
+        """Ask the kernel for the bytes from ``offset`` on; not every file system takes the hint."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, offset, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
+
+
+class FileTensor:
+    """A tensor in a safetensors file; see :class:`Stored`.
+
+    Attributes:
+        offset: Its first byte in the file.
+    """
+
+    __slots__ = ("_file", "dtype", "offset", "shape")
+
+    def __init__(self, file: TensorFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
+        self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
 
     def fill(self, start: int, out: Tensor) -> None:
-        self._file.fill(self._entry, start, out)
+        offset = self.offset + start * self.dtype.itemsize
+        end = offset + len(out) * self.dtype.itemsize
+        if self.dtype == out.dtype:
+            self._file.read(offset, out)
+        else:
+            raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype)
+            for part in torch.split(out, _PIECE_NUMEL):
+                piece = raw[: len(part)]
+                self._file.read(offset, piece)
+                part.copy_(piece)
+                offset += piece.nbytes
+        self._file.read_ahead(end)
 
 
-class InMemory:
+class MemoryTensor:
     """A tensor that is mapped or held; see :class:`Stored`."""
 
     __slots__ = ("_tensor", "dtype", "shape")
@@ -192,4 +318,75 @@ def _unpickle(path: Path) -> dict[str, Stored]:
         ) from error
     if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
         raise CheckpointError(f"{path} is not a dictionary of tensors. {advice}")
-    return {str(key): InMemory(tensor) for key, tensor in loaded.items()}
+    return {str(key): MemoryTensor(tensor) for key, tensor in loaded.items()}
+
+
+def stamp_files(directory: Path) -> str:
+    """Return what the file system says of every file of weights; while it stays, they hold the same bytes.
+
+    Inode, size, and the times of the last change, which are set anew whenever a file is written or
+    replaced; symbolic links are followed.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+    """
+    of_weights = (".safetensors", ".bin", INDEX)
+    try:
+        stats = [(path.name, path.stat()) for path in directory.iterdir() if path.name.endswith(of_weights)]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or directory}: {error.strerror}") from error
+    return json.dumps(sorted([n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats))
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading ``path``, which is a file; a pipe or device is refused at once.
+
+    Raises:
+        CheckpointError: It is not there, not a file, or not to be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{path}: {reason}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path} is not a regular file")
+    return fd
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file ``path``.
+
+    Raises:
+        CheckpointError: It cannot be read, is too long, or is something else.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_JSON_NBYTES:
+            raise CheckpointError(f"{path} has {size} bytes; at most {_MOST_JSON_NBYTES} are read")
+        return parse_json_object(file.read(_MOST_JSON_NBYTES), str(path))
+
+
+def parse_json_object(raw: bytes | bytearray, where: str) -> dict[str, Any]:
+    """``raw`` as a JSON object whose keys are all different.
+
+    Raises:
+        CheckpointError: It is not one.
+    """
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not a JSON object: {str(error)[:200]}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{where} is not a JSON object: {repr(parsed)[:100]}")
+    return parsed
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"{twice[:100]!r} stands there twice")
+    return found

@@ -1,6 +1,6 @@
 """A trained model as a Hugging Face directory, streamed: plan, write, publish.
 
-[Note: who writes what]
+[Note: which rank writes what]
 Where a saved tensor is some parameter's own values, each rank writes the part that its shards hold,
 straight from where they are: nothing is gathered. Tensors that transformers converts are gathered unit
 by unit and converted on every rank, and each writes an equal part. Rank 0 writes the rest: headers,
@@ -15,109 +15,225 @@ import errno
 import json
 import secrets
 import shutil
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from torch import Tensor, nn
 
-from infinity.checkpoint.export_plan import ExportPlan, Group, Place, plan_export
-from infinity.checkpoint.plan import named_targets
-from infinity.checkpoint.publish import INDEX_NAME, Publication, copy_tokenizer, partial_path, writing
-from infinity.checkpoint.saved_keys import converted, is_transformers
-from infinity.checkpoint.tensor_writer import OutputFile, RangeWriter, WriteError
+from infinity.checkpoint.conversions import SavedTensor, converted, is_transformers, saved_tensors
+from infinity.checkpoint.directory import INDEX, SAFETENSORS
+from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.publish import Publication, copy_tokenizer, partial_path
+from infinity.checkpoint.writer import (
+    FilePlan,
+    OutputFile,
+    RangeWriter,
+    TensorSpec,
+    WriteError,
+    plan_files,
+    writing,
+)
+from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise
 from infinity.core.errors import CheckpointError
 from infinity.partition.unit import Unit
 
 #: Values in one file of a directory, at most (bytes).
 MAX_SHARD_NBYTES = 5 * 10**9
 
+#: Called with a function that says whether elements ``[start, stop)`` of a unit's flat buffer are needed at
+#: all. Yields this rank's newest weights, unit by unit, ascending: the unit, where the piece begins in its
+#: flat buffer (elements), and the values, on the CPU, which stay until the next piece is asked for.
+ReadWeights: TypeAlias = Callable[[Callable[[Unit, int, int], bool]], Iterator[tuple[Unit, int, Tensor]]]
+#: Gives a context inside which parameters hold their full values. Every rank must enter.
+Gathered: TypeAlias = Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]
 
-class Weights(Protocol):
-    """The shards of a model, and the ranks that hold them: what an export asks of the runtime."""
+
+# --- the plan: which tensor goes where, decided before the first byte moves ---------------------------
+
+
+class Place(NamedTuple):
+    """Where values belong: a file by number, and the first byte in it."""
+
+    file: int
+    start: int
+
+
+class Span(NamedTuple):
+    """Elements ``[offset, stop)`` of a unit's flat buffer, or of a whole tensor, and where they belong."""
+
+    offset: int
+    stop: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that are converted together, by the model's own names, and those that are made of them."""
+
+    sources: frozenset[str]
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """How the tensors of one unit are saved.
+
+    Attributes:
+        spans: Ranges of its flat buffer that are written as they are, ascending.
+        members: Names of its tensors that are converted.
+        groups: Those of which it holds the last member.
+    """
+
+    spans: tuple[Span, ...]
+    members: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+    def within(self, start: int, stop: int) -> tuple[Span, ...]:
+        """The spans that elements ``[start, stop)`` of the flat buffer meet; spans meet no other span."""
+        first = bisect_right(self.spans, start, key=lambda span: span.stop)
+        return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span.offset)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Which tensor goes where; the same on every rank.
+
+    Attributes:
+        places: By key.
+        units: One for each unit of the model.
+        whole: By name, ranges of tensors that every rank has whole.
+        groups: Those without a member in any unit.
+    """
+
+    files: tuple[FilePlan, ...]
+    places: Mapping[str, Place]
+    units: tuple[UnitPlan, ...]
+    whole: Mapping[str, tuple[Span, ...]]
+    groups: tuple[Group, ...]
 
     @property
-    def rank(self) -> int: ...
+    def values_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(file.nbytes - len(file.header) for file in self.files)
 
-    @property
-    def world_size(self) -> int: ...
 
-    @property
-    def units(self) -> Sequence[Unit]: ...
+class _Home(NamedTuple):
+    """Where a tensor's values are: in a unit, or (unit -1) whole on every rank."""
 
-    def pieces(self, wanted: Callable[[Unit, int, int], bool]) -> Iterator[tuple[Unit, int, Tensor]]:
-        """This rank's newest weights, unit by unit, ascending.
+    unit: int = -1
+    offset: int = 0
+    stop: int = 0
 
-        Args:
-            wanted: Whether elements ``[start, stop)`` of a unit's flat buffer are needed at all.
 
-        Yields:
-            The unit, where the piece begins in its flat buffer (elements), and the values, on the
-            CPU, which stay until the next piece is asked for.
+def plan_export(
+    model: nn.Module, named: Mapping[str, Tensor], units: Sequence[Unit], max_shard_nbytes: int
+) -> ExportPlan:
+    """Plan the files of ``model``, in the order in which its values come from the drive.
 
-        Raises:
-            DiskError: They cannot be read, or an update before did not land.
-        """
-        ...
+    Args:
+        named: The model's tensors by its own names.
+        units: Where its sharded parameters are; the others are whole on every rank.
+        max_shard_nbytes: Values in one file, at most.
 
-    def gathered(self, params: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``params`` hold their full values. Every rank must enter."""
-        ...
+    Raises:
+        CheckpointError: The model cannot be saved.
+    """
+    sharded = {id(s.param): _Home(unit.index, s.offset, s.stop) for unit in units for s in unit.segments}
+    homes = {name: sharded.get(id(tensor), _Home()) for name, tensor in named.items()}
+    saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[name] for name in item.sources))
+    files = plan_files([item.spec for item in saved], max_shard_nbytes)
+    places = {key: Place(i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
 
-    def agree(self, text: str) -> str:
-        """Rank 0's ``text``. Every rank must call."""
-        ...
+    spans: list[list[Span]] = [[] for _ in units]
+    whole: dict[str, list[Span]] = {}
+    for item in saved:
+        place = places[item.spec.key]
+        for part in item.parts or ():
+            home = homes[part.source]
+            target = whole.setdefault(part.source, []) if home.unit < 0 else spans[home.unit]
+            start = home.offset + part.offset
+            at = Place(place.file, place.start + part.start * item.spec.dtype.itemsize)
+            target.append(Span(start, start + part.numel, at))
+    members, groups = _conversions(saved, homes, len(units))
+    of_units = zip(spans, members[:-1], groups[:-1], strict=True)
+    plans = (UnitPlan(tuple(sorted(s)), tuple(m), tuple(g)) for s, m, g in of_units)
+    return ExportPlan(files, places, tuple(plans), {n: tuple(s) for n, s in whole.items()}, tuple(groups[-1]))
 
-    def sum(self, value: int) -> int:
-        """The sum over ranks. Every rank must call."""
-        ...
 
-    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block that ends well on every rank or raises on every rank. Every rank must enter.
+def _conversions(
+    saved: Sequence[SavedTensor], homes: Mapping[str, _Home], units: int
+) -> tuple[list[list[str]], list[list[Group]]]:
+    """For each unit, and then for whole tensors: the members of conversions, and those that end there."""
+    members: list[list[str]] = [[] for _ in range(units + 1)]
+    groups: list[list[Group]] = [[] for _ in members]
+    specs: dict[frozenset[str], list[TensorSpec]] = {}
+    for item in saved:
+        if item.parts is None:
+            specs.setdefault(item.sources, []).append(item.spec)
+    for sources, made in specs.items():
+        groups[max(homes[name] for name in sources).unit].append(Group(sources, tuple(made)))
+        for name in sorted(sources):
+            members[homes[name].unit].append(name)
+    return members, groups
 
-        Raises:
-            PeerError: It failed on another rank; says how.
-        """
-        ...
+
+# --- writing -----------------------------------------------------------------------------------------
 
 
 def export_model(
-    model: nn.Module, weights: Weights, out: Path, *, max_shard_nbytes: int, tokenizer: Any
+    model: nn.Module,
+    units: Sequence[Unit],
+    out: Path,
+    *,
+    read_weights: ReadWeights,
+    gathered: Gathered,
+    ranks: Ranks,
+    max_shard_nbytes: int,
+    tokenizer: Any,
 ) -> None:
-    """Write ``model`` to ``out``; see :func:`infinity.export`. Every rank must call."""
-    place, token = json.loads(weights.agree(json.dumps([str(out.absolute()), secrets.token_hex(4)])))
+    """Write ``model`` to ``out``; see :func:`infinity.export`. Every rank must call.
+
+    Args:
+        units: Where the model's sharded parameters are.
+        read_weights: Reads this rank's shards.
+        gathered: Gathers parameters for conversions.
+        ranks: That share the model.
+    """
+    text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
+    place, token = json.loads(agree(text, ranks.world_size, "agreeing on the directory of an export"))
     out = Path(place)
     folder = partial_path(out, token)
     with contextlib.ExitStack() as stack:
-        with weights.together(f"planning {out}"):
+        with all_ranks_or_raise(ranks, f"planning {out}"):
             named = dict(named_targets(model))
-            plan = plan_export(model, named, weights.units, max_shard_nbytes)
-            if weights.rank == 0:
+            plan = plan_export(model, named, units, max_shard_nbytes)
+            if ranks.rank == 0:
                 publication = stack.enter_context(Publication(out, token))
                 _check_room(folder, plan)
                 _write_companions(model, plan, folder, tokenizer)
                 for file in plan.files:
                     OutputFile.create(folder, file)
-        with _Values(plan, named, model, weights) as values:
-            with weights.together(f"writing {out}"):
+        with _Values(plan, named, model, ranks) as values:
+            with all_ranks_or_raise(ranks, f"writing {out}"):
                 values.open(folder)
-                values.write_as_they_are()
-            values.write_converted()
-            with weights.together(f"writing {out}"):
+                values.write_as_they_are(read_weights)
+            values.write_converted(units, gathered)
+            with all_ranks_or_raise(ranks, f"writing {out}"):
                 values.finish()
             values.check_whole()
-        with weights.together(f"publishing {out}"):
-            if weights.rank == 0:
+        with all_ranks_or_raise(ranks, f"publishing {out}"):
+            if ranks.rank == 0:
                 publication.publish()
 
 
 class _Values:
     """Brings values to their places; a context manager."""
 
-    def __init__(
-        self, plan: ExportPlan, named: Mapping[str, Tensor], model: nn.Module, weights: Weights
-    ) -> None:
-        self._plan, self._named, self._model, self._weights = plan, named, model, weights
+    def __init__(self, plan: ExportPlan, named: Mapping[str, Tensor], model: nn.Module, ranks: Ranks) -> None:
+        self._plan, self._named, self._model, self._ranks = plan, named, model, ranks
         self._stack = contextlib.ExitStack()
         self._writer = self._stack.enter_context(RangeWriter())
         self._files: list[OutputFile] = []
@@ -131,24 +247,24 @@ class _Values:
     def open(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CheckpointError(
-                f"rank {self._weights.rank} does not see {folder}, which rank 0 has just made; "
+                f"rank {self._ranks.rank} does not see {folder}, which rank 0 has just made; "
                 "export to a directory on a file system that every rank sees"
             )
         for plan in self._plan.files:
             self._files.append(OutputFile(folder / plan.name, plan))
             self._stack.callback(self._files[-1].close)
 
-    def write_as_they_are(self) -> None:
-        """What needs no conversion: this rank's shards; on rank 0 what every rank has whole, too.
+    def write_as_they_are(self, read_weights: ReadWeights) -> None:
+        """Write what needs no conversion: this rank's shards; on rank 0 tensors that are whole, too.
 
         Raises:
             DiskError: A read or a write failed.
         """
-        for name, spans in self._plan.whole.items() if self._weights.rank == 0 else ():
+        for name, spans in self._plan.whole.items() if self._ranks.rank == 0 else ():
             values = self._named[name].detach().cpu().contiguous().reshape(-1)
             for span in spans:
                 self._write(span.place, 0, values[span.offset : span.stop])
-        for unit, start, values in self._weights.pieces(self._is_wanted):
+        for unit, start, values in read_weights(self._is_wanted):
             for span in self._plan.units[unit.index].within(start, start + len(values)):
                 low, high = max(start, span.offset), min(start + len(values), span.stop)
                 self._write(span.place, low - span.offset, values[low - start : high - start])
@@ -157,8 +273,8 @@ class _Values:
     def _is_wanted(self, unit: Unit, start: int, stop: int) -> bool:
         return bool(self._plan.units[unit.index].within(start, stop))
 
-    def write_converted(self) -> None:
-        """What transformers converts, unit by unit; members of groups that end later are kept aside.
+    def write_converted(self, units: Sequence[Unit], gathered: Gathered) -> None:
+        """Write what transformers converts, unit by unit; members of groups that end later are kept aside.
 
         Raises:
             DiskError: A write failed.
@@ -167,12 +283,12 @@ class _Values:
         aside: dict[str, Tensor] = {}
         for group in self._plan.groups:
             self._convert(group, aside)
-        for unit, plan in zip(self._weights.units, self._plan.units, strict=True):
+        for unit, plan in zip(units, self._plan.units, strict=True):
             if not plan.members:
                 continue
-            with self._weights.together(f"converting {unit.name}"):
+            with all_ranks_or_raise(self._ranks, f"converting {unit.name}"):
                 params = [self._named[name] for name in plan.members]
-                with self._weights.gathered(params):
+                with gathered(params):
                     here = {n: p.detach().cpu() for n, p in zip(plan.members, params, strict=True)}
                     for group in plan.groups:
                         self._convert(group, aside | here)
@@ -183,7 +299,7 @@ class _Values:
 
     def _convert(self, group: Group, values: Mapping[str, Tensor]) -> None:
         """Write this rank's part of what comes of ``group``."""
-        rank, ranks = self._weights.rank, self._weights.world_size
+        rank, ranks = self._ranks.rank, self._ranks.world_size
         sources = {n: values[n] if n in values else self._named[n].detach().cpu() for n in group.sources}
         for key, value in converted(self._model, sources, group.specs).items():
             flat = value.contiguous().reshape(-1)
@@ -205,8 +321,9 @@ class _Values:
             file.sync()
 
     def check_whole(self) -> None:
-        """Every byte was written by some rank, and once."""
-        written, wanted = self._weights.sum(self._writer.nbytes), self._plan.values_nbytes
+        """Every byte was written by some rank, and once. Every rank must call."""
+        wanted = self._plan.values_nbytes
+        written = int(self._ranks.sum(self._writer.nbytes, "bytes that were exported"))
         assert written == wanted, f"{written} bytes of values were written; the files hold {wanted}"
 
 
@@ -230,7 +347,7 @@ def _write_companions(model: nn.Module, plan: ExportPlan, folder: Path, tokenize
                 "metadata": {"total_parameters": numel, "total_size": plan.values_nbytes},
                 "weight_map": {key: plan.files[place.file].name for key, place in plan.places.items()},
             }
-            (folder / INDEX_NAME).write_text(
+            (folder / (SAFETENSORS + INDEX)).write_text(
                 json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
             )
         _write_config(model, folder)

@@ -1,5 +1,11 @@
 """Streams a checkpoint into the tiers of a model that was built under ``Init`` without values.
 
+[Note: whose names]
+transformers renames and converts keys on load (``conversion_mapping``) and finds a base model's weights
+under a model with a head, and the other way round. The plan asks its own functions for each key, so it
+accepts what ``from_pretrained`` accepts. It is stricter in one thing: keys that are missing, left over or
+of another shape are an error, unless the caller named them.
+
 [Note: one pass, one chunk]
 Each unit's home asks for this rank's slice, chunk by chunk; a chunk is read from the files when it is
 asked for, so an element is read once, by the rank that keeps it, and host memory holds one chunk.
@@ -10,46 +16,255 @@ all modules as transformers does it, so the same random numbers are drawn. What 
 units is scratch memory.
 """
 
+import copy
 import functools
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from infinity.checkpoint.directory import INDEX, Checkpoint
-from infinity.checkpoint.plan import Choice, LoadPlan, Values, named_targets, plan_loading
+from infinity.checkpoint.conversions import Traced, is_transformers
+from infinity.checkpoint.directory import Checkpoint, Stored
 from infinity.core.errors import CheckpointError
 from infinity.partition.init_context import Masters
-from infinity.partition.unit import Segment, Unit
+from infinity.partition.unit import Segment, Unit, UnitIndex
 
-#: How files of weights and their indexes end.
-_OF_WEIGHTS = (".safetensors", ".bin", INDEX)
 #: Called with the bytes of this rank that are done, and all of them.
 OnProgress = Callable[[int, int], object]
 
 
-def _nothing_shared(units: Sequence[Unit]) -> AbstractContextManager[None]:
-    return nullcontext()
+# --- the plan: which stored tensors make which parameter, decided before any is read -----------------
 
 
-def stamp_files(directory: Path) -> str:
-    """What the file system says of every file of weights: as long as it does, they hold the same bytes.
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """From names of a model's parameters and persistent buffers to their values.
 
-    Inode, size, and the times of the last change, which are set anew whenever somebody writes or replaces
-    a file; symbolic links are followed.
+    Attributes:
+        values: By name, in the model's order. Where a tensor has several names, the values of the first
+            are read, and those of the others are compared with them.
+        new: Names that the model initialises itself, sorted.
+    """
+
+    values: Mapping[str, "Values"]
+    new: tuple[str, ...]
+
+
+def plan_loading(
+    model: Any, checkpoint: Checkpoint, new: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> LoadPlan:
+    """Plan the load of one model, built but without values.
+
+    Args:
+        model: Of transformers, or of this package; afterwards it knows the conversions that were used, as
+            ``save_pretrained`` needs to undo them.
+        checkpoint: Its tensors.
+        new: Parameters that the model initialises itself when the checkpoint lacks them, or has them in
+            another shape: patterns as of a shell, compared with whole names.
+        ignore: Patterns of keys of the checkpoint that the model need not have.
 
     Raises:
-        CheckpointError: The directory cannot be read.
+        CheckpointError: Keys are missing, left over, or of another shape or kind; lists all of them.
     """
-    try:
-        stats = [(path.name, path.stat()) for path in directory.iterdir() if path.name.endswith(_OF_WEIGHTS)]
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or directory}: {error.strerror}") from error
-    return json.dumps(sorted([n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats))
+    targets = dict(named_targets(model))
+    found = _find(model, checkpoint, targets)
+    misfits = {name: why for name, values in found.values.items() if (why := _misfit(targets[name], values))}
+    wrong = found.wrong | {name: why for name, why in misfits.items() if not _any(name, new)}
+    fitting = {name: found.values[name] for name in targets if name in found.values.keys() - misfits.keys()}
+    have = {id(targets[name]) for name in fitting}
+    lacking = {name for name, tensor in targets.items() if id(tensor) not in have and name not in wrong}
+    missing, unexpected = _serious(model, lacking, found.unexpected)
+    if is_transformers(model):  # others draw their weights where they are built
+        missing = {name for name in missing if not _any(name, new)}
+    unexpected = {key for key in unexpected if not _any(key, ignore)}
+    if missing or unexpected or wrong:
+        raise CheckpointError(_complaint(model, checkpoint, missing, unexpected, wrong))
+    return LoadPlan(fitting, tuple(sorted(lacking)))
+
+
+def named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, under every name that they have."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+@dataclass(slots=True)
+class _Found:
+    values: dict[str, "Values"] = field(default_factory=dict)
+    unexpected: set[str] = field(default_factory=set)
+    wrong: dict[str, str] = field(default_factory=dict)
+
+
+def _find(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> _Found:
+    """The values that transformers would make of every key; other models have the keys as names."""
+    if not is_transformers(model):
+        known: dict[str, Values] = {
+            key: Traced.whole(stored) for key, stored in checkpoint.items() if key in targets
+        }
+        return _Found(known, set(checkpoint) - set(known))
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    found, conversions, kept = _Found(), dict[str, _Conversion](), dict[str, Tensor]()
+    transforms = get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix
+    for key in sorted(checkpoint, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, targets)
+        if name not in targets and key in targets:
+            name, pattern = rename_source_key(key, [], [], prefix, targets)
+        if name not in targets:
+            found.unexpected.add(key)
+        elif name in conversions and None in (pattern, conversions[name].transform):
+            found.wrong[name] = f"two keys of the checkpoint become it, one is {key}"
+        else:
+            transform = None if pattern is None else by_pattern[pattern]
+            conversion = conversions.setdefault(name, _Conversion(model, name, transform, kept))
+            conversion.sources[key] = (pattern or key, checkpoint[key])
+    for name, conversion in conversions.items():
+        try:
+            found.values |= conversion.trace()
+        except Exception as error:  # whatever transformers does there, it cannot do it with these
+            found.wrong[name] = f"cannot be made from {', '.join(conversion.sources)}: {error}"
+    for name in set(found.values) - set(targets):
+        found.unexpected.update(conversions[name].sources if name in conversions else [name])
+        del found.values[name]
+    model._weight_conversions = [each for each in transforms if each.was_used()]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """One use of transformers' own conversion of several stored tensors.
+
+    Attributes:
+        transform: The converter; None: the one source is the parameter.
+        kept: See :class:`Converted`.
+        sources: By key, the converter's pattern that it has matched, and the stored tensor.
+    """
+
+    model: Any
+    name: str
+    transform: Any
+    kept: dict[str, Tensor]
+    sources: dict[str, tuple[str, Stored]] = field(default_factory=dict)
+
+    def trace(self) -> dict[str, "Values"]:
+        """Where the values of each parameter that it makes come from."""
+        if self.transform is None:
+            [(_, source)] = self.sources.values()
+            return {self.name: Traced.whole(source)}
+        try:
+            return self.run(Traced.whole)
+        except Exception:  # whatever transformers does there, stand-ins cannot: see what tensors do
+            shapes = self.run(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
+            return {made: Converted(self, made, each.shape) for made, each in shapes.items()}
+
+    def run(self, stand_in: Callable[[Stored], Any]) -> dict[str, Any]:
+        """Convert ``stand_in(tensor)`` of each stored tensor; by full name."""
+        transform = copy.deepcopy(self.transform)
+        for key, (pattern, source) in self.sources.items():
+            transform.add_tensor(self.name, key, pattern, stand_in(source))
+        made = transform.convert(self.name, model=self.model, config=self.model.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+class Converted:
+    """A parameter that is converted as a whole, when it is asked for.
+
+    The one that was converted last is kept, for the next chunk of it: one of all of a model.
+    """
+
+    __slots__ = ("_conversion", "_name", "shape")
+
+    def __init__(self, conversion: _Conversion, name: str, shape: torch.Size) -> None:
+        self._conversion, self._name, self.shape = conversion, name, shape
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {_converted_dtype(source) for _, source in self._conversion.sources.values()}
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """Put elements from ``start`` on into ``out``, ``(n,)``; blocking."""
+        kept = self._conversion.kept
+        if self._name not in kept:
+            kept.clear()
+            kept[self._name] = self._conversion.run(_whole)[self._name].reshape(-1)
+        out.copy_(kept[self._name][start : start + len(out)])
+
+
+#: Where the values of one parameter come from.
+Values: TypeAlias = Traced | Converted
+
+
+def _converted_dtype(source: Stored) -> torch.dtype:
+    """In which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
+    return torch.float32 if source.dtype.is_floating_point else source.dtype
+
+
+def _whole(source: Stored) -> Tensor:
+    values = torch.empty(source.shape.numel(), dtype=_converted_dtype(source))
+    source.fill(0, values)
+    return values.view(source.shape)
+
+
+def _misfit(target: Tensor, values: Values) -> str | None:
+    """Why ``values`` cannot be those of ``target``, or None."""
+    if values.shape != target.shape:
+        return f"the checkpoint has shape {tuple(values.shape)}, the model {tuple(target.shape)}"
+    if target.is_floating_point() and not all(dtype.is_floating_point for dtype in values.dtypes):
+        kinds = ", ".join(sorted(str(dtype) for dtype in values.dtypes))
+        return f"the checkpoint has {kinds}, wanted floating point: are its weights quantized?"
+    return None
+
+
+def _serious(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+    """Without those that the model's own rules say to ignore."""
+    if not is_transformers(model):
+        return missing, unexpected
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    info = LoadStateDictInfo(
+        missing_keys=set(missing), unexpected_keys=set(unexpected), mismatched_keys=set(),
+        error_msgs=[], conversion_errors={}, skipped_pp_keys=set(),
+    )  # fmt: skip
+    model._adjust_missing_and_unexpected_keys(info)
+    return info.missing_keys, info.unexpected_keys
+
+
+def _any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _complaint(
+    model: Any, checkpoint: Checkpoint, missing: set[str], unexpected: set[str], wrong: Mapping[str, str]
+) -> str:
+    """Everything that does not fit, and what to do about it."""
+    lines = [f"{checkpoint.path} does not fit {type(model).__name__}:"]
+    for what, each in (
+        ("missing from the checkpoint", sorted(missing)),
+        ("unknown to the model", sorted(unexpected)),
+        ("wrong", [f"{name}: {why}" for name, why in sorted(wrong.items())]),
+    ):
+        lines += [f"{what} ({len(each)}):", *(f"  {line}" for line in each)] if each else []
+    lines.append(
+        "Choose the model's class with auto_class. To train parameters from the model's own initialisation, "
+        "name them in new=[...]; to leave keys out, name them in ignore=[...]; patterns such as classifier.* "
+        "will do (in a recipe: model.new, model.ignore)"
+    )
+    return "\n".join(lines)
+
+
+# --- the load ----------------------------------------------------------------------------------------
 
 
 class Loading:
@@ -57,7 +272,8 @@ class Loading:
 
     Args:
         checkpoint: Stays open until :meth:`fill` returns.
-        choice: What need not fit.
+        new: See :func:`plan_loading`.
+        ignore: See :func:`plan_loading`.
         on_progress: Called after each range that was read.
 
     Attributes:
@@ -65,31 +281,36 @@ class Loading:
             are stored: some may get shared extents that have their values already.
     """
 
-    def __init__(self, checkpoint: Checkpoint, choice: Choice, on_progress: OnProgress | None = None) -> None:
-        self._checkpoint, self._choice, self._on_progress = checkpoint, choice, on_progress
-        self.sharing: Callable[[Sequence[Unit]], AbstractContextManager[None]] = _nothing_shared
-        self.plan = LoadPlan({}, {}, ())
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        new: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._checkpoint, self._new, self._ignore = checkpoint, new, ignore
+        self._on_progress = on_progress
+        self.sharing: Callable[[Sequence[Unit]], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.plan = LoadPlan({}, ())
         self._model: Any = None
-        self._values: dict[int, Values] = {}  # by id of the tensor
-        self._twins: dict[int, list[tuple[str, Values]]] = {}
+        self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
         self._initialising: set[int] = set()  # ids of parameters
         self._done_nbytes = self._total_nbytes = 0
         self._scratch = torch.empty(0, dtype=torch.float32)
 
     def prepare(self, model: Any) -> None:
-        """Decide what goes where, when ``model`` is built.
+        """Plan, when ``model`` is built.
 
         Raises:
             CheckpointError: The checkpoint does not fit it; lists everything that does not.
         """
-        self._model, self.plan = model, plan_loading(model, self._checkpoint, self._choice)
+        self._model, self.plan = model, plan_loading(model, self._checkpoint, self._new, self._ignore)
         targets = dict(named_targets(model))
-        self._values = {id(targets[name]): values for name, values in self.plan.values.items()}
-        for name, values in self.plan.twins.items():
-            self._twins.setdefault(id(targets[name]), []).append((name, values))
+        for name, values in self.plan.values.items():
+            self._values.setdefault(id(targets[name]), []).append((name, values))
 
     def notes(self) -> list[str]:
-        """What people should know of this load, a line each."""
+        """Lines for people about this load."""
         lines = []
         if self.plan.new:
             lines.append(f"initialised, as the checkpoint lacks them: {', '.join(self.plan.new)}")
@@ -103,7 +324,7 @@ class Loading:
     def counts(self, unit: Unit) -> bool:
         return any(id(s.param) in self._initialising for s in unit.segments)
 
-    def fill(self, units: Sequence[Unit], masters: Masters) -> None:
+    def fill(self, units: UnitIndex, masters: Masters) -> None:
         """Give every unit, buffer and parameter its values; see [Note: one pass, one chunk].
 
         Raises:
@@ -117,12 +338,12 @@ class Loading:
                 done_nbytes += self._nbytes(unit)
                 if self._done_nbytes < done_nbytes:  # its values were there
                     self._show_progress(done_nbytes)
-        in_units = {id(s.param) for unit in units for s in unit.segments}
+        in_units = {id(segment.param) for _, segment in units.segments()}
         with torch.no_grad():
             for _, tensor in named_targets(self._model):
                 if id(tensor) in self._values and id(tensor) not in in_units:
                     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-                    self._values[id(tensor)].fill(0, flat)
+                    self._values[id(tensor)][0][1].fill(0, flat)
                     tensor.copy_(flat.view(tensor.shape))
         self._initialise()
 
@@ -130,10 +351,11 @@ class Loading:
         """Whether the checkpoint has all values of ``unit``."""
         return all(id(s.param) in self._values for s in unit.segments)
 
-    def freeze(self, units: Sequence[Unit]) -> None:
-        """Let nobody train what the checkpoint gives."""
-        for segment in (s for unit in units for s in unit.segments if id(s.param) in self._values):
-            segment.param.requires_grad_(False)
+    def freeze(self, units: UnitIndex) -> None:
+        """Freeze the parameters that the checkpoint gives."""
+        for _, segment in units.segments():
+            if id(segment.param) in self._values:
+                segment.param.requires_grad_(False)
 
     def _range(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the unit's full flat buffer, gaps as zeros.
@@ -145,44 +367,38 @@ class Loading:
         out = self._scratch.view(self._dtype(unit))[: stop - start].zero_()
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
-            values = self._values.get(id(s.param))
-            if low < high and values is not None:
+            if low < high and id(s.param) in self._values:
                 part = out[low - start : high - start]
-                values.fill(low - s.offset, part)
-                self._compare_twins(s, low - s.offset, part)
+                self._read(s, low - s.offset, part)
                 self._done_nbytes += len(part) * self._itemsize(s)
         self._show_progress(self._done_nbytes)
         return out
 
-    def _show_progress(self, done_nbytes: int) -> None:
-        self._done_nbytes = done_nbytes
-        if self._on_progress is not None:
-            self._on_progress(done_nbytes, self._total_nbytes)
-
-    def _compare_twins(self, segment: Segment, start: int, part: Tensor) -> None:
-        """A tied weight that the checkpoint has twice must be twice the same."""
-        for name, values in self._twins.get(id(segment.param), ()):
-            other = torch.empty_like(part)
-            values.fill(start, other)
-            if not torch.equal(other.view(torch.uint8), part.view(torch.uint8)):
+    def _read(self, segment: Segment, start: int, out: Tensor) -> None:
+        """Read elements of a parameter; a tied weight that the files have twice must be twice the same."""
+        (_, values), *others = self._values[id(segment.param)]
+        values.fill(start, out)
+        for name, twin in others:
+            other = torch.empty_like(out)
+            twin.fill(start, other)
+            if not torch.equal(other.view(torch.uint8), out.view(torch.uint8)):
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {name} and {segment.name} are one parameter of the model, but "
                     "the checkpoint has different values for them. If they should be two, override the "
                     "config: tie_word_embeddings=False"
                 )
 
+    def _show_progress(self, done_nbytes: int) -> None:
+        self._done_nbytes = done_nbytes
+        if self._on_progress is not None:
+            self._on_progress(done_nbytes, self._total_nbytes)
+
     def _dtype(self, unit: Unit) -> torch.dtype:
         """In which the unit's values are exact and need no cast of what is stored."""
-        if unit.dtype != torch.bfloat16:
-            return torch.float32
-        stored = {dtype for s in unit.segments for dtype in self._dtypes(s)}
-        return torch.bfloat16 if stored <= {torch.bfloat16} else torch.float32
-
-    def _dtypes(self, segment: Segment) -> Iterator[torch.dtype]:
-        """Of every stored tensor that is read for a parameter."""
-        key = id(segment.param)
-        for values in (self._values.get(key), *(values for _, values in self._twins.get(key, ()))):
-            yield from () if values is None else values.dtypes
+        every = (v for s in unit.segments for _, v in self._values.get(id(s.param), ()))
+        stored = {dtype for values in every for dtype in values.dtypes}
+        half = unit.dtype == torch.bfloat16 and stored <= {torch.bfloat16}
+        return torch.bfloat16 if half else torch.float32
 
     def _nbytes(self, unit: Unit) -> int:
         """Bytes of files that this rank reads for ``unit``."""
@@ -195,9 +411,7 @@ class Loading:
 
     def _itemsize(self, segment: Segment) -> int:
         """Bytes that are read for an element, of all its names together."""
-        key = id(segment.param)
-        every = [self._values[key], *(values for _, values in self._twins.get(key, ()))]
-        return sum(max(dtype.itemsize for dtype in values.dtypes) for values in every)
+        return sum(max(d.itemsize for d in values.dtypes) for _, values in self._values[id(segment.param)])
 
     def _initialise(self) -> None:
         """See [Note: what the checkpoint lacks]; also buffers that no checkpoint holds."""

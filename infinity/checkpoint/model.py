@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.tensor_file import read_json_object
+from infinity.checkpoint.directory import read_json_object
 from infinity.core.architectures import ARCHITECTURES, Architecture
 from infinity.core.errors import CheckpointError, InfinityError
 

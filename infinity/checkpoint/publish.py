@@ -7,20 +7,19 @@ ends: so what a killed export left behind is recognised, and removed by the next
 """
 
 import errno as errno_names
-import fcntl
 import glob
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.tensor_writer import WriteError
+from infinity.checkpoint.writer import writing
 from infinity.core.errors import CheckpointError
+from infinity.core.files import open_locked, sync
 
-INDEX_NAME = "model.safetensors.index.json"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 
 #: What makes up a tokenizer or processor in a directory of a Hugging Face model, as patterns of names.
 #: Code (``*.py``) is not among them.
@@ -52,7 +51,7 @@ class Publication:
             out.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
         with suppress(OSError):  # a file system without locks: what is left behind stays there
-            self._lock = _lock(self.path)
+            self._lock = open_locked(self.path, _DIRECTORY)
         _remove_leftovers(out)
 
     def publish(self) -> None:
@@ -64,14 +63,14 @@ class Publication:
         """
         with writing(f"publishing {self.out}", self.path):
             for path in [*self.path.rglob("*"), self.path]:
-                _sync(path)
+                sync(path)
             try:
                 self.path.rename(self.out)
             except OSError as error:
                 if error.errno in (errno_names.ENOTEMPTY, errno_names.EEXIST, errno_names.ENOTDIR):
                     check_free(self.out)
                 raise
-            _sync(self.out.parent)
+            sync(self.out.parent)
 
     def close(self) -> None:
         """Remove what was not published."""
@@ -155,18 +154,6 @@ def copy_tokenizer(source: Path, out: Path) -> None:
             shutil.copyfile(path, target)
 
 
-@contextmanager
-def writing(action: str, path: Path) -> Iterator[None]:
-    """Errors of the drive as ours."""
-    try:
-        yield
-    except WriteError:
-        raise
-    except OSError as error:
-        where = error.filename2 or error.filename or path
-        raise WriteError(error.errno or errno_names.EIO, action, str(where)) from error
-
-
 def _check_whole(source: Path) -> None:
     adapter = (source / "adapter_config.json").is_file()
     for name in ("adapter_model.safetensors",) if adapter else ("config.json",):
@@ -189,31 +176,8 @@ def _remove_leftovers(out: Path) -> None:
     """Remove what killed exports to ``out`` left; those that still run hold their locks."""
     for path in out.parent.glob(f".{glob.escape(out.name)}.*.part"):
         with suppress(OSError):
-            lock = _lock(path)
+            lock = open_locked(path, _DIRECTORY, patience_s=0)
             try:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def _lock(path: Path) -> int:
-    """A descriptor that holds the lock of the directory ``path``.
-
-    Raises:
-        BlockingIOError: A live process holds it.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

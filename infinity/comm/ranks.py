@@ -121,6 +121,28 @@ def decide(make: Callable[[], str], rank: int, share: Callable[[str], str]) -> s
 
 
 @contextlib.contextmanager
+def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
+    """A block that ends well on every rank, or raises on every rank. Every rank must enter.
+
+    Raises:
+        PeerError: It failed on another rank; says how.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if not isinstance(failure, PeerError) and not ranks.least(failure is None, what):
+        told = ["" if failure is None else f"{type(failure).__name__}: {failure}"] * ranks.world_size
+        if ranks.world_size > 1:
+            dist.all_gather_object(told, told[0])
+        how = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        failure = failure or PeerError(f"{what} failed: {how}")
+    if failure is not None:
+        raise failure
+
+
+@contextlib.contextmanager
 def peer_errors(what: str) -> Iterator[None]:
     """Raise errors of torch.distributed as :class:`PeerError`."""
     try:

@@ -67,6 +67,19 @@ class DiskError(InfinityError, OSError):
         return (_disk_error, self._made_with)
 
 
+class DirectoryError(DiskError):
+    """A directory cannot be used for a run."""
+
+    def __init__(self, errno: int, action: str, path: Path | str) -> None:
+        self.path, self.offset, self.nbytes = str(path), 0, 0
+        name = errno_names.errorcode.get(errno, str(errno))
+        text = (
+            f"{action} failed: {os.strerror(errno)} ({name}); "
+            "give memory.nvme a directory on a local drive that this user may write"
+        )
+        OSError.__init__(self, errno, text, self.path)
+
+
 def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, moved: int) -> DiskError:
     return DiskError(errno, action, path, offset=offset, nbytes=nbytes, moved=moved)
 

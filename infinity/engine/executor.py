@@ -26,8 +26,7 @@ from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import Gradients
 from infinity.engine.hooks import Hooks
 from infinity.observe.stalls import CountingPool, Stalls
-from infinity.observe.timed import TimedRule
-from infinity.observe.timeline import Timeline
+from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
@@ -197,7 +196,7 @@ class StepExecutor:
             return None
         self.gradients.check()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
-        norm = math.sqrt(total) / self.updates.loss_scale if math.isfinite(total) else total
+        norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
         if math.isfinite(norm):
             updated = list(self.updates.ready)
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))

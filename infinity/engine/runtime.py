@@ -35,7 +35,7 @@ from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
-from infinity.observe.listener import Listener
+from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import prepare
@@ -69,7 +69,7 @@ class Runtime:
         self.stack = contextlib.ExitStack()
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
-        self.say = Listener()
+        self.say = MessageBuffer()
         self.notes: list[str] = []
         self._executor: StepExecutor | None = None
         self._failure: BaseException | None = None
@@ -113,7 +113,8 @@ class Runtime:
         """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
         chosen, line = choose_dtype(self.config.dtype, self.ranks.device, self._least_ratio)
         self.dtype, self.config = DTYPES[chosen], replace(self.config, dtype=chosen)
-        prepare(self.dtype, reduction_dtype(self.config, self.dtype))
+        several = self.ranks.world_size > 1
+        prepare(self.dtype, reduction_dtype(self.config, self.dtype) if several else self.dtype)
         if line:
             self._note(line)
 

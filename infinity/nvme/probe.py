@@ -73,7 +73,7 @@ def measure(directory: Path, nbytes: int = 64 * 2**20, *, in_allocated: bool = F
 
 
 def _huge(nbytes: int) -> memoryview:
-    """A buffer of ours. Memory that nobody touched is one page of zeros, which is no test."""
+    """Memory as pools have it, written to: untouched memory is one page of zeros, which is no test."""
     buffer = HostBuffer(rounded(nbytes), pin=False)
     buffer.tensor.fill_(1)
     return buffer.memory[:nbytes]

@@ -5,15 +5,11 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.core.errors import DiskError
+from infinity.core.errors import DirectoryError, DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
-from infinity.nvme.errors import DirectoryError
-from infinity.nvme.space import Range, Space
-
-__all__ = ["SealedFile", "Volume"]
 
 _MIB = 2**20
 #: Files grow in steps of this, so that small extents do not cost a system call each (bytes).
@@ -22,10 +18,10 @@ _GROWTH_NBYTES = 64 * _MIB
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """A file that nobody writes any more.
+    """A file that is never written again.
 
     Attributes:
-        fd: Open for reading only; whoever takes the file in closes it.
+        fd: Open for reading only; the volume that takes the file in closes it.
         direct: It bypasses the page cache.
         nbytes: Of its extents, which lie at its beginning.
     """
@@ -34,6 +30,69 @@ class SealedFile:
     fd: int
     direct: bool
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes ``[offset, offset + nbytes)`` of a file; ``fresh`` if they are allocated for the first time."""
+
+    offset: int
+    nbytes: int
+    fresh: bool
+
+
+@dataclass(slots=True)
+class Space:
+    """Which ranges of one file are taken: best fit among what was given back, else at the end.
+
+    Pure arithmetic: no file is touched.
+
+    Attributes:
+        end: The first byte that was never taken.
+        taken_nbytes: Bytes that are taken now.
+    """
+
+    end: int = 0
+    taken_nbytes: int = 0
+    _free: dict[int, int] = field(default_factory=dict)  # offset -> nbytes, no two touch
+
+    def take(self, nbytes: int) -> Range:
+        """A contiguous range of ``nbytes``."""
+        self.taken_nbytes += nbytes
+        fitting = [(size, offset) for offset, size in self._free.items() if size >= nbytes]
+        if not fitting:
+            self.end += nbytes
+            return Range(self.end - nbytes, nbytes, fresh=True)
+        size, offset = min(fitting)
+        del self._free[offset]
+        if size > nbytes:
+            self._free[offset + nbytes] = size - nbytes
+        return Range(offset, nbytes, fresh=False)
+
+    def untake(self, taken: Range) -> None:
+        """Undo the latest :meth:`take`: a fresh range is fresh again."""
+        if taken.fresh:
+            self.end -= taken.nbytes
+            self.taken_nbytes -= taken.nbytes
+        else:
+            self.give(taken.offset, taken.nbytes)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Give a range back; it joins its free neighbours.
+
+        Raises:
+            ValueError: Some of it is not taken.
+        """
+        before = next((start for start, size in self._free.items() if start + size == offset), None)
+        inside = any(start < offset + nbytes and offset < start + size for start, size in self._free.items())
+        if inside or offset + nbytes > self.end:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are not taken; each is given back once")
+        self.taken_nbytes -= nbytes
+        if before is not None:
+            nbytes += self._free.pop(before)
+            offset = before
+        nbytes += self._free.pop(offset + nbytes, 0)
+        self._free[offset] = nbytes
 
 
 class Volume:

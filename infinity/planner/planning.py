@@ -11,7 +11,6 @@ from infinity.core.errors import RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Phase, Profile
-from infinity.observe.plan_table import PlanRow
 from infinity.planner.lifetimes import lifetimes_of, operator_times
 
 #: In a run's folder.
@@ -74,6 +73,29 @@ class Planning:
         counts = BlockCounts.of(self.profile, self.plan)
         peaks = " -> ".join(format_nbytes(outcome.peak_nbytes) for outcome in (self.kept, self.predicted))
         return f"activations: {counts}: peak {peaks}, predicted {self.predicted.step_s:.3g} s a micro-batch"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A block's times and bytes under a plan.
+
+    Attributes:
+        saved_nbytes: Bytes that autograd saves if everything is kept.
+        kept_nbytes: Bytes that stay in memory; ``host_nbytes`` and ``nvme_nbytes`` are stored there.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    saved_nbytes: int
+    kept_nbytes: int
+    host_nbytes: int
+    nvme_nbytes: int
+
+    @property
+    def recomputed_nbytes(self) -> int:
+        """Bytes that are dropped and recomputed."""
+        return max(0, self.saved_nbytes - self.kept_nbytes - self.host_nbytes - self.nvme_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

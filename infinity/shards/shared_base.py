@@ -3,15 +3,15 @@
 [Note: what is hashed, and what is trusted]
 A base is made of the bytes of its checkpoint's files. To hash those for each run would cost what loading
 them costs, so they are not read: the key has each file's inode, size and times of its last change, which
-the file system sets anew whenever somebody writes, copies or replaces it. Whoever makes a base looks at them
-before and after the files are read, and shares nothing if they differ. All else that decides what the bytes
-are is in the key, too: names, shapes and places of all parameters, dtype, ranks, chunks, the model's config,
-and the versions of the libraries that convert tensors. What is hashed is the base: every chunk while it
-is written, and again by each run that shares it, before it is used. That reads every byte once, past the
+the file system sets anew whenever a file is written, copied or replaced. The run that makes a base looks at
+them before and after the files are read, and shares nothing if they differ. All else that decides what the
+bytes are is in the key, too: names, shapes and places of all parameters, dtype, ranks, chunks, the model's
+config, and the versions of the libraries that convert tensors. What is hashed is the base: every chunk while
+it is written, and again by each run that shares it, before it is used. That reads every byte once, past the
 page cache, while the chunks before it are hashed, and writes nothing.
 
-So trusted are the file system's times, and that nobody who may write this user's files forges a base
-together with its digests.
+So trusted are the file system's times, and every program that may write this user's files not to forge a
+base together with its digests.
 
 [Note: what lies in a base]
 Units that have all their values from the checkpoint and found no room in host memory when the base was
@@ -25,39 +25,23 @@ import os
 import shlex
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import Extent, Piece
 from infinity.core.nbytes import format_nbytes
-from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
-from infinity.nvme.base import BaseChunk, BaseFiles, Chunks, SealedBase
-from infinity.nvme.errors import DamagedBaseError
-from infinity.nvme.volume import Volume
-from infinity.observe.listener import log
+from infinity.core.transfer import Lease, Pool, TransferEngine
+from infinity.nvme.base import BaseChunk, BaseFiles, Chunks, DamagedBaseError, SealedBase
+from infinity.observe.messages import log
 from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
 
 #: Chunks that are read and hashed at one time: with two that are loaded they fit the room for staging.
 _READ_AHEAD = 3
-#: Changes with what a base's bytes mean.
+#: Changed whenever the meaning of a base's bytes changes.
 _FORMAT = 2
-
-
-class _Part(Protocol):
-    """What a run does with a base: it reads one, or writes one."""
-
-    def place(self, unit: Unit) -> bool: ...
-
-    def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None: ...
-
-    def end(self) -> list[str]:
-        """The load ended well; returns lines for people."""
-        ...
-
-    def close(self) -> None: ...
+_DIFFERS = "has another SHA-256 than when it was written"
 
 
 class SharedBase:
@@ -74,7 +58,7 @@ class SharedBase:
         self._storage, self._rank, self._world_size = storage, rank, world_size
         self._stamp, self._began = stamp, stamp()
         self._wanted: Mapping[int, Unit] = {}
-        self._part: _Part | None = None
+        self._part: _Reader | _Writer | None = None
         self._notes: list[str] = []
 
     def notes(self) -> list[str]:
@@ -114,10 +98,10 @@ class SharedBase:
 
     def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None:
         """The next chunk of ``unit`` is ``memory``, which is on its way to the disk; blocking."""
-        if self._part is not None:
+        if isinstance(self._part, _Writer):
             self._part.wrote(unit, memory)
 
-    def _find(self) -> _Part:
+    def _find(self) -> "_Reader | _Writer":
         """The base to read or to write; blocking while another run writes it."""
         storage = self._storage
         assert storage.store is not None
@@ -165,7 +149,7 @@ class _Reader:
             if index in wanted and (version := self._version(wanted[index], chunks, first))
         }
         digests = {index: [chunk.sha256 for chunk in sealed.shards[index]] for index in self._versions}
-        self._compared = compare(storage.engine, storage.host_pool, self._versions, digests)
+        self._compared = _compare(storage.engine, storage.host_pool, self._versions, digests)
         self._damaged = [f"unit {index}" for index in sealed.shards if index not in self._versions]
         self._shared_nbytes = 0
 
@@ -180,9 +164,6 @@ class _Reader:
         self._store.share(unit.index, unit.name, version)
         self._shared_nbytes += sum(c.weight.nbytes + c.exact.nbytes for c in version.chunks)
         return True
-
-    def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None:
-        """Nothing is written to a sealed base."""
 
     def end(self) -> list[str]:
         path = self._files.paths[0]
@@ -227,8 +208,7 @@ class _Writer:
         assert storage.volume is not None
         assert storage.store is not None
         self._files, self._unchanged = files, unchanged
-        self._volume: Volume = storage.volume
-        self._store = storage.store
+        self._volume, self._store = storage.volume, storage.store
         self._first = self._volume.add(storage.draft_paths()) if files.claimed else 0
         self._digests: dict[int, list[str]] = {}
         self._names: dict[int, str] = {}
@@ -236,7 +216,7 @@ class _Writer:
     def place(self, unit: Unit) -> bool:
         if not self._files.claimed:
             return False
-        self._files.get_on()
+        self._files.heartbeat()
         self._store.allocate(unit.index, unit.shard_numel, unit.name, self._first)
         self._digests[unit.index], self._names[unit.index] = [], unit.name
         return True
@@ -274,47 +254,10 @@ class _Writer:
         self._files.release()
 
 
-class _Reading:
-    """A chunk on its way into memory, where a thread of ``hashers`` hashes it."""
-
-    def __init__(self, engine: TransferEngine, lease: Lease, chunk: ChunkExtents, hashers: Executor) -> None:
-        self._lease = lease
-        self._memory: list[memoryview] = []
-        self._transfers: list[Transfer] = []
-        begin = 0
-        for extent in (chunk.weight, chunk.exact):
-            if extent.pieces:
-                memory = lease.memory[begin : begin + extent.nbytes]
-                self._memory.append(memory)
-                self._transfers.append(engine.read(extent, memory))
-                begin += extent.nbytes
-        self._digest = hashers.submit(self._hash)
-
-    def difference(self, sha256: str) -> str:
-        """What is wrong with the bytes; empty: nothing."""
-        try:
-            return "" if self._digest.result() == sha256 else "has another SHA-256 than when it was written"
-        except DiskError as error:
-            return f"cannot be read ({error})"
-
-    def give_back(self) -> None:
-        """Release the memory, when nobody writes into it or reads it any more."""
-        wait([self._digest])
-        for transfer in self._transfers:
-            with contextlib.suppress(OSError):  # it has surfaced, or nobody waits for it any more
-                transfer.wait()
-        self._lease.release()
-
-    def _hash(self) -> str:
-        for transfer in self._transfers:
-            transfer.wait()
-        return _digest(self._memory)
-
-
-def compare(
+def _compare(
     engine: TransferEngine, pool: Pool, versions: Mapping[int, Version], digests: Mapping[int, Sequence[str]]
 ) -> Generator[tuple[int, str]]:
-    """Read units from disk, in order, and say what is wrong with each; empty: nothing.
+    """Read units from disk, in order, and yield what is wrong with each; empty: nothing.
 
     While chunks are hashed the next are read, also of the next unit. Close it to give back its memory.
 
@@ -325,29 +268,43 @@ def compare(
         digests: The SHA-256 of each chunk, as hexadecimal digits.
     """
     to_read = deque(chunk for version in versions.values() for chunk in version.chunks)
-    reading: deque[_Reading] = deque()
-
-    def read_ahead() -> None:
-        while to_read and len(reading) < _READ_AHEAD:
-            nbytes, who = to_read[0].weight.nbytes + to_read[0].exact.nbytes, "comparing the frozen base"
-            lease = pool.try_lease(nbytes, who=who) if reading else pool.lease(nbytes, who=who)
-            if lease is None:
-                return
-            reading.append(_Reading(engine, lease, to_read.popleft(), hashers))
-
+    reading: deque[Future[str]] = deque()
     with ThreadPoolExecutor(_READ_AHEAD, "infinity-hash") as hashers:
-        try:
-            for index, version in versions.items():
-                errors = []
-                for number, sha256 in enumerate(digests[index]):
-                    read_ahead()
-                    error = reading[0].difference(sha256)
-                    reading.popleft().give_back()
-                    errors += [f"chunk {number} of {len(version.chunks)} {error}"] if error else []
-                yield index, ", ".join(errors)
-        finally:
-            for each in reading:
-                each.give_back()
+        for index, version in versions.items():
+            errors = []
+            for number, sha256 in enumerate(digests[index]):
+                while to_read and len(reading) < _READ_AHEAD:
+                    nbytes, who = (
+                        to_read[0].weight.nbytes + to_read[0].exact.nbytes,
+                        "comparing the frozen base",
+                    )
+                    lease = pool.try_lease(nbytes, who=who) if reading else pool.lease(nbytes, who=who)
+                    if lease is None:
+                        break
+                    reading.append(hashers.submit(_hash_stored, engine, lease, to_read.popleft()))
+                try:
+                    error = "" if reading.popleft().result() == sha256 else _DIFFERS
+                except DiskError as failure:
+                    error = f"cannot be read ({failure})"
+                errors += [f"chunk {number} of {len(version.chunks)} {error}"] if error else []
+            yield index, ", ".join(errors)
+
+
+def _hash_stored(engine: TransferEngine, lease: Lease, chunk: ChunkExtents) -> str:
+    """The SHA-256 of a chunk on disk, read into ``lease``, which is given back; blocking.
+
+    Raises:
+        DiskError: It cannot be read.
+    """
+    with lease, contextlib.ExitStack() as transfers:  # all end before the lease does, also after an error
+        memory, begin = [], 0
+        for extent in (chunk.weight, chunk.exact):
+            if extent.pieces:
+                memory.append(lease.memory[begin : begin + extent.nbytes])
+                transfers.callback(engine.read(extent, memory[-1]).wait)
+                begin += extent.nbytes
+        transfers.close()
+        return _digest(memory)
 
 
 def _digest(memory: Sequence[memoryview]) -> str:

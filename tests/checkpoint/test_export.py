@@ -17,7 +17,7 @@ from torch import nn
 import infinity
 from infinity.api.export import check_room, export_run
 from infinity.checkpoint import export as exporting
-from infinity.checkpoint import tensor_writer
+from infinity.checkpoint import writer
 from infinity.checkpoint.publish import Publication
 from infinity.core.errors import CheckpointError, DiskError
 from tests.helpers import models, training
@@ -52,7 +52,7 @@ def test_a_place_that_is_taken_is_refused_before_any_work(
     def never(*args: Any) -> None:
         raise AssertionError("a value was written")
 
-    monkeypatch.setattr(tensor_writer.RangeWriter, "write", never)
+    monkeypatch.setattr(writer.RangeWriter, "write", never)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -146,7 +146,7 @@ def test_an_export_that_ends_in_the_middle_leaves_nothing(
             def interrupt(*args: Any) -> None:
                 raise error
 
-            patch.setattr(tensor_writer.RangeWriter, "check", interrupt)
+            patch.setattr(writer.RangeWriter, "check", interrupt)
         with pytest.raises(DiskError if isinstance(error, OSError) else type(error)):
             infinity.export(model, tmp_path / "out", max_shard_nbytes=20_000)
     assert left_in(tmp_path) == set()
@@ -262,7 +262,7 @@ def test_a_tokenizer_may_be_a_file_or_an_object(model: nn.Module, tmp_path: Path
 def test_a_directory_without_a_tokenizer_is_an_error_before_any_value_is_read(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_writer.RangeWriter, "write", lambda *args: pytest.fail("a value was written"))
+    monkeypatch.setattr(writer.RangeWriter, "write", lambda *args: pytest.fail("a value was written"))
     with pytest.raises(CheckpointError, match="nvme holds no tokenizer; wanted a directory"):
         infinity.export(model, tmp_path / "out", tokenizer=tmp_path / "nvme")
     assert left_in(tmp_path) == set()

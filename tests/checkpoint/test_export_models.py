@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.plan import named_targets
-from infinity.checkpoint.saved_keys import saved_tensors
+from infinity.checkpoint.conversions import saved_tensors
+from infinity.checkpoint.load import named_targets
 from infinity.partition.unit import is_placeholder
 from tests.helpers import models, training, zoo
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent
 from infinity.nvme import base
-from infinity.nvme.base import BaseChunk, BaseFiles, SealedBase
-from infinity.nvme.errors import DamagedBaseError
+from infinity.nvme.base import BaseChunk, BaseFiles, DamagedBaseError, SealedBase
 from infinity.nvme.run_directory import find_leftovers, find_unused_bases, leftovers_line
 from infinity.nvme.volume import SealedFile, Volume
 from tests.helpers.limits import file_limit
@@ -296,7 +295,7 @@ def test_a_base_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     got: list[SealedBase] = []
     thread = threading.Thread(target=lambda: got.append(found(reader)))
     thread.start()
-    writer.get_on()
+    writer.heartbeat()
     time.sleep(0.3)
     assert thread.is_alive()
     draft = tmp_path / "draft"

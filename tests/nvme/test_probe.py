@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from infinity.core.errors import DirectoryError
 from infinity.nvme import probe
-from infinity.nvme.errors import DirectoryError
 from infinity.nvme.probe import Speed, measure, stripe_weights
 
 

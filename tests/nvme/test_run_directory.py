@@ -14,7 +14,7 @@ _HOLD = """
 import sys, time
 from pathlib import Path
 from infinity.nvme.run_directory import RunDirectory
-run = RunDirectory.create(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+run = RunDirectory(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 run.file("data.bin").write_text("theirs")
 print("held", flush=True)
 time.sleep(60)
@@ -37,7 +37,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_run_makes_a_private_directory_and_removes_what_it_made(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path / "deep" / "root", "run", 0)
+    run = RunDirectory(tmp_path / "deep" / "root", "run", 0)
     assert run.path.stat().st_mode & 0o777 == 0o700
     run.file("a.bin").write_text("x")
     (run.path / "notes.txt").write_text("the user's")
@@ -49,7 +49,7 @@ def test_a_run_makes_a_private_directory_and_removes_what_it_made(tmp_path: Path
 
 
 def test_the_directory_goes_with_the_last_rank(tmp_path: Path) -> None:
-    runs = [RunDirectory.create(tmp_path, "run", rank) for rank in range(3)]
+    runs = [RunDirectory(tmp_path, "run", rank) for rank in range(3)]
     for run in runs:
         run.file(f"rank{run.rank}.bin").write_text("x")
     runs[1].remove()
@@ -61,7 +61,7 @@ def test_the_directory_goes_with_the_last_rank(tmp_path: Path) -> None:
 
 
 def test_a_name_with_folders_is_refused(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run", 0)
+    run = RunDirectory(tmp_path, "run", 0)
     for name in ("../x", "a/b", "", ".", "..", "/etc/x"):
         with pytest.raises(ValueError, match="without folders"):
             run.file(name)
@@ -72,7 +72,7 @@ def test_a_second_run_of_the_same_id_is_refused_and_harms_nothing(tmp_path: Path
     process = hold(tmp_path, "run")
     try:
         with pytest.raises(LockedError, match=rf"in use by process {process.pid} on .*run\.name"):
-            RunDirectory.create(tmp_path, "run", 0)
+            RunDirectory(tmp_path, "run", 0)
         assert (tmp_path / "run" / "data.bin").read_text() == "theirs"
     finally:
         kill(process)
@@ -81,13 +81,13 @@ def test_a_second_run_of_the_same_id_is_refused_and_harms_nothing(tmp_path: Path
 def test_leftovers_of_dead_runs_are_found_and_can_be_taken_over(tmp_path: Path) -> None:
     assert find_leftovers(tmp_path / "missing") == []
     dead, live = hold(tmp_path, "dead"), hold(tmp_path, "live", rank=1)
-    mine = RunDirectory.create(tmp_path, "mine", 0)
+    mine = RunDirectory(tmp_path, "mine", 0)
     (tmp_path / "not a run").mkdir()
     try:
         assert find_leftovers(tmp_path) == []
         kill(dead)
         assert find_leftovers(tmp_path) == [tmp_path / "dead"]
-        RunDirectory.create(tmp_path, "dead", 0).remove()
+        RunDirectory(tmp_path, "dead", 0).remove()
     finally:
         mine.remove()
         kill(live)
@@ -96,9 +96,9 @@ def test_leftovers_of_dead_runs_are_found_and_can_be_taken_over(tmp_path: Path) 
 def test_an_unwritable_root_is_a_disk_error_with_advice(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match=r"making the run's directory .*give memory\.nvme a directory"):
-        RunDirectory.create(tmp_path / "file" / "root", "run", 0)
+        RunDirectory(tmp_path / "file" / "root", "run", 0)
     with pytest.raises(DiskError):
-        RunDirectory.create(Path("/proc/infinity"), "run", 0)
+        RunDirectory(Path("/proc/infinity"), "run", 0)
 
 
 def test_ids_differ_and_sort_by_time() -> None:

@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.errors import DiskError
+from infinity.core.errors import DirectoryError, DiskError
 from infinity.core.extent import Extent
 from infinity.device.memory import BufferLease
 from infinity.nvme.engines import make_engine
-from infinity.nvme.errors import DirectoryError
-from infinity.nvme.space import Space
-from infinity.nvme.volume import SealedFile, Volume
+from infinity.nvme.volume import SealedFile, Space, Volume
 
 MIB = 2**20
 

@@ -10,8 +10,6 @@ from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 
-__all__ = ["make_engine"]
-
 #: What to install for a module, where it is not its name.
 _PACKAGES = {"kvikio": "'infinity-offload[gds]'"}
 
@@ -51,7 +49,7 @@ def _make(name: str, volume: Volume) -> TransferEngine:
 
 def _fastest(volume: Volume, note: Callable[[str], object]) -> TransferEngine:
     if volume.buffered:
-        return ThreadsEngine(volume)  # through the page cache, libaio blocks whoever submits
+        return ThreadsEngine(volume)  # through the page cache, libaio blocks the thread that submits
     try:
         return LibaioEngine(volume)
     except (ImportError, OSError, AttributeError) as error:

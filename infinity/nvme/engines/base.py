@@ -10,7 +10,7 @@ is settled, also after an error, because until then the kernel may still touch t
 [Note: Ctrl-C]
 A signal raises between any two bytecodes of the main thread, and only there. So a caller does one thing
 that counts, a single append to a queue; all else happens on threads of the engine, and no moment exists
-in which an interrupt leaves a request that nobody will settle.
+in which an interrupt leaves a request that is never settled.
 """
 
 import errno

@@ -1,0 +1,332 @@
+"""safetensors files that are written piece by piece: first the plan, then ranges, by any rank.
+
+[Note: the layout of a file]
+Eight bytes of length, a JSON header, then the tensors' bytes end to end, without a hole. Wider types come
+first and the header ends on a multiple of eight, so that every tensor begins on a multiple of its item's
+size, as readers that map the file want it. Otherwise tensors keep the order in which they were given:
+the order in which their values come from the drive.
+
+[Note: past the page cache]
+Values are copied into aligned blocks, which threads write with O_DIRECT while the next values are read.
+Only the ends of a run that do not fill 4,096 bytes go through the page cache. So memory stays what the
+blocks take, and a file is as fast to write as the drive.
+"""
+
+import errno as errno_names
+import json
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.directory import DTYPES
+from infinity.core.errors import CheckpointError, DiskError, free_space
+from infinity.core.extent import BLOCK_NBYTES, aligned
+from infinity.core.transfer import TransferFuture
+
+#: A block, and how many of them are filled or being written at one time.
+_WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class WriteError(DiskError):
+    """A file of a checkpoint could not be written whole."""
+
+    def __init__(self, errno: int, action: str, path: Path | str, offset: int = 0, nbytes: int = 0) -> None:
+        self.path, self.offset, self.nbytes = str(path), offset, nbytes
+        self._action = action
+        name = errno_names.errorcode.get(errno, str(errno))
+        where = f" ({nbytes} bytes at offset {offset})" if nbytes else ""
+        text = (
+            f"{action}{where} failed: {os.strerror(errno)} ({name}); {free_space(self.path)}. Nothing of the "
+            "export stays, and the model is unharmed; make room, or choose a directory that this user may "
+            "write on a larger file system"
+        )
+        OSError.__init__(self, errno, text, self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WriteError, (self.errno, self._action, self.path, self.offset, self.nbytes)
+
+
+@contextmanager
+def writing(action: str, path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Raise errors of the drive as :class:`WriteError`."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        where = error.filename2 or error.filename or path
+        raise WriteError(error.errno or errno_names.EIO, action, str(where), nbytes=nbytes) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that will be written."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file: what it begins with, and where each tensor lies in it.
+
+    Attributes:
+        header: Everything before the first tensor.
+        starts: By key, the tensor's first byte in the file.
+        nbytes: Of the whole file.
+    """
+
+    name: str
+    header: bytes
+    starts: Mapping[str, int]
+    nbytes: int
+
+
+def plan_file(name: str, tensors: Iterable[TensorSpec]) -> FilePlan:
+    """Where each tensor goes in a file called ``name``; see [Note: the layout of a file].
+
+    Raises:
+        CheckpointError: Two tensors have one key, or a type has no name in the format.
+    """
+    offsets: dict[str, int] = {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        if tensor.key in entries:
+            raise CheckpointError(f"{tensor.key}: two tensors of {name} have this key; each needs its own")
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{tensor.key}: safetensors cannot hold {tensor.dtype}; cast it first")
+        offsets[tensor.key] = at
+        entries[tensor.key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    starts = {key: len(header) + offset for key, offset in offsets.items()}
+    return FilePlan(name, header, starts, len(header) + at)
+
+
+def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[FilePlan, ...]:
+    """Share ``tensors``, in their order, among files of at most ``max_shard_nbytes`` of values each.
+
+    A tensor that is larger has a file to itself. One file is ``model.safetensors``, several are
+    ``model-00001-of-00003.safetensors`` and so on.
+    """
+    shards: list[list[TensorSpec]] = [[]]
+    room = max_shard_nbytes
+    for tensor in tensors:
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_nbytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        return (plan_file("model.safetensors", shards[0]),)
+    count = len(shards)
+    names = (f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1))
+    return tuple(plan_file(name, shard) for name, shard in zip(names, shards, strict=True))
+
+
+class OutputFile:
+    """A file of a plan, open for writing past the page cache where the file system allows it."""
+
+    def __init__(self, path: Path, plan: FilePlan) -> None:
+        self.path, self.plan = path, plan
+        self._buffered = self._direct = -1
+        with writing(f"opening {path}", path):
+            self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # everything goes through the page cache: slower, and right
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+    @classmethod
+    def create(cls, folder: Path, plan: FilePlan) -> None:
+        """Make the file, with its header and its length.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        path = folder / plan.name
+        with writing(f"making {path}", path, plan.nbytes), path.open("xb") as file:
+            _reserve(file.fileno(), plan.nbytes)
+            file.write(plan.header)
+
+    def put(self, offset: int, memory: memoryview) -> None:
+        """Write ``memory``, page-aligned, whose first byte belongs at ``offset - offset % 4096``; blocks.
+
+        Bytes before ``offset`` are not written.
+
+        Raises:
+            WriteError: Not every byte could be written.
+        """
+        base = offset - offset % BLOCK_NBYTES
+        stop = base + len(memory)
+        first, last = aligned(offset), stop - stop % BLOCK_NBYTES
+        if self._direct < 0 or first >= last:
+            self._write(self._buffered, offset, memory[offset - base :])
+            return
+        self._write(self._buffered, offset, memory[offset - base : first - base])
+        self._write(self._direct, first, memory[first - base : last - base])
+        self._write(self._buffered, last, memory[last - base :])
+
+    def _write(self, fd: int, offset: int, memory: memoryview) -> None:
+        moved = 0
+        while moved < len(memory):
+            try:
+                moved += os.pwrite(fd, memory[moved:], offset + moved)
+            except OSError as error:
+                if error.errno == errno_names.EINVAL and fd == self._direct:
+                    fd = self._buffered  # this file system wants larger blocks, or the last write was short
+                    continue
+                errno, action = error.errno or errno_names.EIO, f"writing {self.path}"
+                raise WriteError(errno, action, self.path, offset + moved, len(memory) - moved) from error
+
+    def sync(self) -> None:
+        """Return when the file is on the drive."""
+        with writing(f"writing {self.path}", self.path):
+            os.fsync(self._buffered)
+
+    def close(self) -> None:
+        for fd in {self._buffered, self._direct} - {-1}:
+            os.close(fd)
+        self._buffered = self._direct = -1
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Give a new file its length, and room where the file system can promise it."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno_names.EOPNOTSUPP, errno_names.EINVAL):
+            raise
+        os.ftruncate(fd, nbytes)  # no promise to be had: a full disk shows at a write
+
+
+class RangeWriter:
+    """Writes ranges of files in the background; a context manager.
+
+    Ranges that follow each other in one file become large writes, so give them in ascending order.
+
+    Attributes:
+        nbytes: What was handed over so far.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
+        self._free = [_Block() for _ in range(_DEPTH)]
+        self._filling: _Block | None = None
+        self._writing: deque[tuple[_Block, TransferFuture]] = deque()
+        self._error: BaseException | None = None
+
+    def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
+        """Hand over ``values``, contiguous and on the CPU, for the bytes from ``offset`` on.
+
+        They may be overwritten as soon as this returns. Raises nothing about the disk: see :meth:`check`.
+        """
+        data = values.detach().reshape(-1).view(torch.uint8).numpy()
+        self.nbytes += len(data)
+        while len(data) and self._error is None:
+            block = self._filling
+            if block is None or block.file is not file or block.stop != offset or not block.room:
+                self._submit()
+                block = self._filling = self._take_free()
+                block.file, block.start, block.stop = file, offset, offset
+            taken = min(block.room, len(data))
+            block.append(data[:taken])
+            offset, data = offset + taken, data[taken:]
+
+    def check(self) -> None:
+        """Raise the first error so far.
+
+        Raises:
+            WriteError: A range could not be written; those that came after it were dropped.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def flush(self) -> None:
+        """Return when everything is written.
+
+        Raises:
+            WriteError: See :meth:`check`.
+        """
+        self._submit()
+        while self._writing:
+            self._end_oldest()
+        self.check()
+
+    def _submit(self) -> None:
+        block, self._filling = self._filling, None
+        if block is not None:
+            written = TransferFuture()
+            self._writing.append((block, written))
+            self._threads.submit(written.run, block.put)
+
+    def _take_free(self) -> "_Block":
+        if not self._free:
+            self._end_oldest()
+        return self._free.pop()
+
+    def _end_oldest(self) -> None:
+        block, written = self._writing.popleft()
+        try:
+            written.wait()
+        except OSError as error:
+            self._error = self._error or error
+        self._free.append(block)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+class _Block:
+    """Page-aligned memory that begins with the page of ``start``, for bytes ``[start, stop)`` of ``file``."""
+
+    def __init__(self) -> None:
+        self.file: OutputFile | None = None
+        self.start = self.stop = 0
+        self._memory = mmap.mmap(-1, _WRITE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError, AttributeError):  # a kernel without huge pages: slower, and right
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._array = np.frombuffer(self._memory, dtype=np.uint8)
+
+    @property
+    def _filled(self) -> int:
+        return self.stop - (self.start - self.start % BLOCK_NBYTES)
+
+    @property
+    def room(self) -> int:
+        return _WRITE_NBYTES - self._filled
+
+    def append(self, data: np.ndarray[Any, Any]) -> None:
+        # By one thread: torch's would wait for each other where other processes compute.
+        self._array[self._filled : self._filled + len(data)] = data
+        self.stop += len(data)
+
+    def put(self) -> None:
+        assert self.file is not None
+        self.file.put(self.start, memoryview(self._memory)[: self._filled])
