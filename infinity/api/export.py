@@ -45,10 +45,10 @@ def export(
     Args:
         model: Built under :class:`infinity.Init`. If it is not a model of transformers, its config is
             written when it is a dataclass, and keys are those of ``state_dict``.
-        out: Must not exist, or be empty; rank 0's counts.
+        out: Must not exist, or be empty; rank 0's value is used.
         max_shard_nbytes: Values in one file, at most (bytes); a larger tensor has a file to itself.
         tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object
-            with ``save_pretrained``; rank 0's counts.
+            with ``save_pretrained``; rank 0's value is used.
 
     Raises:
         CheckpointError: ``out`` is not free, there is no tokenizer, or the model cannot be saved.

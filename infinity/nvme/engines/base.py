@@ -1,4 +1,4 @@
-"""What engines share: a transfer is cut into requests, queued, and ends with its last request.
+"""The base of every engine: a transfer is cut into requests, queued, and ends with its last request.
 
 [Note: the life of a request]
 ``queued`` (in one of two queues, urgent first) -> ``with the kernel`` -> ``settled``. An engine takes
@@ -17,7 +17,9 @@ import errno
 import resource
 import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import BLOCK_NBYTES, Extent
@@ -28,13 +30,8 @@ from infinity.nvme.volume import Volume
 _PATIENCE = 1000
 
 
-class Memory(Protocol):
-    """Bytes that can be cut: a memoryview, or with ``gds`` a uint8 tensor on the device."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __getitem__(self, key: slice, /) -> Any: ...
+#: Bytes that are read into or written from: with ``gds`` also a uint8 tensor on the device.
+Memory: TypeAlias = memoryview | Tensor
 
 
 class Move(TransferFuture):
@@ -67,7 +64,7 @@ class Request:
         self.note = ""  # what a library said beyond an errno
 
     def memory(self) -> Any:
-        """What of the move's memory is still to be moved."""
+        """The part of the move's memory that is still to be moved."""
         assert self.move.memory is not None
         return self.move.memory[self.start + self.moved : self.start + self.nbytes]
 
@@ -116,12 +113,6 @@ class QueuedEngine:
     @property
     def nbytes_written(self) -> int:
         return self._nbytes_written
-
-    @property
-    def in_flight_nbytes(self) -> int:
-        """Bytes of requests that are queued or with the kernel."""
-        with self._lock:
-            return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._queue) for r in queue)
 
     def close(self) -> None:
         """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
@@ -239,19 +230,18 @@ class QueuedEngine:
 
     def _cut(self, move: Move, extent: Extent) -> list[Request]:
         """Requests in the order of their bytes; those of different files take turns."""
-        start, by_piece = 0, []
+        start, step, by_piece = 0, self._request_nbytes, []
         for piece in extent.pieces:
-            by_piece.append(self._cut_piece(move, piece.file, piece.offset, start, piece.nbytes))
+            file, fd = piece.file, self._volume.fd(piece.file)
+            by_piece.append(
+                [
+                    Request(move, file, fd, piece.offset + at, start + at, min(step, piece.nbytes - at))
+                    for at in range(0, piece.nbytes, step)
+                ]
+            )
             start += piece.nbytes
         if len(by_piece) == 1:
             return by_piece[0]
         # Every drive gets work at once; all of one before the next would leave the others idle.
         longest = max(map(len, by_piece), default=0)
         return [piece[i] for i in range(longest) for piece in by_piece if i < len(piece)]
-
-    def _cut_piece(self, move: Move, file: int, offset: int, start: int, nbytes: int) -> list[Request]:
-        fd, step = self._volume.fd(file), self._request_nbytes
-        return [
-            Request(move, file, fd, offset + at, start + at, min(step, nbytes - at))
-            for at in range(0, nbytes, step)
-        ]

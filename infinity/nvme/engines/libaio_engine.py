@@ -140,7 +140,7 @@ class LibaioEngine(QueuedEngine):
         with self._lock:
             self._slots.with_kernel -= count
             done = [(self._slots.clear(event.data - 1), event.res) for event in events[:count]]
-        self._submit_all()  # first keep the drive busy, then tell who waits
+        self._submit_all()  # first keep the drive busy, then wake waiters
         return done
 
 
