@@ -28,7 +28,7 @@ from report import Claim, print_table, write_json
 from torch import Tensor, nn
 from turns import Actor
 
-from infinity.activations.activations import METERED, PROFILED
+from infinity.activations.controller import METERED, PROFILED
 from infinity.device.machine import DTYPES
 
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.
@@ -163,14 +163,14 @@ class Trainer:
 
     def warm(self) -> dict[str, Any]:
         """Steps until a plan has been made, and some under it: what they took, and the peak of one."""
-        from infinity.activations.memory_meter import MemoryMeter
+        from infinity.activations.profiler import MemoryMeter
         from infinity.planner.bound import bound
 
         warming_s = [self._step() for _ in range(WARMUP)]
-        ledger, planning = self._served.cache.ledger, self._served.planning
-        before = ledger.nbytes_stored, ledger.nbytes_loaded
+        stats, planning = self._served.cache.stats, self._served.planning
+        before = stats.nbytes_stored, stats.nbytes_loaded
         fresh_s = [self._step() for _ in range(FRESH)]
-        stored, loaded = ledger.nbytes_stored - before[0], ledger.nbytes_loaded - before[1]
+        stored, loaded = stats.nbytes_stored - before[0], stats.nbytes_loaded - before[1]
         with MemoryMeter() as meter:
             self._model(**batch(self._job, 0)).loss.backward()
         peak = meter.peak_nbytes(without=[p.grad for p in self._model.parameters() if p.grad is not None])

@@ -1,4 +1,4 @@
-"""``infinity train | plan | rok | export | recipe``: the command line."""
+"""The command line: ``infinity train | plan | rok | export | recipe``."""
 
 import argparse
 import io
@@ -9,48 +9,69 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
+from typing import Any
 
 from infinity.core.errors import InfinityError
 
-#: Exit codes: what a shell gives a process that ends by the same signal.
+#: Exit codes after a signal, as a shell reports them.
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run a command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a path that the locale cannot write must not end a run
+        if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
         with _terminable():
-            if args.command == "recipe":
-                show_recipe_table()
-            elif args.command == "export":
-                _export(args.run, args.out)
-            elif args.command == "plan":
-                _plan(args.run, args.budget)
-            elif args.command == "rok":
-                _rok(args.recipe, args.overrides, args.batches, args.steps)
-            else:
-                _train(args.recipe, args.overrides)
+            args.run_command(args)
     except InfinityError as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
-        print(f"infinity: {_rank()}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"infinity: {rank}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt as interrupt:
         more = f"; {interrupt}" if str(interrupt) else ""
-        text = f"infinity: {_rank()}interrupted; the run's files are closed{more}"
-        print(text, file=sys.stderr, flush=True)
+        print(f"infinity: {rank}interrupted; the run's files are closed{more}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
 
 
-def show_recipe_table() -> None:
-    """Print every key of a recipe with type, default and meaning."""
-    from rich.console import Console
+# --- commands; each imports what it needs, so that --help starts at once --------------------------
+
+
+def _train(args: argparse.Namespace) -> None:
+    from infinity.app.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    from infinity.app.train import train
+
+    train(recipe)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from infinity.api.export import export_run
+
+    export_run(args.run, args.out)
+    print(f"exported the model of {args.run} to {args.out}")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from infinity.app.plan import show_plan
+
+    show_plan(args.run, args.budget, _console())
+
+
+def _rok(args: argparse.Namespace) -> None:
+    from infinity.app.rok import show_rok
+
+    show_rok(args.recipe, args.overrides, batches=args.batches, steps=args.steps, console=_console())
+
+
+def _recipe(args: argparse.Namespace) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -61,95 +82,95 @@ def show_recipe_table() -> None:
         table.add_column(name, no_wrap=name == "key", overflow="fold")
     for row in recipe_table():
         table.add_row(*(Text(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 400).print(table)  # a pipe gets whole lines
+    _console(400).print(table)
 
 
-def _train(path: str | None, overrides: Sequence[str]) -> None:
-    from infinity.app.recipe import load_recipe
-
-    recipe = load_recipe(path, overrides)
-    from infinity.app.train import train
-
-    train(recipe)
-
-
-def _export(run: str, out: str) -> None:
-    from infinity.api.export import export_run
-
-    export_run(run, out)
-    print(f"the model of {run} is in {out}")
-
-
-def _plan(run: str, budget: str | None) -> None:
+def _console(width: int = 160) -> Any:
+    """Return a console of standard output; a pipe gets lines of ``width`` characters."""
     from rich.console import Console
 
-    from infinity.app.plan import show_plan
-
-    show_plan(run, budget, Console(width=None if sys.stdout.isatty() else 160))
+    return Console(width=None if sys.stdout.isatty() else width)
 
 
-def _rok(path: str, overrides: Sequence[str], batches: str, steps: int) -> None:
-    from rich.console import Console
-
-    from infinity.app.rok import show_rok
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    show_rok(path, overrides, batches=batches, steps=steps, console=console)
+# --- arguments -----------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
+    try:
+        installed = version("infinity-offload")
+    except PackageNotFoundError:
+        installed = "(source tree, not installed)"
     parser = argparse.ArgumentParser(
-        prog="infinity", description="Train models far larger than the memory of the machine."
+        prog="infinity", description="Train models that are larger than the machine's memory."
     )
-    parser.add_argument("--version", action="version", version=f"infinity {_version()}")
+    parser.add_argument("--version", action="version", version=f"infinity {installed}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
     train = commands.add_parser(
         "train",
-        help="train the recipe's model on its data",
-        description="Train the recipe's model on its data. For many ranks: torchrun -m infinity train ...",
+        help="train a model with a recipe",
+        description="Train a model with a recipe. On several ranks: torchrun -m infinity train ...",
     )
-    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, as in configs/")
-    train.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="as in train.steps=10 memory.nvme=[/mnt/a,/mnt/b]"
-    )
+    _add_recipe(train)
+    train.set_defaults(run_command=_train)
+
     export = commands.add_parser(
         "export",
-        help="publish a run's trained model as a directory of its own",
-        description="Publish the model that a run kept (run.save) as a Hugging Face directory of its own: "
-        "weights are hard links where the file system allows it, and copies elsewhere.",
+        help="export a run's trained model as a Hugging Face directory",
+        description="Export the model that a run saved (run.save) as a Hugging Face directory. Weights are "
+        "hard links if the file system supports them, else copies.",
     )
-    export.add_argument("run", metavar="RUN", help="the run's folder, as in runs/2026-01-31_12-00-00_1")
+    _add_run(export)
     export.add_argument("out", metavar="OUT", help="the new directory")
+    export.set_defaults(run_command=_export)
+
     plan = commands.add_parser(
         "plan",
-        help="show what a run does with its activations, or would do in another budget",
-        description="Print a run's plan for its activations: each block, what the step costs beside other "
-        "ways, and a picture. Nothing is trained, also when it is planned again for another budget.",
+        help="show a run's plan for activations, or plan for another budget",
+        description="Show a run's plan for activations: each block, the step time beside alternatives, and a "
+        "picture. Nothing is trained, even if --budget asks for another plan.",
     )
-    plan.add_argument("run", metavar="RUN", help="the run's folder, as in runs/2026-01-31_12-00-00_1")
+    _add_run(plan)
     plan.add_argument(
-        "--budget", metavar="SIZE", help="plan again: device memory for all that a step makes, as in 2GiB"
+        "--budget",
+        metavar="SIZE",
+        help="plan for another budget of device memory for all that a step allocates, such as 2GiB",
     )
+    plan.set_defaults(run_command=_plan)
+
     rok = commands.add_parser(
         "rok",
-        help="measure what memory for activations buys: the recompute-offload-keep curve",
-        description="Measure throughput against the activation peak for keep, recompute, offload and plan, "
-        "each in a short training of its own on the recipe's data. Table, rok.json and rok.png.",
+        help="measure throughput against activation memory: the recompute-offload-keep curve",
+        description="Measure throughput against the activation peak for keep, recompute, offload and plans, "
+        "each in a short training of its own. Writes a table, rok.json and rok.png.",
     )
-    rok.add_argument("recipe", metavar="RECIPE", help="a YAML file, as in configs/")
-    rok.add_argument("overrides", nargs="*", metavar="key=value", help="as of infinity train")
+    _add_recipe(rok)
     rok.add_argument("--batches", default="1,2,4", help="factors of train.batch_size (default: 1,2,4)")
-    rok.add_argument("--steps", type=int, default=5, help="timed steps of each point (default: 5)")
-    commands.add_parser("recipe", help="list every key of a recipe, with type, default and meaning")
+    rok.add_argument("--steps", type=int, default=5, help="timed steps per point (default: 5)")
+    rok.set_defaults(run_command=_rok)
+
+    recipe = commands.add_parser("recipe", help="list every recipe key with type, default and meaning")
+    recipe.set_defaults(run_command=_recipe)
     return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as in configs/")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as train.steps=10 memory.nvme=[/mnt/a,/mnt/b]"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder, such as runs/2026-01-31_12-00-00_1")
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Leave by way of every ``finally`` when a launcher or Ctrl-C ends this rank.
+    """Turn SIGINT and SIGTERM into exceptions, so that every ``finally`` runs.
 
-    After the first signal SIGTERM changes nothing, because launchers send one after Ctrl-C, while
-    files are being closed. A second Ctrl-C does not wait for that.
+    After the first signal SIGTERM is ignored, because launchers send it after Ctrl-C while files are being
+    closed. A second Ctrl-C interrupts that as well.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -163,14 +184,3 @@ def _terminable() -> Iterator[None]:
     finally:
         for number, handler in before:
             signal.signal(number, handler)
-
-
-def _version() -> str:
-    try:
-        return version("infinity-offload")
-    except PackageNotFoundError:
-        return "(a source tree that is not installed)"
-
-
-def _rank() -> str:
-    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

@@ -27,7 +27,7 @@ from infinity.device.machine import (
 from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines import libaio_engine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
-from infinity.observe.listener import Listener
+from infinity.observe.messages import MessageBuffer
 from infinity.observe.summary import summary_rows
 from tests.helpers.launch import run_ranks
 
@@ -347,7 +347,7 @@ def test_what_no_display_shows_is_logged_and_never_a_warning(
 
 
 def test_a_display_that_comes_late_shows_what_was_said_before() -> None:
-    listener, shown = Listener(), list[str]()
+    listener, shown = MessageBuffer(), list[str]()
     listener("early")
     listener.attend(shown.append)
     listener("late")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.activations import cache
-from infinity.activations.activations import METERED
+from infinity.activations import tensor_cache as cache
+from infinity.activations.controller import METERED
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule

@@ -1,8 +1,9 @@
-"""The blocks of a model: they cut a forward pass into regions, and are what is recomputed.
+"""The blocks of a model, which cut a forward pass into regions and can be recomputed.
 
-[Note: forwards for a while]
-Only while a forward pass runs, ``forward`` of each block is one that tells where the pass is, and puts the
-block under ``torch.utils.checkpoint`` where it is to be recomputed. A recomputation runs the block's own.
+[Note: wrapped forwards]
+While a forward pass runs, and only then, ``forward`` of each block is wrapped: the wrapper tells the tensor
+cache the pass's position, and puts the block under ``torch.utils.checkpoint`` where it is to be recomputed. A
+recomputation runs the block's own forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +16,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from infinity.activations.cache import TensorCache, untraced
+from infinity.activations.tensor_cache import TensorCache, untraced
 
 
 class NamedBlock(NamedTuple):
-    """A module that a model runs as a whole, and its name."""
+    """A block and its name in the model."""
 
     name: str
     module: nn.Module
 
 
-def find_blocks(model: nn.Module) -> list[NamedBlock]:
-    """Members with parameters of every ``nn.ModuleList`` that is not inside another block, in order.
+def recomputable_blocks(model: nn.Module) -> list[NamedBlock]:
+    """Return the members with parameters of every ``nn.ModuleList`` outside other blocks, in order.
 
     Blocks may be compiled one by one. A model that is compiled as a whole has none.
     """
@@ -41,14 +42,14 @@ def _find(module: nn.Module, name: str, listed: bool, found: list[NamedBlock]) -
         found.append(NamedBlock(name, module))
         return
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-        return  # torch.compile made one graph of it: nobody can tell where in it a pass is
+        return  # torch.compile made one graph of it: the pass's position in it is unknown
     for child_name, child in module.named_children():
         _find(child, f"{name}.{child_name}" if name else child_name, is_list, found)
 
 
 @contextmanager
-def watched(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
-    """Inside this context the blocks tell ``cache`` where a pass is; see [Note: forwards for a while]."""
+def tracked(blocks: Sequence[NamedBlock], cache: TensorCache) -> Iterator[None]:
+    """Make the blocks tell ``cache`` the position of a pass; see [Note: wrapped forwards]."""
     changed: list[tuple[nn.Module, str, Any]] = []
     try:
         for block in blocks:
@@ -74,22 +75,23 @@ def _forward(
     in_backward = torch._C._current_graph_task_id() != -1
     if record is None or in_backward or not torch.is_grad_enabled():
         return own(*args, **kwargs)
-    region, observer = record.enter_block(), cache.observer
-    leaves = tree_leaves((args, kwargs), is_leaf=_is_past)
-    fresh = [record.was_empty(leaf) for leaf in leaves if _is_past(leaf)]  # also of what is not recomputed
-    if observer is not None:
-        observer.enter_region(region, block.name)
+    region, profiler = record.enter_block(), cache.profiler
+    leaves = tree_leaves((args, kwargs), is_leaf=_is_kv_cache)
+    # Asked of every block's cache, recomputed or not: it is filled after the pass came to it first.
+    empty = [record.was_empty(leaf) for leaf in leaves if _is_kv_cache(leaf)]
+    if profiler is not None:
+        profiler.enter_region(region, block.name)
     try:
-        if record.script.recomputes(region) and all(fresh):
+        if record.policy.recomputes(region) and all(empty):
             return _recomputed(block.module, own, args, kwargs)
         return own(*args, **kwargs)
     finally:
         record.leave_block()
-        if observer is not None:
-            observer.leave_region(region, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        if profiler is not None:
+            profiler.leave_region(region, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
-def _is_past(leaf: object) -> bool:
+def _is_kv_cache(leaf: object) -> bool:
     """Whether it is a cache of keys and values, as transformers has them."""
     return hasattr(leaf, "get_seq_length")
 
@@ -99,13 +101,13 @@ def _recomputed(
 ) -> Any:
     if "use_cache" in kwargs:
         kwargs = {**kwargs, "use_cache": False}
-    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_past)
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_kv_cache)
     # Twice through a cache of keys and values would put them there twice.
-    leaves = [None if _is_past(leaf) else leaf for leaf in leaves]
+    leaves = [None if _is_kv_cache(leaf) else leaf for leaf in leaves]
     # Positional, because checkpoint saves what it finds there, and our hooks see it.
     return checkpoint(
         partial(_call, own, spec), *leaves, use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _Restored(module)),
+        context_fn=lambda: (nullcontext(), _RestoredBuffers(module)),
     )  # fmt: skip
 
 
@@ -114,8 +116,8 @@ def _call(own: Callable[..., Any], spec: TreeSpec, *leaves: Any) -> Any:
     return own(*args, **kwargs)
 
 
-class _Restored:
-    """At its end the buffers of ``module`` are as they were: running statistics count a batch once."""
+class _RestoredBuffers:
+    """Puts the buffers of ``module`` back at its end, so that running statistics count a batch once."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -128,5 +130,5 @@ class _Restored:
     def __exit__(self, *exc: object) -> None:
         before, self._before = self._before, []
         for among, name, buffer, values in before:
-            buffer.data.copy_(values)  # uncounted, as if nobody had written
+            buffer.data.copy_(values)  # not counted as a write
             among[name] = buffer

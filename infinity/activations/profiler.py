@@ -1,27 +1,271 @@
-"""Record one step: its operators, the storages that they touch, and what autograd keeps of them.
+"""Record one step: its operators, the storages that they touch, and what autograd saves; or only its peak.
 
 [Note: a step as if everything were kept]
 The step that is recorded may already send its activations away. Then a saved storage vanishes in forward,
 and backward reads another one with the same bytes. :meth:`Profiler.loaded` says which one stands for which
-slot, what the cache itself does is left out by :meth:`Profiler.paused`, and a slot's storage is given the
-life that it has when nobody moves it.
+slot, :meth:`Profiler.paused` leaves out the cache's own operators, and a slot's storage is given the life
+that it has when nothing moves it.
+
+[Note: storages]
+A storage is known by a weak reference, whose end is the moment in which its memory is given back. Addresses
+are used again at once, so an address alone says nothing. Views share a storage.
+
+[Note: the block of a backward operator]
+Autograd numbers its nodes in the order of forward. The numbers at a block's beginning and end tell, for the
+node that runs an operator of backward, whose forward made it. Operators that accumulate gradients, and those
+of a recomputed forward, belong to the node before.
 """
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from infinity.activations.recording import NO_NODE, Call, Finished, Marks, Region, Saved, Storages
-from infinity.core.profile import Kind, Phase, Profile, SlotKey
+from infinity.core.profile import (
+    BlockCall,
+    Kind,
+    Operator,
+    Phase,
+    Profile,
+    SlotKey,
+    SlotUse,
+    StorageUse,
+    Traffic,
+)
+
+#: The number of the autograd node outside backward.
+_NO_NODE = -1
+
+
+# --- what is recorded --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Life:
+    """A storage of the step.
+
+    Attributes:
+        born: Operators that had ended when it was made.
+        died: Operators that had ended when its memory was given back; None: it lives.
+        returned: Operators that had ended when the memory of a storage that stood for it was given back.
+        held: It was still there when another storage came to stand for it.
+    """
+
+    name: str
+    nbytes: int
+    kind: Kind
+    born: int
+    died: int | None = None
+    returned: int | None = None
+    held: bool = False
+
+
+class _Storages:
+    """Every storage of the step by its index; see [Note: storages].
+
+    Args:
+        position: Returns the number of operators that have ended. Called on any thread.
+    """
+
+    def __init__(self, position: Callable[[], int]) -> None:
+        self.lives: list[_Life] = []
+        self._position = position
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def find(self, tensor: Tensor, kind: Kind, name: str) -> int:
+        """The index of the storage of ``tensor``, which is added with ``kind`` and ``name`` if it is new."""
+        known, storage = self.index(tensor), tensor.untyped_storage()
+        if known is not None:
+            return known
+        born = self._position() if kind is Kind.WORKING else 0
+        self.lives.append(_Life(name, storage.nbytes(), kind, born))
+        self._remember(storage, len(self.lives) - 1, self._died)
+        return len(self.lives) - 1
+
+    def index(self, tensor: Tensor) -> int | None:
+        """The index of the storage of ``tensor``; None: it is not known."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        return known[1] if known is not None and known[0]() is storage else None
+
+    def stand_in(self, tensor: Tensor, index: int) -> None:
+        """From now on the storage of ``tensor`` is storage ``index``."""
+        if self.index(tensor) != index:
+            self.lives[index].held |= self.lives[index].died is None
+            self._remember(tensor.untyped_storage(), index, self._returned)
+
+    def _remember(self, storage: Any, index: int, ended: Callable[..., None]) -> None:
+        address = storage._cdata
+        self._known[address] = weakref.ref(storage, partial(ended, address, index)), index
+
+    def _died(self, address: int, index: int, ref: weakref.ref[Any]) -> None:
+        self.lives[index].died = self._position()
+        self._forget(address, ref)
+
+    def _returned(self, address: int, index: int, ref: weakref.ref[Any]) -> None:
+        self.lives[index].returned = self._position()
+        self._forget(address, ref)
+
+    def _forget(self, address: int, ref: weakref.ref[Any]) -> None:
+        if address in self._known and self._known[address][0] is ref:
+            del self._known[address]
+
+
+class _Call(NamedTuple):
+    """An operator as it ran; ``node`` is the number of the autograd node that ran it."""
+
+    name: str
+    times: tuple[Any, Any]  # seconds, or CUDA events
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    phase: Phase
+    region: int
+    node: int
+
+
+@dataclass(slots=True)
+class _RegionMark:
+    """A block's forward: the operators and the autograd nodes ``[begin, end)`` that it made."""
+
+    region: int
+    name: str
+    begin: int
+    first_node: int
+    end: int = 0
+    end_node: int = 0
+    inputs: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _SlotMark:
+    """A slot: operators that had ended when it was packed and first unpacked, and nodes that unpacked it."""
+
+    storage: int
+    packed: int
+    unpacked: int | None = None
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Marks that the tensor cache set, in the order of execution."""
+
+    phase: Phase = Phase.FORWARD
+    region: int = 0
+    regions: list[_RegionMark] = field(default_factory=list)
+    saved: dict[SlotKey, _SlotMark] = field(default_factory=dict)
+    forward_end_node: int = 0
+    backward_end: int | None = None
+    alive_after: frozenset[int] = frozenset()  # storages, when backward had ended
+    #: Of units: operators that had ended, bytes read, bytes written.
+    traffic: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class _ProfileBuilder:
+    """Makes a profile of a recorded step."""
+
+    def __init__(self, calls: Sequence[_Call], lives: Sequence[_Life], marks: _Marks) -> None:
+        self.calls, self.lives, self.marks = calls, lives, marks
+        self.last = max(0, len(calls) - 1)
+        self.backward_end = len(calls) if marks.backward_end is None else marks.backward_end
+
+    def profile(self, seconds: list[float], step_s: float) -> Profile:
+        slots = self._slots()
+        return Profile(
+            max(step_s, sum(seconds)),
+            tuple(self._operator(call, s) for call, s in zip(self.calls, seconds)),
+            tuple(self._lifetimes(slots)),
+            tuple(slots),
+            tuple(self._blocks()),
+            tuple(self._traffic()),
+        )
+
+    def _operator(self, call: _Call, time_s: float) -> Operator:
+        return Operator(call.name, time_s, call.inputs, call.outputs, call.phase, call.region)
+
+    def _slots(self) -> list[SlotUse]:
+        """Slots that backward asked for; the others need not be loaded."""
+        reads, ends = self._last_reads(), {call.node: at for at, call in enumerate(self.calls)}
+        slots = []
+        for key, saved in self.marks.saved.items():
+            if saved.unpacked is None:
+                continue
+            life, unpacked_at = self.lives[saved.storage], min(saved.unpacked, self.last)
+            held = life.held or life.kind is not Kind.WORKING or saved.storage in self.marks.alive_after
+            given_back = [e - 1 for e in (life.died, life.returned) if e and e <= self.backward_end]
+            node_ends = [ends.get(node, 0) for node in saved.nodes if node != _NO_NODE]
+            needed = [unpacked_at, reads.get(saved.storage, 0), *node_ends]
+            released_at = max(needed if held else needed + given_back)
+            packed_at = max(0, saved.packed - 1)
+            slots.append(SlotUse(key, saved.storage, life.nbytes, packed_at, unpacked_at, released_at, held))
+        return slots
+
+    def _last_reads(self) -> dict[int, int]:
+        """For each storage the last operator of backward that reads it."""
+        return {
+            storage: at
+            for at, call in enumerate(self.calls[: self.backward_end])
+            if call.phase is Phase.BACKWARD
+            for storage in (*call.inputs, *call.outputs)
+        }
+
+    def _lifetimes(self, slots: Sequence[SlotUse]) -> Iterator[StorageUse]:
+        saved = {slot.storage: slot for slot in slots}
+        packed = {saved.storage for saved in self.marks.saved.values()}
+        for index, life in enumerate(self.lives):
+            dies = self.last if life.died is None else max(life.born, life.died - 1)
+            slot = saved.get(index)
+            if slot is not None:
+                dies = max(dies, slot.released_at) if slot.held else slot.released_at
+            saves = index in packed and life.kind is Kind.WORKING
+            kind = Kind.ACTIVATION if saves else life.kind
+            born = min(life.born, self.last)
+            yield StorageUse(f"{index} {life.name}", life.nbytes, kind, born, min(dies, self.last))
+
+    def _traffic(self) -> Iterator[Traffic]:
+        """Bytes that units move, by the operator beside which the move began."""
+        read, written = Counter[int](), Counter[int]()
+        for position, nbytes_read, nbytes_written in self.marks.traffic:
+            at = min(position, self.last)
+            read[at] += nbytes_read
+            written[at] += nbytes_written
+        for at in sorted(read.keys() | written.keys()):
+            yield Traffic(at, read[at], written[at])
+
+    def _blocks(self) -> Iterator[BlockCall]:
+        """Calls of blocks that backward goes through; see [Note: the block of a backward operator]."""
+        regions = [mark for mark in self.marks.regions if mark.end]
+        first_nodes = [mark.first_node for mark in regions]
+        spans: dict[int, tuple[int, int]] = {}
+        current = -1
+        for at, call in enumerate(self.calls[: self.backward_end]):
+            if 0 <= call.node < self.marks.forward_end_node:
+                current = bisect_right(first_nodes, call.node) - 1
+                if current >= 0 and call.node >= regions[current].end_node:
+                    current = -1
+            if call.phase is Phase.BACKWARD and current >= 0:
+                spans[current] = spans.get(current, (at, at))[0], at + 1
+        for index, mark in enumerate(regions):
+            if index in spans:
+                yield BlockCall(mark.name, mark.region, (mark.begin, mark.end), spans[index], mark.inputs)
+
+
+# --- recording ---------------------------------------------------------------------------------------
 
 
 class _Signature(NamedTuple):
-    """What an operator writes of its arguments: positions, and names (``out=``, which it does not read)."""
+    """Arguments that an operator writes: positions, and names (``out=``, which it does not read)."""
 
     name: str
     positions: tuple[int, ...]
@@ -29,7 +273,7 @@ class _Signature(NamedTuple):
 
 
 class Profiler(TorchDispatchMode):
-    """Records what runs inside ``with``, which is one micro-batch, with its update or without.
+    """Records the operators inside ``with``: one micro-batch, with its update or without.
 
     CPU operators are timed by the clock, CUDA operators by events, which are read in :meth:`finish`.
     The autograd engine carries the mode into its own threads. Other threads are not recorded. Marks come
@@ -52,12 +296,12 @@ class Profiler(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._states = list(weights), list(states)
         self._cuda = torch.device(device).type == "cuda"
-        self._calls: list[Call] = []
-        self._storages = Storages(self._calls.__len__)
-        self._marks = Marks()
+        self._calls: list[_Call] = []
+        self._storages = _Storages(self._calls.__len__)
+        self._marks = _Marks()
         self._signatures: dict[Any, _Signature] = {}
         self._pauses = 0
-        self._own_s = 0.0  # what a plain step would not take
+        self._own_s = 0.0  # seconds that a plain step would not take
         self._wall_s = 0.0
 
     def __enter__(self) -> "Profiler":
@@ -89,11 +333,11 @@ class Profiler(TorchDispatchMode):
         times = begin, self._tick()
         made = self._indices((result,), Kind.WORKING, signature.name)
         if written or not made or not set(made) <= set(read):
-            node = _node() if self._marks.phase is Phase.BACKWARD else NO_NODE
+            node = _node() if self._marks.phase is Phase.BACKWARD else _NO_NODE
             region = self._marks.region if self._marks.phase is Phase.FORWARD else -1
             outputs = tuple(dict.fromkeys((*written, *made)))
             phase = self._marks.phase
-            self._calls.append(Call(signature.name, times, read, outputs, phase, region, node))
+            self._calls.append(_Call(signature.name, times, read, outputs, phase, region, node))
         self._own_s += time.perf_counter() - came_s - (0.0 if self._cuda else times[1] - times[0])
         return result
 
@@ -102,10 +346,10 @@ class Profiler(TorchDispatchMode):
     def enter_region(self, region: int, name: str) -> None:
         """The forward of block ``name`` begins."""
         self._marks.region = region
-        self._marks.regions.append(Region(region, name, len(self._calls), _nodes_made()))
+        self._marks.regions.append(_RegionMark(region, name, len(self._calls), _nodes_made()))
 
     def leave_region(self, region: int, inputs: Sequence[Tensor]) -> None:
-        """It ended; ``inputs`` it read from outside, in the order in which a plan numbers them."""
+        """The forward of the block ended; ``inputs`` came from outside, in the order of a plan's ordinals."""
         mark = next(mark for mark in reversed(self._marks.regions) if mark.region == region)
         mark.end, mark.end_node = len(self._calls), _nodes_made()
         found = self._indices(inputs, Kind.INPUT, "input")
@@ -116,7 +360,7 @@ class Profiler(TorchDispatchMode):
         """Autograd saves ``tensor``, whose storage is slot ``key``; only the first time counts."""
         if key not in self._marks.saved:
             index = self._storages.find(tensor, Kind.INPUT, "input")
-            self._marks.saved[key] = Saved(index, len(self._calls))
+            self._marks.saved[key] = _SlotMark(index, len(self._calls))
 
     def unpacked(self, key: SlotKey) -> None:
         """The next operator of backward needs slot ``key``."""
@@ -148,7 +392,7 @@ class Profiler(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is no part of the step; this thread only."""
+        """Leave out what this thread runs inside."""
         began_s = time.perf_counter()
         self._pauses += 1
         try:
@@ -165,7 +409,7 @@ class Profiler(TorchDispatchMode):
         """
         if self._marks.backward_end is None:
             self._end_backward()
-        return Finished(self._calls, self._storages.lives, self._marks).profile(
+        return _ProfileBuilder(self._calls, self._storages.lives, self._marks).profile(
             self._seconds(), self._wall_s - self._own_s
         )
 
@@ -179,7 +423,7 @@ class Profiler(TorchDispatchMode):
 
     def _find_gradients(self) -> None:
         for weight in self._weights:
-            if type(weight.grad) is Tensor:  # not what stands for one that is elsewhere
+            if type(weight.grad) is Tensor:  # not a placeholder of one that is elsewhere
                 index = self._storages.find(weight.grad, Kind.GRADIENT, "gradient")
                 self._storages.lives[index].kind = Kind.GRADIENT
 
@@ -201,7 +445,7 @@ class Profiler(TorchDispatchMode):
     def _arguments(
         self, signature: _Signature, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Storages that the call reads, and those of its arguments that it writes."""
+        """Storages that the call reads, and storages of arguments that it writes."""
         names = signature.names
         reads = (*args, *(value for name, value in kwargs.items() if name not in names))
         writes = [args[position] for position in signature.positions if position < len(args)]
@@ -248,4 +492,41 @@ def _nodes_made() -> int:
 def _node() -> int:
     """The number of the autograd node that runs."""
     node = torch._C._current_autograd_node()
-    return NO_NODE if node is None else int(node._sequence_nr())
+    return _NO_NODE if node is None else int(node._sequence_nr())
+
+
+# --- metering ----------------------------------------------------------------------------------------
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of storages that operators make inside ``with`` and that still live.
+
+    Storages that were there before, and memory that no operator made (a unit's buffers), are not counted.
+    Gradients that parameters keep can be left out at the end, as budgets for activations leave them out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = _Storages(itertools.count().__next__)  # events are numbered, in place of operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        there = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if _has_storage(leaf) and leaf.untyped_storage()._cdata not in there:
+                self._storages.find(leaf, Kind.WORKING, "")
+        return result
+
+    def peak_nbytes(self, without: Sequence[Tensor] = ()) -> int:
+        """The most bytes at one time; storages of ``without`` are left out."""
+        left_out = {self._storages.index(tensor) for tensor in without}
+        lives = [life for i, life in enumerate(list(self._storages.lives)) if i not in left_out]
+        events = [(life.born, life.nbytes) for life in lives]
+        events += [(life.died, -life.nbytes) for life in lives if life.died is not None]
+        return max(itertools.accumulate((nbytes for _, nbytes in sorted(events)), initial=0))
+
+
+def _has_storage(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided

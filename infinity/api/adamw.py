@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from infinity.core.errors import StateError
 from infinity.core.transfer import TransferEngine
 from infinity.engine.runtime import Runtime, runtime_of
-from infinity.observe.events import StepReport
+from infinity.observe.metrics import StepReport
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.scaler import LossScaler
@@ -60,7 +60,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _connect(self) -> None:
         executor = self.runtime.executor(clips=self.max_grad_norm is not None)
-        executor.updates.groups = self.param_groups
+        executor.updates.hypers.groups = self.param_groups
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class AdamW(torch.optim.Optimizer):
         if self.scaler is None:
             return loss
         self._scaled = True
-        self.runtime.executor().updates.loss_scale = self.scaler.scale
+        self.runtime.executor().updates.hypers.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
     @torch.no_grad()
@@ -181,7 +181,8 @@ class AdamW(torch.optim.Optimizer):
         self._connect()
         fields = {id(p): state[i] for i, p in enumerate(params)}
         self.runtime.values.load_optimizer_fields(fields)
-        self.steps = self.runtime.executor().updates.steps = int(state[0]["step"]) if params else 0
+        self.steps = int(state[0]["step"]) if params else 0
+        self.runtime.executor().updates.hypers.steps = self.steps
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
 

@@ -1,4 +1,4 @@
-"""``offload_activations``: the activations of a plain PyTorch model, without anything else of ours."""
+"""``offload_activations``: move the activations of a plain PyTorch model out of memory until backward."""
 
 import contextlib
 import tempfile
@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.activations import Activations, Policy
-from infinity.activations.cache import TensorCache, untraced
-from infinity.activations.channels import measure_hardware, open_shelves
+from infinity.activations.controller import Activations, FixedBudget, Policy
+from infinity.activations.store import measure_hardware, open_stores
+from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
-from infinity.core.errors import BudgetError, StateError
+from infinity.core.errors import StateError
 from infinity.core.nbytes import parse_nbytes
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool
@@ -27,23 +27,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
-from infinity.observe.listener import log
-
-
-class Bound:
-    """A budget that nothing else shares; see :class:`infinity.activations.activations.Room`."""
-
-    def __init__(self, capacity_nbytes: int | None) -> None:
-        self._capacity_nbytes = capacity_nbytes
-
-    def capacities(self) -> Sequence[int | None]:
-        return [self._capacity_nbytes]
-
-    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
-        """Nothing: what is left is nobody's."""
-
-    def refuse(self, error: BudgetError) -> BudgetError:
-        return error
+from infinity.observe.messages import log
 
 
 @contextlib.contextmanager
@@ -55,7 +39,7 @@ def offload_activations(
     nvme: str | Path | Sequence[str | Path] = (),
     host: int | str | None = None,
 ) -> Iterator[Activations]:
-    """Inside this context, what autograd saves of ``model`` leaves memory until backward needs it.
+    """Move the activations of ``model`` out of memory until backward needs them.
 
     Around the loop of a plain PyTorch model, whatever trains it::
 
@@ -65,26 +49,26 @@ def offload_activations(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Losses and gradients are bitwise what they are without. The first steps store all they can; one of them
-    is profiled and planned from.
+    Losses and gradients stay bitwise the same. The first steps store all they can; one of them is profiled,
+    and a plan is made from its profile.
 
     Args:
         model: Any module. Blocks that can be recomputed are members of its ``nn.ModuleList``.
-        budget: Device memory for all that a step makes: activations and what operators work with, not
-            weights, gradients and states of the optimizer. Bytes, or text as ``"6GiB"``. None: as little as
-            can be had for at most 3 % of the step's time, as predicted.
+        budget: Device memory for all that a step allocates: activations and working memory of operators,
+            without weights, gradients and optimizer states. Bytes, or text such as ``"6GiB"``. None: the
+            least that is predicted to cost at most 3 % of the step's time.
         policy: ``plan``; or ``keep``, ``offload`` or ``recompute`` for everything.
         nvme: One directory for each drive; by default the system's directory for temporary files.
         host: Pinned host memory beside an accelerator; by default half of what is free.
 
     Yields:
-        What is done: ``planning``, ``measured()``, and ``cache.ledger`` with bytes.
+        The plan as ``planning``, its cost as ``measured()``, and ``cache.stats`` with bytes.
 
     Raises:
         BudgetError: In the model's call: no plan meets the budget; says which one could be met.
         DiskError: A directory cannot be written, or its file system is full.
         StateError: The model was built under ``Init``, whose recipe says ``memory.activations``.
-        ValueError: There is no such policy, or a size is none.
+        ValueError: There is no such policy, or a size is not valid.
     """
     if policy not in get_args(Policy):
         raise ValueError(f"policy: got {policy!r}; wanted {' | '.join(get_args(Policy))}")
@@ -102,7 +86,7 @@ def offload_activations(
     with contextlib.ExitStack() as stack:
         activations = Activations(
             _open_cache(stack, device, directories, host_nbytes), policy,
-            lambda: measure_hardware(device, directories, host_nbytes), Bound(capacity),
+            lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity),
             partial(decide, rank=rank, share=share),
         )  # fmt: skip
         stack.callback(activations.close)
@@ -113,7 +97,7 @@ def offload_activations(
 def _open_cache(
     stack: contextlib.ExitStack, device: torch.device, directories: Sequence[str | Path], host_nbytes: int
 ) -> TensorCache:
-    """A cache with files of its own, which go with ``stack``."""
+    """Open a cache with files of its own, which ``stack`` removes."""
     run_id, rank = new_run_id(), dist.get_rank() if dist.is_initialized() else 0
     paths = []
     for root in directories:
@@ -128,13 +112,13 @@ def _open_cache(
         log.info("%s", line)
     stack.callback(engine.close)
     pool = stack.enter_context(contextlib.closing(HostPool(host_nbytes, pin=device.type != "cpu")))
-    shelves = open_shelves(device, pool, piece_nbytes(host_nbytes), volume, engine)
-    return TensorCache(device, shelves, lambda wait: wait())
+    stores = open_stores(device, pool, piece_nbytes(host_nbytes), volume, engine)
+    return TensorCache(device, stores, lambda wait: wait())
 
 
 @contextlib.contextmanager
 def _served(model: nn.Module, activations: Activations) -> Iterator[None]:
-    """Every call of ``model`` that autograd records is a pass; a step of any optimizer ends a step."""
+    """Treat every call of ``model`` that autograd records as a pass; a step of any optimizer ends a step."""
     passes: list[contextlib.ExitStack] = []
 
     def before(module: nn.Module, args: Any) -> None:

@@ -1,23 +1,42 @@
-"""``infinity plan RUN``: what a run does with its activations, or would do in another budget. No torch."""
+"""``infinity plan RUN``: show a run's plan for activations, or plan again for another budget.
 
-from collections.abc import Iterator
+Nothing is trained and torch is not imported. The output is a table of the blocks, a table that compares the
+plan with simple policies, and a picture of memory over one step with the channels below it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from infinity.core.errors import BudgetError, InfinityError, RecipeError
 from infinity.core.nbytes import format_nbytes, parse_nbytes
 from infinity.core.plan import ActivationPlan, Outcome, Place
-from infinity.observe.memory_picture import draw_memory
-from infinity.observe.plan_table import Way, plan_table, ways_table
-from infinity.planner.planning import FOLDER, PLAN, Planning, load_measured, plan_rows
-from infinity.planner.player import play, play_in_detail
+from infinity.planner.bound import bound
+from infinity.planner.planning import FOLDER, PLAN, Planning, PlanRow, load_measured, plan_rows
 from infinity.planner.policies import POLICIES
 from infinity.planner.policies import plan as make_plan
+from infinity.planner.simulator import play, play_in_detail
 
-#: What each simple policy does, for people.
+#: ``(time_s, nbytes)``: bytes in memory from that time on.
+Samples = Sequence[tuple[float, int]]
+#: ``(begin_s, end_s, name)``; those named "units" are drawn paler.
+Intervals = Sequence[tuple[float, float, str]]
+
+_KEPT, _PLANNED, _BUDGET = "#b8bcc4", "#2f6db5", "#c0392b"
+_LANE_COLORS = {
+    "stall": "#c0392b",
+    "recompute": "#8e6bbf",
+    "NVMe write": "#e08a3c",
+    "NVMe read": "#4f9d5d",
+    "device to host": "#c9a227",
+    "host to device": "#3a9a9a",
+}
+#: Names of the simple policies in the output.
 _BASELINES = {
     "keep": "keep all",
     "offload": "offload all",
@@ -27,14 +46,14 @@ _BASELINES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A plan that is looked at.
+class ShownPlan:
+    """The plan to show.
 
     Attributes:
-        folder: Where it was found.
-        planning: The run's plan, or one for the same profile in another budget.
-        budget_nbytes: The other budget; None: the run's plan.
-        measured: What the run's plan took; None: nobody knows.
+        folder: The folder of the run's plan.
+        planning: The run's plan, or one for the same profile and another budget.
+        budget_nbytes: The other budget; None: this is the run's plan.
+        measured: Measured cost of the run's plan; None: it was not measured.
     """
 
     folder: Path
@@ -44,58 +63,58 @@ class Shown:
 
     @property
     def run(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         return (self.folder.parent if self.folder.name == FOLDER else self.folder).resolve().name
 
     @property
     def picture(self) -> Path:
-        """Where its picture goes."""
+        """Path of the picture."""
         budget = self.budget_nbytes
         return self.folder / ("plan.png" if budget is None else f"plan_{budget}.png")
 
 
 def show_plan(run: str, budget: str | None, console: Console) -> None:
-    """Print the plan of a run, what it costs beside other ways, and write its picture.
+    """Print the plan of a run and the cost of alternatives, and write its picture.
 
     Args:
         run: The run's folder, or a folder that ``Planning.save`` wrote.
-        budget: Device memory for all that a step makes, as ``2GiB``: plan again for it, running nothing.
+        budget: Device memory for everything that a step allocates, such as ``2GiB``: plan again for it.
 
     Raises:
-        RecipeError: No plan is there, or the budget is no size.
-        BudgetError: No plan keeps the budget; says which one could be kept.
+        RecipeError: The run has no plan, or the budget is not a size.
+        BudgetError: No plan keeps the budget; names the smallest budget that can be kept.
     """
     shown = open_plan(run, budget)
     planning = shown.planning
-    say(console, planning.describe())
+    print_line(console, planning.describe())
     console.print()
     console.print(plan_table(plan_rows(planning.profile, planning.plan)))
     console.print()
-    console.print(ways_table(list(ways(shown))))
+    console.print(alternatives_table(list(alternatives(shown))))
     console.print()
-    say(console, draw(shown))
+    print_line(console, draw(shown))
 
 
-def open_plan(run: str, budget: str | None) -> Shown:
-    """The plan of a run, or one for another budget; arguments and errors as :func:`show_plan`."""
+def open_plan(run: str, budget: str | None) -> ShownPlan:
+    """Return the plan of a run, or one for another budget; arguments and errors as :func:`show_plan`."""
     folder = find_folder(Path(run).expanduser())
     planning, measured = Planning.load(folder), load_measured(folder)
     if budget is None:
-        return Shown(folder, planning, None, measured)
+        return ShownPlan(folder, planning, None, measured)
     try:
         nbytes = parse_nbytes(budget)
     except ValueError as error:
         raise RecipeError(f"--budget: {error}") from error
     plan = make_plan(planning.profile, planning.hardware, nbytes)
     predicted = play(planning.profile, plan, planning.hardware)
-    return Shown(folder, replace(planning, plan=plan, predicted=predicted), nbytes, None)
+    return ShownPlan(folder, replace(planning, plan=plan, predicted=predicted), nbytes, None)
 
 
 def find_folder(run: Path) -> Path:
-    """The folder that holds a run's plan.
+    """Find the folder that holds a run's plan.
 
     Raises:
-        RecipeError: There is none; says how to get one.
+        RecipeError: There is none; says how to make one.
     """
     for folder in (run / FOLDER, run):
         if (folder / PLAN).is_file():
@@ -104,32 +123,34 @@ def find_folder(run: Path) -> Path:
         raise RecipeError(f"{run}: no such folder; give a run's folder, as in runs/2026-01-31_12-00-00_1")
     planned = sorted(run.glob(f"*/{FOLDER}/{PLAN}"), key=lambda path: path.stat().st_mtime)
     if planned:
-        raise RecipeError(f"{run} holds runs; the newest with a plan is {planned[-1].parent.parent}")
+        raise RecipeError(
+            f"{run} is a directory of runs; the newest with a plan is {planned[-1].parent.parent}"
+        )
     raise RecipeError(
-        f"{run}: no plan for activations is kept there. A run makes one in its second step where its recipe "
-        "says memory.activations=plan, or gives memory.device: infinity train RECIPE memory.activations=plan"
+        f"{run}: contains no plan for activations. A run makes one in its second step if its recipe sets "
+        "memory.activations=plan or memory.device: infinity train RECIPE memory.activations=plan"
     )
 
 
-def ways(shown: Shown) -> Iterator[Way]:
-    """The plan, what was measured, the simple policies, and what no plan can beat."""
+def alternatives(shown: ShownPlan) -> Iterator["Alternative"]:
+    """Yield the plan as predicted and measured, the simple policies, and the lower bound on the step time."""
     planning = shown.planning
     capacity, hardware = shown.budget_nbytes or planning.plan.capacity_nbytes, planning.hardware
     within = "" if capacity is None else f"within {format_nbytes(capacity)}"
-    yield Way("the plan, predicted", planning.predicted, within)
+    yield Alternative("the plan, predicted", planning.predicted, within)
     if shown.measured is not None:
         note = "recompute s as predicted" if shown.measured.recompute_s else ""
-        yield Way("the plan, measured", shown.measured, note)
+        yield Alternative("the plan, measured", shown.measured, note)
     for name, words in _BASELINES.items():
         plan = POLICIES[name](planning.profile, hardware, None)
         if name == "recompute" and not plan.recomputed:
-            yield Way(words, None, "not possible: the model has no blocks")
+            yield Alternative(words, None, "not possible: the model has no blocks")
         elif _needs_drive(plan) and min(hardware.read_bytes_per_s, hardware.write_bytes_per_s) <= 0:
-            yield Way(words, None, "not possible: no directory in memory.nvme")
+            yield Alternative(words, None, "not possible: memory.nvme is empty")
         else:
             outcome = play(planning.profile, plan, hardware)
             over = capacity is not None and outcome.peak_nbytes > capacity
-            yield Way(words, outcome, "over the budget" if over else "")
+            yield Alternative(words, outcome, "over the budget" if over else "")
     yield _bound(planning, capacity)
 
 
@@ -137,36 +158,177 @@ def _needs_drive(plan: ActivationPlan) -> bool:
     return Place.NVME in plan.places.values()
 
 
-def _bound(planning: Planning, capacity_nbytes: int | None) -> Way:
-    """The step time that no plan beats in the same budget, or with the same peak where there is none."""
-    from infinity.planner.bound import bound  # scipy takes a second to import
-
+def _bound(planning: Planning, capacity_nbytes: int | None) -> "Alternative":
+    """Return the lower bound on the step time within the same budget, or with the same peak without one."""
     nbytes, name = capacity_nbytes or planning.predicted.peak_nbytes, "no plan is faster than"
     try:
         least_s = bound(planning.profile, planning.hardware, nbytes)
     except BudgetError:
-        return Way(name, None, f"unknown within {format_nbytes(nbytes)}")
-    return Way(name, Outcome(least_s, 0.0, 0.0, nbytes, 0, 0, 0), "linear program")
+        return Alternative(name, None, f"unknown within {format_nbytes(nbytes)}")
+    except ModuleNotFoundError:
+        return Alternative(name, None, "unknown without scipy: pip install 'infinity-offload[bound]'")
+    return Alternative(name, Outcome(least_s, 0.0, 0.0, nbytes, 0, 0, 0), "linear program")
 
 
-def draw(shown: Shown) -> str:
-    """Write the picture; a line that says where it is, or why there is none."""
+def draw(shown: ShownPlan) -> str:
+    """Write the picture and return a line with its path, or with the reason why there is none."""
     planning = shown.planning
     profile, plan, hardware = planning.profile, planning.plan, planning.hardware
     _, kept = play_in_detail(profile, ActivationPlan("keep"), hardware)
     _, planned = play_in_detail(profile, plan, hardware)
     lanes = {"stall": planned.stalls, "recompute": planned.recomputed, **planned.channels}
     capacity = shown.budget_nbytes or plan.capacity_nbytes
-    title = f"One step under the plan of {shown.run}, as predicted"
+    title = f"One step with the plan of {shown.run}, as predicted"
     try:
         draw_memory(shown.picture, kept.memory, planned.memory, lanes, capacity_nbytes=capacity, title=title)
     except ImportError:
-        return "no picture without matplotlib: pip install 'infinity-offload[plots]'"
+        return "the picture needs matplotlib: pip install 'infinity-offload[plots]'"
     except OSError as error:
-        raise InfinityError(f"{shown.picture}: {error.strerror}; the picture was not written") from error
-    return f"memory over the step, before and after: {shown.picture}"
+        why = error.strerror or error  # matplotlib's own errors have no number
+        raise InfinityError(f"{shown.picture}: the picture cannot be written: {why}") from error
+    return f"memory over the step, without and with the plan: {shown.picture}"
 
 
-def say(console: Console, line: str) -> None:
-    """A line that is not cut."""
+def print_line(console: Console, line: str) -> None:
+    """Print a line without wrapping it."""
     console.print(Text(line), soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A row of the comparison: a way to treat activations, and its cost.
+
+    Attributes:
+        outcome: The cost; None: it is not possible, for the reason in ``note``.
+        note: A remark, shown in the last column.
+    """
+
+    name: str
+    outcome: Outcome | None
+    note: str = ""
+
+
+def plan_table(rows: Sequence[PlanRow]) -> Table:
+    """Return a table with one row per block; columns without values are omitted."""
+    columns = {
+        "kept": [row.kept_nbytes for row in rows],
+        "to host": [row.host_nbytes for row in rows],
+        "to NVMe": [row.nvme_nbytes for row in rows],
+        "recomputed": [row.recomputed_nbytes for row in rows],
+    }
+    shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
+    table = _table("block", "forward ms", "backward ms", "saved", *shown)
+    for i, row in enumerate(rows):
+        times = [f"{1e3 * row.forward_s:.1f}", f"{1e3 * row.backward_s:.1f}"]
+        table.add_row(
+            Text(row.name), *times, _size(row.saved_nbytes), *(_size(sizes[i]) for sizes in shown.values())
+        )
+    return table
+
+
+def alternatives_table(rows: Sequence[Alternative]) -> Table:
+    """Return a table of alternatives; the column of host memory is omitted if none uses it."""
+    outcomes = [row.outcome for row in rows if row.outcome is not None]
+    on_host = any(outcome.host_peak_nbytes for outcome in outcomes)
+    host = ["host peak"] if on_host else []
+    table = _table("", "step s", "stall s", "recompute s", "peak", "stored", "loaded", *host, "")
+    table.columns[-1].justify = "left"
+    for row in rows:
+        cells = [""] * (6 + on_host) if row.outcome is None else _cells(row.outcome, on_host)
+        table.add_row(Text(row.name), *cells, Text(row.note))
+    return table
+
+
+def _cells(outcome: Outcome, on_host: bool) -> list[str]:
+    times = [
+        f"{outcome.step_s:.3f}",
+        *(f"{s:.3f}" if s else "" for s in (outcome.stall_s, outcome.recompute_s)),
+    ]
+    sizes = [outcome.peak_nbytes, outcome.nbytes_stored, outcome.nbytes_loaded]
+    return [*times, *(_size(nbytes) for nbytes in sizes + [outcome.host_peak_nbytes] * on_host)]
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _size(nbytes: int) -> str:
+    return format_nbytes(nbytes) if nbytes else ""
+
+
+def draw_memory(
+    path: Path,
+    kept: Samples,
+    planned: Samples,
+    lanes: Mapping[str, Intervals],
+    *,
+    capacity_nbytes: int | None = None,
+    title: str = "",
+) -> None:
+    """Draw one step as PNG or SVG, by the ending of ``path``.
+
+    Needs matplotlib (extra: plots).
+
+    Args:
+        kept: Memory if everything is kept; ends with the step.
+        planned: Memory with the plan.
+        lanes: Transfers of each channel with the plan, from the top down; also "stall" and "recompute".
+        capacity_nbytes: The plan's budget; None: it has none.
+    """
+    from matplotlib.figure import Figure
+
+    shown = {name: intervals for name, intervals in lanes.items() if intervals}
+    figure = Figure(figsize=(10, 4.2 + 0.32 * len(shown)), layout="constrained")
+    heights = [4.2, 0.1 + 0.32 * max(1, len(shown))]
+    memory, channels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    last_s = max((at_s for at_s, _ in (*kept, *planned)), default=0.0)
+    scale, unit = (1e3, "ms") if last_s < 1 else (1.0, "s")
+    _draw_curves(memory, kept, planned, scale)
+    if capacity_nbytes is not None and capacity_nbytes <= memory.get_ylim()[1]:
+        memory.axhline(capacity_nbytes, color=_BUDGET, linewidth=1.2, linestyle=(0, (4, 3)))
+        text = f" budget\n {format_nbytes(capacity_nbytes)}"
+        right = memory.get_yaxis_transform()
+        memory.text(1, capacity_nbytes, text, transform=right, color=_BUDGET, va="center")
+    _draw_lanes(channels, shown, scale)
+    channels.set_xlim(0, last_s * scale or 1)
+    channels.set_xlabel(f"time of the step ({unit})")
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_curves(axes: Any, kept: Samples, planned: Samples, scale: float) -> None:
+    most_nbytes = max((nbytes for _, nbytes in (*kept, *planned)), default=0)
+    for words, samples, color in (("everything kept", kept, _KEPT), ("with the plan", planned, _PLANNED)):
+        times, sizes = [at_s * scale for at_s, _ in samples], [nbytes for _, nbytes in samples]
+        peak, end = format_nbytes(max(sizes, default=0)), max(times, default=0.0)
+        label = f"{words}: at most {peak}, {end:.3g} {'ms' if scale > 1 else 's'}"
+        axes.fill_between(times, sizes, step="post", color=color, alpha=0.35, linewidth=0)
+        axes.step(times, sizes, where="post", color=color, linewidth=1.3, label=label)
+    step_nbytes = 1 << max(0, int(most_nbytes / 6)).bit_length()
+    axes.set_yticks(range(0, most_nbytes + step_nbytes, step_nbytes))
+    axes.yaxis.set_major_formatter(lambda nbytes, _: format_nbytes(nbytes))
+    axes.set_ylim(0, 1.05 * most_nbytes or 1)
+    axes.legend(
+        frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0, handlelength=1.2
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="x", length=0)
+
+
+def _draw_lanes(axes: Any, lanes: Mapping[str, Intervals], scale: float) -> None:
+    for y, (lane, intervals) in enumerate(lanes.items()):
+        for units, alpha in ((False, 1.0), (True, 0.35)):
+            bars = [(i[0] * scale, (i[1] - i[0]) * scale) for i in intervals if (i[2] == "units") is units]
+            color = _LANE_COLORS.get(lane, "#888888")
+            # The edge shows transfers that are narrower than a pixel.
+            axes.broken_barh(bars, (y - 0.36, 0.72), color=color, alpha=alpha, linewidth=0.5)
+    axes.set_yticks(range(len(lanes)), labels=list(lanes))
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)

@@ -1,10 +1,14 @@
-"""A run as one frozen value, read from YAML and the command line.
+"""Recipes: the configuration of a run, read from a YAML file and the command line.
 
-:class:`Recipe` composes the config that each part keeps beside itself; this is the only module
-that knows OmegaConf. Files say only what differs from the defaults::
+:class:`Recipe` is composed of the configs that live beside the parts they configure. A file lists
+only what differs from the defaults::
 
     memory: {host: 8GiB, nvme: [/mnt/nvme0, /mnt/nvme1]}
     train: {steps: 1000, dtype: bf16}
+
+OmegaConf parses files and overrides and resolves ``${...}``; this is the only module that imports it.
+Types are checked here, because its structured configs convert what should be an error (``1`` to ``true``,
+``1.5`` to text), know no sizes such as ``8GiB``, and cannot say which file or argument a value came from.
 """
 
 import difflib
@@ -19,45 +23,43 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from infinity.app.data.config import DataConfig
+from infinity.app.data.loader import DataConfig
 from infinity.app.models.config import ModelConfig
 from infinity.core.config import MemoryConfig, SettingError, Valid, check, setting
 from infinity.core.errors import RecipeError
 from infinity.core.nbytes import parse_nbytes
 from infinity.engine.config import Dtype, EngineConfig
-from infinity.observe.config import ObserveConfig
+from infinity.observe.metrics import ObserveConfig
 from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
 
 COMMAND_LINE = "on the command line"
-#: Keys that recipes had, and what to do about each.
+#: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key",
 }
-#: Of a type and None, as Python gives them for types and for literals.
-_UNIONS = (types.UnionType, typing.Union)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Name, place and seed of a run."""
+    """Name, directory and seed of a run."""
 
-    dir: str = setting("runs", "where runs keep their folders")
-    name: str | None = setting(None, "the run's folder in run.dir; null: date, time and a number")
-    seed: int = setting(0, "seed of the weights", valid=Valid(least=0))
+    dir: str = setting("runs", "directory of the run folders")
+    name: str | None = setting(None, "name of the run's folder in run.dir; null: date, time and process id")
+    seed: int = setting(0, "seed of the initial weights", valid=Valid(least=0))
     save: bool | None = setting(
-        None, "keep the trained model in the run's folder, as model/; null: when model.path is given"
+        None, "save the trained model in the run's folder, as model/; null: if model.path is given"
     )
 
     def __post_init__(self) -> None:
         check(self)
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
-            raise SettingError("name", self.name, "a folder's name, without /")
+            raise SettingError("name", self.name, "a folder name without /")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
     steps: int = setting(1000, "optimizer steps", valid=Valid(least=1))
     batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1))
@@ -89,16 +91,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters beside a frozen base."""
+    """LoRA adapters on a frozen base model."""
 
-    rank: int | None = setting(
-        None, "columns of each adapter's first matrix; null: all weights are trained", valid=Valid(least=1)
-    )
+    rank: int | None = setting(None, "rank of each adapter; null: train all weights", valid=Valid(least=1))
     alpha: float = setting(16.0, "adapters are scaled by alpha / rank", valid=Valid(above=0))
     target_modules: tuple[str, ...] = setting(
-        (), "layers with adapters, as q_proj; none: every linear layer but the head"
+        (), "layers that get adapters, such as q_proj; empty: every linear layer except the head"
     )
-    dropout: float = setting(0.0, "dropout before each adapter", valid=Valid(least=0, below=1))
+    dropout: float = setting(0.0, "dropout on the input of each adapter", valid=Valid(least=0, below=1))
 
     def __post_init__(self) -> None:
         check(self)
@@ -106,7 +106,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides a run. Every field has a default."""
+    """The complete configuration of a run. Every field has a default."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -120,7 +120,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.data.tokenizer in (None, "bytes") and self.model.path is None and self.model.vocab_size < 256:
-            raise SettingError("model.vocab_size", self.model.vocab_size, "at least 256 for bytes")
+            raise SettingError(
+                "model.vocab_size", self.model.vocab_size, "at least 256 for the bytes tokenizer"
+            )
         if self.train.schedule == "layer" and self.memory.activations == "recompute":
             wanted = "null with train.schedule=layer, which recomputes by itself"
             raise SettingError("memory.activations", "recompute", wanted)
@@ -145,12 +147,12 @@ class Recipe:
         return replace(self, train=replace(self.train, dtype=dtype))
 
     def to_yaml(self) -> str:
-        """Every key, as YAML that :func:`load_recipe` reads back to an equal recipe."""
+        """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe."""
         return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
 
 
 class Row(NamedTuple):
-    """One key of a recipe, for people."""
+    """One key in the table of ``infinity recipe``."""
 
     key: str
     type: str
@@ -159,26 +161,26 @@ class Row(NamedTuple):
 
 
 def recipe_table() -> tuple[Row, ...]:
-    """Every key with type, default and meaning, section by section."""
+    """Return every key with its type, default and meaning, section by section."""
     default = Recipe()
     rows = []
-    for section, name, spec, hint in _settings():
-        value = getattr(getattr(default, section), name)
-        text = yaml.safe_dump(_plain(value), default_flow_style=True).removesuffix("...\n").strip()
-        rows.append(Row(f"{section}.{name}", _describe(hint, spec), text, spec.metadata["help"]))
+    for section, spec, hint in _settings():
+        value = _plain(getattr(getattr(default, section), spec.name))
+        text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+        rows.append(Row(f"{section}.{spec.name}", _describe(hint, spec), text, spec.metadata["help"]))
     return tuple(rows)
 
 
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a YAML file, with ``section.key=value`` overrides on top.
+    """Load a recipe from a YAML file and apply ``section.key=value`` overrides.
 
     Args:
-        path: None stands for the defaults.
+        path: The file; None: only the defaults.
         overrides: As on the command line; values are YAML: ``memory.nvme=[/a,/b]``.
 
     Raises:
-        RecipeError: No such file, not YAML, an unknown key, a wrong type, or a value that is
-            impossible; names the key, where it was written, and what is wanted.
+        RecipeError: The file does not exist or is not valid YAML, a key is unknown, or a value has the
+            wrong type or is out of range. Names the key, where it was written, and what is accepted.
     """
     file = "the defaults" if path is None else str(path)
     given = OmegaConf.create() if path is None else _read(Path(path))
@@ -187,8 +189,8 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         merged = OmegaConf.to_container(OmegaConf.merge(given, typed), resolve=True)
     except OmegaConfBaseException as error:
         raise RecipeError(f"{file}: {str(error).splitlines()[0]}") from error
-    overridden = [override.partition("=")[0].strip() for override in overrides]
-    return _build(typing.cast("dict[str, Any]", merged), _Origin(file, overridden))
+    origin = _Origin(file, [override.partition("=")[0].strip() for override in overrides])
+    return _build(typing.cast("dict[str, Any]", merged), origin)
 
 
 class _Origin(NamedTuple):
@@ -198,14 +200,14 @@ class _Origin(NamedTuple):
     overridden: Sequence[str]
 
     def of(self, key: str) -> str:
-        """In the file, or on the command line where an override touches ``key``."""
+        """``on the command line`` if an override sets ``key``, else the file."""
         if any(other == key or other.startswith(f"{key}.") for other in self.overridden):
             return COMMAND_LINE
         return f"in {self.file}"
 
 
 def _read(path: Path) -> Any:
-    """The file as OmegaConf, which resolves ``${train.steps}`` and ``${oc.env:HOME}``."""
+    """Parse the file with OmegaConf, which resolves ``${train.steps}`` and ``${oc.env:HOME}``."""
     try:
         text = path.read_text("utf-8")
         given = yaml.safe_load(text)
@@ -217,11 +219,10 @@ def _read(path: Path) -> Any:
         raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, as in configs/") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text at byte {error.start}") from error
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise RecipeError(f"{path}{line}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not YAML: {error}") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
+        line = f":{mark.line + 1}" if mark else ""
+        raise RecipeError(f"{path}{line}: not valid YAML: {problem}") from error
     raise RecipeError(f"{path}: got {given!r}; wanted sections: {', '.join(_sections())}")
 
 
@@ -231,10 +232,14 @@ def _parse_overrides(overrides: Sequence[str]) -> Any:
             raise RecipeError(f"{override!r} {COMMAND_LINE}: wanted section.key=value, as in train.steps=10")
         try:
             OmegaConf.from_dotlist([override])
+        except UnicodeEncodeError as error:
+            raise RecipeError(
+                f"{override!a} {COMMAND_LINE}: not text in the locale's encoding; set PYTHONUTF8=1"
+            ) from error
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             raise RecipeError(
-                f"{override!r} {COMMAND_LINE}: the value is no YAML; a text with brackets, stars or commas "
-                "needs quotes of its own, as in data.files='[\"a[0-9].txt\"]'"
+                f"{override!r} {COMMAND_LINE}: the value is not valid YAML; quote text that contains "
+                "brackets, stars or commas, as in data.files='[\"a[0-9].txt\"]'"
             ) from error
     return OmegaConf.from_dotlist(list(overrides))
 
@@ -249,99 +254,89 @@ def _build(merged: Mapping[str, Any], origin: _Origin) -> Recipe:
     try:
         return Recipe(**parts)
     except SettingError as error:
-        raise _impossible(error.key, error.got, error.wanted, origin) from error
+        raise _invalid(error.key, error.got, error.wanted, origin) from error
 
 
 def _build_section(section: str, cls: type, given: Any, origin: _Origin) -> Any:
     if given is None:
         return cls()
     if not isinstance(given, Mapping):
-        raise _impossible(section, given, "keys and values", origin)
-    hints, specs = typing.get_type_hints(cls), {spec.name: spec for spec in fields(cls)}
+        raise _invalid(section, given, "keys and values", origin)
+    specs = {spec.name: (spec, hint) for name, spec, hint in _settings() if name == section}
     values = {}
     for name, value in given.items():
         key = f"{section}.{name}"
         if name not in specs:
             raise _unknown(key, origin)
         try:
-            values[name] = _convert(value, hints[name], specs[name])
+            values[name] = _convert(value, *specs[name])
         except ValueError as error:
-            raise _impossible(key, value, _wanted(hints[name], specs[name]), origin) from error
+            raise _invalid(key, value, _wanted(*specs[name]), origin) from error
     try:
         return cls(**values)
     except SettingError as error:
-        raise _impossible(f"{section}.{error.key}", error.got, error.wanted, origin) from error
+        raise _invalid(f"{section}.{error.key}", error.got, error.wanted, origin) from error
 
 
-def _convert(value: Any, hint: Any, spec: "Field[Any]") -> Any:
-    """``value`` as ``hint``; YAML's own types are kept apart, so ``steps: 1.5`` is an error."""
+def _convert(value: Any, spec: "Field[Any]", hint: Any) -> Any:
+    """Convert ``value`` to the type ``hint``; YAML's own types stay apart, so ``steps: 1.5`` is an error."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in _UNIONS:
-        return None if value is None else _convert(value, args[0], spec)
-    if kind is Literal:
-        if value in args and not isinstance(value, bool):
-            return value
-    elif kind is tuple:
-        return _convert_tuple(value, args, spec)
-    elif spec.metadata["nbytes"]:
+    if kind in (types.UnionType, typing.Union):
+        return None if value is None else _convert(value, spec, args[0])
+    if kind is tuple:
+        items = value if isinstance(value, list) else [value]
+        if args[-1] is not Ellipsis and len(items) != len(args):
+            raise ValueError(value)
+        return tuple(_convert(item, spec, args[0]) for item in items)
+    if spec.metadata["nbytes"]:
         return parse_nbytes(value)
-    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    elif hint is str and isinstance(value, (str, int)) and not isinstance(value, bool):
-        return str(value)
-    elif type(value) is hint:
+    choices = args if kind is Literal else ()
+    if (value in choices and not isinstance(value, bool)) or type(value) is hint:
         return value
+    if type(value) is int and hint in (float, str):
+        return hint(value)
     raise ValueError(value)
-
-
-def _convert_tuple(value: Any, args: tuple[Any, ...], spec: "Field[Any]") -> tuple[Any, ...]:
-    many = args[-1] is Ellipsis
-    items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if not many and len(items) != len(args):
-        raise ValueError(value)
-    return tuple(_convert(item, args[0], spec) for item in items)
 
 
 def _sections() -> dict[str, type]:
     return {name: hint for name, hint in typing.get_type_hints(Recipe).items() if isinstance(hint, type)}
 
 
-def _settings() -> Iterator[tuple[str, str, "Field[Any]", Any]]:
-    """Section, name, field and type of every key, in order."""
+def _settings() -> Iterator[tuple[str, "Field[Any]", Any]]:
+    """The section, field and type of every key, in order."""
     for section, cls in _sections().items():
         hints = typing.get_type_hints(cls)
         for spec in fields(cls):
-            yield section, spec.name, spec, hints[spec.name]
+            yield section, spec, hints[spec.name]
 
 
 def _describe(hint: Any, spec: "Field[Any]") -> str:
-    """A type for people."""
+    """Describe a type, as in ``size or null``."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in _UNIONS:
+    if kind in (types.UnionType, typing.Union):
         return f"{_describe(args[0], spec)} or null"
     if kind is Literal:
         return " | ".join(str(choice) for choice in args)
     if kind is tuple:
-        many = args[-1] is Ellipsis
-        return "list of text" if many else "[" + ", ".join(_describe(arg, spec) for arg in args) + "]"
+        return "list of text" if args[-1] is Ellipsis else f"[{', '.join(_describe(a, spec) for a in args)}]"
     if spec.metadata["nbytes"]:
         return "size"
     return {bool: "true | false", int: "int", float: "float", str: "text"}[hint]
 
 
-def _wanted(hint: Any, spec: "Field[Any]") -> str:
+def _wanted(spec: "Field[Any]", hint: Any) -> str:
     kind = _describe(hint, spec).replace("size", "a size such as 8GiB or 512MiB")
     bounds = str(spec.metadata["valid"])
     return kind if not bounds or bounds in kind else f"{kind}, {bounds}"
 
 
-def _impossible(key: str, got: object, wanted: str, origin: _Origin) -> RecipeError:
+def _invalid(key: str, got: object, wanted: str, origin: _Origin) -> RecipeError:
     return RecipeError(f"{key} {origin.of(key)}: got {_plain(got)!r}; wanted {wanted}")
 
 
 def _unknown(key: str, origin: _Origin) -> RecipeError:
-    """Names the nearest valid key: the same name elsewhere, a near one here, a near one anywhere."""
-    known = [f"{section}.{name}" for section, name, _, _ in _settings()]
+    """Suggest the same name in another section, a similar one in this section, or a similar one anywhere."""
+    known = [f"{section}.{spec.name}" for section, spec, _ in _settings()]
     if key in _REMOVED:
         return RecipeError(f"{key} {origin.of(key)}: no longer a key; {_REMOVED[key]}")
     section, _, name = key.rpartition(".")

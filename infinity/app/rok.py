@@ -1,36 +1,90 @@
-"""``infinity rok RECIPE``: measures what memory for activations buys: the recompute-offload-keep curve.
+"""``infinity rok RECIPE``: measure throughput against the activation peak for each way to treat activations.
+
+The ways are recompute, offload, keep (hence the name) and plans for several budgets. The output is a table,
+``rok.json`` and ``rok.png``.
 
 [Note: how it is measured]
-Each point is a short training of the recipe's model on the recipe's own data, in a process of its own: none
-inherits memory or speed from another, and one that fails leaves the others. ``memory.device`` of the recipe
-is left out, so that units have the same share of memory in all points. The peak is metered in one pass;
-times are medians of later steps.
+Each point is a short training of the recipe's model on the recipe's data in a process of its own
+(``python -m infinity.app.rok FOLDER``), so that no point inherits memory or speed from another, and one that
+fails leaves the others. ``memory.device`` of the recipe is ignored, so that units have the same share of
+memory in all points. The peak is metered in one pass; times are medians of later steps.
+
+Source: SSDTrain (arXiv:2408.10013): a run is a point, its activation peak against its model throughput.
 """
 
 import json
+import math
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import Any, Literal
 
+import torch
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from infinity.activations.controller import METERED, Activations, FixedBudget
+from infinity.app.data.sequences import Batch
+from infinity.app.plan import print_line
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.rok_plot import RokPoint, draw_rok, rok_table
-from infinity.core.errors import RecipeError
+from infinity.app.train import RECIPE, Loop, built, make_folder, open_inputs, set_threads, write_recipe
+from infinity.app.views import Views
+from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.nbytes import format_nbytes
-from infinity.planner.planning import FOLDER, PLAN, Planning
+from infinity.observe.metrics import StepReport
+from infinity.planner.planning import FOLDER, PLAN, Planning, save_measured
 from infinity.planner.policies import smallest_budget
 
-#: Budgets of plans, as shares of the way from the smallest that can be kept to what keeping everything takes.
+#: Budgets of the plans, as fractions of the way from the smallest possible budget to the peak of "keep".
 SHARES = (0.1, 0.4, 0.7)
-_BY_HAND: tuple[Literal["keep", "recompute", "offload"], ...] = ("keep", "recompute", "offload")
-#: Runs a point in a folder, and tells how it went.
-Measure = Callable[[RokPoint, Path], RokPoint]
+_SIMPLE: tuple[Literal["keep", "recompute", "offload"], ...] = ("keep", "recompute", "offload")
+#: Files in the folder of a point.
+POINT, RESULT = "point.json", "result.json"
+_COLORS = {"keep": "#7a7f87", "recompute": "#8e6bbf", "offload": "#e08a3c", "plan": "#2f6db5"}
+_MARKERS = {"keep": "s", "recompute": "^", "offload": "D", "plan": "o"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RokPoint:
+    """One run of the curve; figures are those of one rank and one optimizer step.
+
+    Attributes:
+        batch_size: Sequences of a micro-batch.
+        budget_nbytes: Budget of the plan; None: the lowest peak that does not slow down the step.
+        error: Why the point has no figures; empty: it has.
+        flops: Floating-point operations of forward and backward, without recomputation.
+        peak_nbytes: Peak of the tensors that a micro-batch allocates, without gradients.
+    """
+
+    way: Literal["keep", "recompute", "offload", "plan"]
+    batch_size: int
+    budget_nbytes: int | None = None
+    error: str = ""
+    step_s: float = 0.0
+    tokens: int = 0
+    flops: int = 0
+    peak_nbytes: int = 0
+    nbytes_stored: int = 0
+    nbytes_loaded: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s if self.step_s else 0.0
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.flops / self.step_s if self.step_s else 0.0
+
+    @property
+    def name(self) -> str:
+        """The way and its budget, for display."""
+        return self.way if self.budget_nbytes is None else f"{self.way} {format_nbytes(self.budget_nbytes)}"
 
 
 def show_rok(
@@ -39,76 +93,75 @@ def show_rok(
     """Measure every point, print the table, and write ``rok.json`` and ``rok.png`` into the run's folder.
 
     Args:
-        path: The recipe; ``overrides`` go on top.
+        path: The recipe; ``overrides`` are applied to it.
         batches: Factors of ``train.batch_size``, as in ``1,2,4``.
-        steps: That are timed, of each point.
+        steps: Number of timed steps of each point.
 
     Raises:
-        RecipeError: The recipe is wrong, or cannot be measured so; or the factors are none.
+        RecipeError: The recipe, ``batches`` or ``steps`` is invalid.
     """
-    from infinity.app.train import RECIPE, make_folder
-
     recipe = load_recipe(path, overrides)
     if recipe.train.schedule == "layer":
-        raise RecipeError("train.schedule=layer recomputes by itself; infinity rok needs train.schedule=step")
+        raise RecipeError("train.schedule=layer always recomputes; infinity rok needs train.schedule=step")
     if steps < 1:
         raise RecipeError(f"--steps {steps}: wanted at least 1")
     sizes = [factor * recipe.train.batch_size for factor in _factors(batches)]
     folder = make_folder(recipe)
-    _say(console, f"{path} on its own data; each point in a process of its own; files in {folder}")
+    print_line(console, f"{path}: each point is a training in its own process; files in {folder}")
 
-    def measure(point: RokPoint, at: Path) -> RokPoint:
-        """Every point computes in the dtype that the first one chose."""
+    def measure_with_dtype(point: RokPoint, at: Path) -> RokPoint:
+        """Measure a point; all points use the dtype that the first one chose for ``auto``."""
         nonlocal recipe
         measured = run_point(recipe, steps, point, at)
-        recipe = replace(recipe, train=replace(recipe.train, dtype=load_recipe(at / RECIPE).train.dtype))
+        recipe = recipe.with_dtype(load_recipe(at / RECIPE).train.dtype)
         return measured
 
     points = []
-    for point in measure_all(sizes, folder, measure):
+    for point in measure_all(sizes, folder, measure_with_dtype):
         points.append(point)
-        _say(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
+        print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
         given = {"recipe": path, "overrides": list(overrides), "points": [_figures(each) for each in points]}
         (folder / "rok.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
     console.print()
     console.print(rok_table(points))
     console.print()
-    _say(console, _draw(folder / "rok.png", points, f"Recompute, offload, keep, or plan: {Path(path).stem}"))
+    print_line(
+        console, _draw(folder / "rok.png", points, f"Recompute, offload, keep, or plan: {Path(path).stem}")
+    )
     return points
 
 
-def measure_all(sizes: Sequence[int], folder: Path, measure: Measure) -> Iterator[RokPoint]:
-    """Every way at every batch size, and at each some plans, as they are measured."""
+def measure_all(
+    sizes: Sequence[int], folder: Path, run: Callable[[RokPoint, Path], RokPoint]
+) -> Iterator[RokPoint]:
+    """Measure every way and some plans at every batch size; yield each point when it is done."""
     for batch_size in sizes:
-        for way in _BY_HAND:
-            yield measure(RokPoint(way=way, batch_size=batch_size), folder / f"batch{batch_size}_{way}")
+        for way in _SIMPLE:
+            yield run(RokPoint(way=way, batch_size=batch_size), folder / f"batch{batch_size}_{way}")
         free = folder / f"batch{batch_size}_plan"
-        yield measure(RokPoint(way="plan", batch_size=batch_size), free)
+        yield run(RokPoint(way="plan", batch_size=batch_size), free)
         for number, budget_nbytes in enumerate(_budgets(free), start=1):
             point = RokPoint(way="plan", batch_size=batch_size, budget_nbytes=budget_nbytes)
-            yield measure(point, folder / f"batch{batch_size}_plan{number}")
+            yield run(point, folder / f"batch{batch_size}_plan{number}")
 
 
 def run_point(recipe: Recipe, steps: int, point: RokPoint, folder: Path) -> RokPoint:
-    """Measure ``point`` in a process of its own; what it prints is kept in ``log.txt``."""
-    from infinity.app.rok_point import POINT, RESULT, warmup_steps
-    from infinity.app.train import keep_recipe
-
+    """Measure ``point`` in a separate process, whose output goes to ``log.txt``."""
     folder.mkdir()
     (folder / POINT).write_text(json.dumps(asdict(point)), encoding="utf-8")
     warmup = warmup_steps(recipe.train.accumulate)
-    keep_recipe(_recipe_of(recipe, point, warmup + steps), folder)
+    write_recipe(_recipe_of(recipe, point, warmup + steps), folder)
     log = folder / "log.txt"
     with log.open("w", encoding="utf-8") as out:
-        command = [sys.executable, "-m", "infinity.app.rok_point", str(folder)]
+        command = [sys.executable, "-m", "infinity.app.rok", str(folder)]
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if code or not (folder / RESULT).exists():
         return replace(point, error=_why(code, log))
-    return RokPoint(**json.loads((folder / RESULT).read_text(encoding="utf-8")))
+    return RokPoint(**json.loads((folder / RESULT).read_text("utf-8")))
 
 
 def _recipe_of(recipe: Recipe, point: RokPoint, steps: int) -> Recipe:
-    """The recipe of a point; see [Note: how it is measured]."""
+    """Return the recipe of a point; see [Note: how it is measured]."""
     train = replace(recipe.train, batch_size=point.batch_size, steps=steps)
     return replace(
         recipe,
@@ -119,7 +172,7 @@ def _recipe_of(recipe: Recipe, point: RokPoint, steps: int) -> Recipe:
 
 
 def _budgets(folder: Path) -> list[int]:
-    """Budgets to plan for, from the profile of the plan in ``folder``; none if it failed."""
+    """Return the budgets to plan for, from the profile of the plan in ``folder``; none without a plan."""
     if not (folder / FOLDER / PLAN).exists():
         return []
     planning = Planning.load(folder / FOLDER)
@@ -129,12 +182,12 @@ def _budgets(folder: Path) -> list[int]:
 
 
 def _why(code: int, log: Path) -> str:
-    """Why a point failed, in one line."""
+    """Return the reason why a point failed, in one line."""
     if code < 0:
         name = signal.Signals(-code).name
         return f"ended by {name}{': out of memory?' if name == 'SIGKILL' else ''}"
-    lines = log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
-    return lines[-1] if lines else f"ended with exit code {code} and without a word"
+    lines = log.read_text("utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {code} without output"
 
 
 def _factors(text: str) -> list[int]:
@@ -158,15 +211,204 @@ def _describe(point: RokPoint) -> str:
 
 
 def _draw(path: Path, points: Sequence[RokPoint], title: str) -> str:
-    """Write the picture; a line that says where it is, or why there is none."""
+    """Write the picture and return a line with its path, or with the reason why there is none."""
     if all(point.error for point in points):
-        return "no point could be measured; each one's log.txt says why"
+        return "no point could be measured; see log.txt in each point's folder"
     try:
         draw_rok(path, points, title=title)
     except ImportError:
-        return "no picture without matplotlib: pip install 'infinity-offload[plots]'"
+        return "the picture needs matplotlib: pip install 'infinity-offload[plots]'"
+    except OSError as error:  # the file's, or matplotlib's, which wants a cache
+        return f"the picture cannot be written: {error}"
     return f"throughput against activation peak: {path}"
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(Text(line), soft_wrap=True)
+def warmup_steps(accumulate: int) -> int:
+    """Return the number of steps until a plan is made and one of its passes is metered."""
+    return math.ceil((METERED + 1) / accumulate)
+
+
+def measure(folder: Path) -> RokPoint:
+    """Train with ``recipe.yaml`` of ``folder`` and return the point of ``point.json`` with its figures.
+
+    A plan is saved in ``folder``, for ``infinity plan``, and the recipe with the dtype chosen for ``auto``.
+
+    Raises:
+        InfinityError: As a run may raise.
+    """
+    point = RokPoint(**json.loads((folder / POINT).read_text("utf-8")))
+    recipe = load_recipe(folder / RECIPE)
+    set_threads(recipe.train)
+    data = open_inputs(recipe, lambda line: None)
+    with built(recipe, None, Views()) as (model, optimizer):
+        write_recipe(recipe.with_dtype(optimizer.runtime.config.dtype), folder)  # chosen for auto
+        activations: Activations = optimizer.runtime.activations
+        activations.meters = True
+        if point.budget_nbytes is not None:
+            activations.budget = FixedBudget(point.budget_nbytes)
+        steps = StepMedians(warmup_steps(recipe.train.accumulate), activations)
+        loop = Loop(recipe, model, optimizer, data, Views([steps]))
+        loop.run()
+        _save_plan(folder, activations)
+        flops = _flops(loop, model, next(iter(data.train)), recipe)
+        return replace(steps.result(point), peak_nbytes=activations.metered_nbytes or 0, flops=flops)
+
+
+class StepMedians:
+    """View that takes medians over the steps after a warm-up."""
+
+    def __init__(self, warmup: int, activations: Activations) -> None:
+        self._warmup, self._stats = warmup, activations.cache.stats
+        self._moved = 0, 0
+        self._taken: list[tuple[float, int, int, int]] = []
+
+    def step(self, report: StepReport) -> None:
+        moved = self._stats.nbytes_stored, self._stats.nbytes_loaded
+        stored, loaded = (now - before for now, before in zip(moved, self._moved))
+        self._moved = moved
+        if report.step > self._warmup:
+            self._taken.append((report.step_s, report.tokens, stored, loaded))
+
+    def evaluated(self, step: int, loss: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def result(self, point: RokPoint) -> RokPoint:
+        """Return ``point`` with its figures."""
+        step_s, tokens, stored, loaded = (median(figures) for figures in zip(*self._taken))
+        whole = {"tokens": tokens, "nbytes_stored": stored, "nbytes_loaded": loaded}
+        return replace(point, step_s=step_s, **{name: round(figure) for name, figure in whole.items()})
+
+
+def _save_plan(folder: Path, activations: Activations) -> None:
+    planning, measured = activations.planning, activations.measured()
+    if planning is not None:
+        planning.save(folder / FOLDER)
+        if measured is not None:
+            save_measured(folder / FOLDER, planning.predicted, measured)
+
+
+def _flops(loop: Loop, model: Any, batch: Batch, recipe: Recipe) -> int:
+    """Count a step's operations: backward takes twice as many as forward, or as many with frozen weights."""
+    # torch's own counter knows attention on accelerators only
+    attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    model.eval()
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=attention) as counter:
+        loop.loss(batch)
+    factor = 3 if recipe.lora.rank is None else 2
+    return int(counter.get_total_flops()) * factor * recipe.train.accumulate
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **more: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def rok_table(points: Sequence[RokPoint]) -> Table:
+    """Return a table with one row per point."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("batch", "way", "peak", "tokens/s", "Gflop/s", "step s", "stored", "loaded", ""):
+        table.add_column(name, justify="left" if name in ("way", "") else "right", no_wrap=name != "")
+    for point in points:
+        table.add_row(str(point.batch_size), *(Text(cell) for cell in _cells(point)))
+    return table
+
+
+def _cells(point: RokPoint) -> list[str]:
+    if point.error:
+        return [point.name, "", "", "", "", "", "", point.error]
+    moved = [format_nbytes(nbytes) if nbytes else "" for nbytes in (point.nbytes_stored, point.nbytes_loaded)]
+    return [
+        point.name,
+        format_nbytes(point.peak_nbytes),
+        f"{point.tokens_per_s:,.0f}",
+        f"{point.flops_per_s / 1e9:,.1f}",
+        f"{point.step_s:.3f}",
+        *moved,
+        "",
+    ]
+
+
+def draw_rok(path: Path, points: Sequence[RokPoint], *, title: str = "") -> None:
+    """Draw the points that have figures as PNG or SVG, by the suffix of ``path``.
+
+    Needs matplotlib (extra: plots).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    named = set[str]()
+    most_per_s = max((point.flops_per_s for point in points), default=0.0)
+    scale, unit = (1e12, "Tflop/s") if most_per_s >= 1e12 else (1e9, "Gflop/s")
+    for line in _lines([point for point in points if not point.error]):
+        way = line[0].way
+        axes.plot(
+            [point.peak_nbytes for point in line],
+            [point.flops_per_s / scale for point in line],
+            color=_COLORS.get(way, "#333333"),
+            marker=_MARKERS.get(way, "o"),
+            linestyle="-" if way == "plan" else (0, (4, 3)),
+            linewidth=1.3,
+            markersize=6,
+            label=None if way in named else way,
+        )
+        named.add(way)
+        _label(axes, line, scale)
+    _format_axes(axes, max((point.peak_nbytes for point in points), default=0))
+    axes.set_ylim(0, 1.1 * most_per_s / scale or 1)
+    axes.set_ylabel(f"model throughput ({unit}, recomputation not counted)")
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def _lines(points: Sequence[RokPoint]) -> Iterator[list[RokPoint]]:
+    """Yield the points of each line: a way over batch sizes, the plans of a batch size over budgets."""
+    groups: dict[tuple[str, int], list[RokPoint]] = {}
+    for point in points:
+        key = (point.way, point.batch_size if point.way == "plan" else 0)
+        groups.setdefault(key, []).append(point)
+    for group in groups.values():
+        yield sorted(group, key=lambda point: point.peak_nbytes)
+
+
+def _label(axes: Any, line: Sequence[RokPoint], scale: float) -> None:
+    """Write the batch size at each point, and once for the plans of a batch size."""
+    for point in line[-1:] if line[0].way == "plan" else line:
+        axes.annotate(
+            f"batch {point.batch_size}",
+            (point.peak_nbytes, point.flops_per_s / scale),
+            xytext=(6, 5),
+            textcoords="offset points",
+            fontsize=8,
+            color=_COLORS.get(point.way, "#333333"),
+        )
+
+
+def _format_axes(axes: Any, most_nbytes: int) -> None:
+    step_nbytes = 1 << max(0, int(most_nbytes / 6)).bit_length()
+    axes.set_xticks(range(0, int(1.15 * most_nbytes) + step_nbytes, step_nbytes))
+    axes.xaxis.set_major_formatter(lambda nbytes, _: format_nbytes(nbytes))
+    axes.set_xlim(0, 1.15 * most_nbytes or 1)
+    axes.set_xlabel("activation peak")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderpad=0)
+
+
+def main(folder: str) -> int:
+    """Measure the point in ``folder``; return the exit code."""
+    try:
+        result = measure(Path(folder))
+    except InfinityError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    (Path(folder) / RESULT).write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

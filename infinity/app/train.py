@@ -1,4 +1,4 @@
-"""The loop: data, step, log. It uses nothing but the public API, as any loop of a user's own."""
+"""``infinity train``: from a recipe to a trained model, using only the public API, as any training loop."""
 
 import math
 import os
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,57 +19,51 @@ from torch.optim.lr_scheduler import LambdaLR
 import infinity
 from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room
 from infinity.api.schedule import LayerSchedule
-from infinity.app.activation_view import ActivationView
-from infinity.app.data import Batch, Data
-from infinity.app.data.loader import HeldOut, Shape
-from infinity.app.data.sequences import join
-from infinity.app.inputs import notes_on, open_inputs
-from infinity.app.models.causal import CausalLoss
+from infinity.app.data.loader import BatchShape, Data, HeldOut, open_data
+from infinity.app.data.sequences import Batch, join
+from infinity.app.models.causal import CausalLoss, require_causal
 from infinity.app.models.gpt import GPT
 from infinity.app.recipe import Recipe, TrainConfig
+from infinity.app.views import ActivationView, Views, open_views
+from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
-from infinity.core.errors import InfinityError, RecipeError
+from infinity.core.errors import RecipeError
 from infinity.device.machine import usable_cores
-from infinity.observe.metrics import MetricsFile, TensorBoard, View
-from infinity.observe.progress import ProgressDisplay
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 
-#: In a run's folder: every key, with what was chosen where the recipe leaves it open.
+#: File in the run's folder with every key of the recipe; the dtype is the one that was chosen for ``auto``.
 RECIPE = "recipe.yaml"
 
 
 def train(recipe: Recipe) -> Summary | None:
-    """Train a model from its first weights to the recipe's last step.
+    """Train the recipe's model on its data.
 
-    Every rank calls; rank 0 shows progress, keeps the run's folder and returns the summary.
+    Every rank must call. Rank 0 shows progress, writes the run's folder and returns the summary; other
+    ranks return None.
 
     Raises:
-        InfinityError: The recipe, the data, a budget, a disk or another rank is at fault.
+        InfinityError: The recipe or the data is invalid, a budget is too small, or a disk or rank failed.
     """
     set_threads(recipe.train)
-    data = open_inputs(recipe, shape_of(recipe), _say_lines(recipe))
+    data = open_inputs(recipe, _log_before_views(recipe))
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
-        totals = SummaryBuilder()
-        views = [totals, *open_views(recipe, folder, stack)] if folder else []
+        views = open_views(recipe, folder, world_size()) if folder else Views()
+        stack.callback(views.close)
         model, optimizer = stack.enter_context(built(recipe, folder, views))
-        runtime = optimizer.runtime
+        runtime, totals, activations = optimizer.runtime, SummaryBuilder(), None
         if folder:
-            keep_recipe(recipe.with_dtype(runtime.config.dtype), folder)  # with the dtype that was chosen
-        for display in views:
-            if isinstance(display, ProgressDisplay):
-                runtime.say.attend(display.say)
-                for note in notes_on(recipe, data):
-                    display.say(note)
-        if _saves(recipe) and folder and recipe.lora.rank is None:
-            check_room(model, folder)
-        activations = None
-        if folder:
-            say = partial(_tell, tuple(views))
-            activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, say)
-            views.append(activations)
+            write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
+            runtime.say.attach(views.log)
+            for note in notes_on(recipe, data):
+                views.log(note)
+            activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
+            views.add(totals)
+            views.add(activations)
+            if _saves(recipe) and recipe.lora.rank is None:
+                check_room(model, folder)
         with _interruptible(recipe):
             Loop(recipe, model, optimizer, data, views).run()
         if _saves(recipe):
@@ -94,88 +87,91 @@ def train(recipe: Recipe) -> Summary | None:
 
 
 class Loop:
-    """Steps and evaluations of one model.
+    """Training steps and evaluations of one model.
 
     Args:
         optimizer: :class:`infinity.AdamW`.
-        views: What shows the run, on rank 0; empty elsewhere.
+        views: Receive the figures of each step; on rank 0 only.
     """
 
-    def __init__(self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Sequence[View]) -> None:
+    def __init__(self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Views) -> None:
         self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
         self._data = data
-        self._sum = CausalLoss(model, packed=data.packed)
-        self._device = device()
+        self._device = next(model.parameters()).device
+        self._summed_loss = CausalLoss(model, packed=data.packed)
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
-            for view in views:
-                if isinstance(view, ProgressDisplay):
-                    view.say(f"all micro-batches through a block before the next: {self._scheduled.blocks}")
+            views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
         self._scheduler = LambdaLR(
             optimizer, lambda step: lr_factor(step, recipe.optim, steps=recipe.train.steps)
         )
 
     def run(self) -> None:
-        """Every step; held-out loss each ``eval_every`` steps, after the last and, if asked, before all."""
+        """Run all steps; evaluate every ``eval_every`` steps, after the last, and optionally at first."""
         train = self._recipe.train
         if train.eval_first:
-            self._show_held_out(0)
+            self._evaluate(0)
         for step in range(1, train.steps + 1):
             batches = list(islice(self._data.train, train.accumulate))
             loss = self._mean(self._step(batches))
             tokens = sum(batch.token_count for batch in batches)
-            report = replace(self._optimizer.report(loss=loss, tokens=tokens), step=step)
-            for view in self._views:
-                view.step(report)
+            report = self._optimizer.report(loss=loss, tokens=tokens)
+            self._views.step(replace(report, step=step))
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
-                self._show_held_out(step)
-        self._optimizer.synchronize()  # the updates of the last step may fail, too,
-        self._mean(0.0)  # on any rank, and then no rank ends as if all were well
+                self._evaluate(step)
+        self._optimizer.synchronize()  # the last step's updates may fail on any rank;
+        self._mean(0.0)  # then no rank may return successfully
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return the loss summed over this rank's targets."""
+        positions, mask = (each if each is None else each.to(self._device) for each in batch[2:4])
+        return self._summed_loss(
+            batch.tokens.to(self._device), batch.targets.to(self._device), positions, mask
+        )
 
     def _step(self, batches: Sequence[Batch]) -> float:
-        """One optimizer step; returns this rank's part of the loss, of which all ranks' mean is the loss.
+        """Run one optimizer step and return this rank's share of the loss; the mean over ranks is the loss.
 
-        That is the mean over every target of the step that counts, in whichever micro-batch, on
-        whichever rank: gradients are averaged over ranks, so each divides by a rank's share of them.
+        The loss is the mean over all targets of the step, in all micro-batches of all ranks. Gradients are
+        averaged over ranks, so each rank divides by the number of targets per rank.
         """
-        share = sum(batch.target_count for batch in batches) / world_size()
-        backward = self._one_by_one if self._scheduled is None else self._layer_by_layer
-        total = backward(batches, share)
+        targets_per_rank = sum(batch.target_count for batch in batches) / world_size()
+        backward = self._step_schedule if self._scheduled is None else self._layer_schedule
+        total = backward(batches, targets_per_rank)
         self._optimizer.step()
         self._scheduler.step()
         return float(total)
 
-    def _one_by_one(self, batches: Sequence[Batch], share: float) -> torch.Tensor:
-        """Forward and backward of each micro-batch; the sum of their losses."""
+    def _step_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
+        """Run forward and backward of each micro-batch and return the sum of their losses."""
         total = torch.zeros((), device=self._device)
         for micro, batch in enumerate(batches, start=1):
             with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
-                loss = self.loss(batch) / share
+                loss = self.loss(batch) / targets_per_rank
                 self._optimizer.scale(loss).backward()
                 total += loss.detach()
         return total
 
-    def _layer_by_layer(self, batches: Sequence[Batch], share: float) -> torch.Tensor:
-        """The same, every block on all micro-batches before the next."""
+    def _layer_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
+        """Run forward and backward of all micro-batches through a block before the next block."""
         assert self._scheduled is not None
-        loss = self._scheduled(join(batches)).losses.sum() / share
+        loss = self._scheduled(join(batches)).losses.sum() / targets_per_rank
         self._optimizer.scale(loss).backward()
         return loss.detach()
 
-    def _show_held_out(self, step: int) -> None:
-        """The held-out loss after ``step`` steps, to every view. Every rank must call."""
+    def _evaluate(self, step: int) -> None:
+        """Show the held-out loss after ``step`` steps. Every rank must call."""
         if self._data.held_out is None:
             return
-        loss = self._evaluate(self._data.held_out)
-        self._optimizer.report()  # an evaluation's time and bytes are not the next step's
-        for view in self._views:
-            view.evaluated(step, loss)
+        loss = self._held_out_loss(self._data.held_out)
+        self._optimizer.report()  # excludes the evaluation's time and bytes from the next step's report
+        self._views.evaluated(step, loss)
 
     @torch.no_grad()
-    def _evaluate(self, held_out: HeldOut) -> float:
-        """The mean held-out loss over all targets of all ranks. Every rank must call."""
+    def _held_out_loss(self, held_out: HeldOut) -> float:
+        """Return the mean loss over the held-out targets of all ranks. Every rank must call."""
         total, count = 0.0, 0
         self._model.eval()
         try:
@@ -186,21 +182,15 @@ class Loop:
             self._model.train()
         return self._mean(total) * world_size() / count
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """The sum over this rank's targets that count."""
-        here = [None if each is None else each.to(self._device) for each in (batch.positions, batch.mask)]
-        return self._sum(batch.tokens.to(self._device), batch.targets.to(self._device), *here)
-
 
 class RankMean:
-    """The mean of a number over all ranks; making one, and calling it, is collective.
+    """Mean of a number over all ranks; construction and calls are collective.
 
-    It has a process group of its own, because the model's may carry prefetched gathers that
-    another thread ordered.
+    It uses a process group of its own, because another thread may have queued gathers on the model's.
 
     Args:
-        optimizer: Knows why a rank does not answer.
-        timeout_s: How long a silent rank is waited for.
+        optimizer: Knows why a rank does not respond.
+        timeout_s: Seconds to wait for a silent rank.
     """
 
     def __init__(self, optimizer: Any, timeout_s: float) -> None:
@@ -220,10 +210,10 @@ class RankMean:
 
 
 def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
-    """Learning rate of ``step`` (from 0) as a share of ``optim.lr``.
+    """Return the learning rate of ``step`` (from 0) as a fraction of ``optim.lr``.
 
-    It rises over ``warmup_steps``, whose last has the full rate, then falls to ``min_lr_ratio``,
-    which the last of ``steps`` reaches.
+    It rises linearly over ``warmup_steps``, the last of which has the full rate, then decays to
+    ``min_lr_ratio``, which it reaches at the last of ``steps``.
     """
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
@@ -234,39 +224,102 @@ def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left
 
 
+# --- ranks ---------------------------------------------------------------------------------------
+
+
 def rank() -> int:
-    """This process's number among all, from torch.distributed or the launcher's environment."""
+    """Return this process's rank, from torch.distributed or, before it is initialised, the launcher."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Number of processes that train together."""
+    """Return the number of ranks, from torch.distributed or, before it is initialised, the launcher."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def device() -> torch.device:
-    """Where this rank computes."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
 def set_threads(config: TrainConfig) -> None:
-    """Give each rank of this machine its share of the cores: more threads only wait for each other."""
+    """Give each rank of this machine its share of the cores; more threads would only wait for each other."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(config.threads or max(1, usable_cores() // local))
 
 
+# --- inputs --------------------------------------------------------------------------------------
+
+
+def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
+    """Check the checkpoint's config and open the data, before any weight is read. Every rank must call.
+
+    Args:
+        log: Called with a progress line now and then while tokens are written.
+
+    Raises:
+        CheckpointError: ``model.path`` is not the directory of a model.
+        RecipeError: Its model does not predict next tokens, or not in sequences of this length.
+        DataError: The data is missing, malformed or too short.
+    """
+    shape = BatchShape(
+        seq_len=recipe.model.seq_len,
+        batch_size=recipe.train.batch_size,
+        rank=rank(),
+        world_size=world_size(),
+    )
+    config, vocab_size = recipe.data, recipe.model.vocab_size
+    path = _checkpoint(recipe)
+    if path is not None:
+        _check_checkpoint(path, recipe.model.seq_len)
+        vocab_size = vocabulary_size(path)
+        if config.tokenizer is None and is_ours(path) and not tokenizer_files(path):
+            config = replace(config, tokenizer="bytes")  # a GPT that was exported without a tokenizer
+    return open_data(config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log)
+
+
+def notes_on(recipe: Recipe, data: Data) -> Iterator[str]:
+    """Yield lines about the data that the user should see before the first step."""
+    yield from data.notes
+    steps, epoch_steps = recipe.train.steps, data.train.micro_batches_per_epoch / recipe.train.accumulate
+    epochs = _short(steps / epoch_steps)
+    yield f"one epoch is {_short(epoch_steps)} steps; train.steps={steps} are {epochs} epochs"
+    path = _checkpoint(recipe)
+    longest = None if path is None else longest_sequence(path)
+    if longest is not None and recipe.model.seq_len > longest:
+        yield f"model.seq_len={recipe.model.seq_len} exceeds the checkpoint's {longest} positions"
+
+
+def _checkpoint(recipe: Recipe) -> Path | None:
+    return None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+
+
+def _check_checkpoint(path: Path, seq_len: int) -> None:
+    config, longest = read_config(path), longest_sequence(path)
+    if not is_ours(path):
+        require_causal(model_class(config), config)
+    elif longest is not None and seq_len > longest:
+        raise RecipeError(
+            f"model.seq_len={seq_len}: the model in {path} was built for at most {longest} tokens per "
+            f"sequence; set model.seq_len={longest}"
+        )
+
+
+def _short(value: float) -> str:
+    if value < 0.01:
+        return "less than 0.01"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# --- the run's folder, model and results ---------------------------------------------------------
+
+
 def make_folder(recipe: Recipe) -> Path:
-    """The run's new folder, ``run.dir/<run id>``, with its recipe in it.
+    """Make the run's folder, ``run.dir/<run id>``, and write its recipe.
 
     Raises:
         RecipeError: A run of that name exists, or the folder cannot be made.
     """
-    folder = Path(recipe.run.dir).expanduser() / (recipe.run.name or _run_id())
+    run_id = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
+    folder = Path(recipe.run.dir).expanduser() / run_id
     try:
         folder.mkdir(parents=True)
-        keep_recipe(recipe, folder)
+        write_recipe(recipe, folder)
     except FileExistsError as error:
         raise RecipeError(f"run.name: {folder} exists; give the run another name, or none") from error
     except OSError as error:
@@ -274,40 +327,18 @@ def make_folder(recipe: Recipe) -> Path:
     return folder
 
 
-def keep_recipe(recipe: Recipe, folder: Path) -> None:
+def write_recipe(recipe: Recipe, folder: Path) -> None:
     """Write the recipe into the run's folder."""
     (folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
 
 
-def open_views(recipe: Recipe, folder: Path, stack: ExitStack) -> list[View]:
-    """The views that the recipe asks for, closed with ``stack``."""
-    observe, views = recipe.observe, list[View]()
-    try:
-        if observe.metrics:
-            views.append(MetricsFile(folder / "metrics.jsonl"))
-        if observe.tensorboard:
-            views.append(TensorBoard(folder / "tensorboard"))
-        if observe.progress:
-            display = ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every)
-            ranks = f"{world_size()} rank{'s' if world_size() > 1 else ''}"
-            what = recipe.model.path or f"{recipe.model.numel:,} parameters"
-            display.say(f"{what} on {ranks}; files in {folder}")
-            views.append(display)
-    except OSError as error:
-        raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error
-    finally:
-        for view in views:
-            stack.callback(view.close)
-    return views
-
-
 @contextmanager
-def built(recipe: Recipe, folder: Path | None, views: Sequence[View]) -> Iterator[tuple[Any, Any]]:
-    """Model and optimizer; afterwards their files are released, and the process group if we made it.
+def built(recipe: Recipe, folder: Path | None, views: Views) -> Iterator[tuple[Any, Any]]:
+    """Build model and optimizer; on exit close them, and the process group if it was made here.
 
-    The run's directories on NVMe get the name of its ``folder``, which rank 0 knows.
+    The run's directories on NVMe are named like its ``folder``, which only rank 0 knows.
     """
-    ours = not dist.is_initialized()
+    owns_group = not dist.is_initialized()
     named = recipe if folder is None else replace(recipe, run=replace(recipe.run, name=folder.name))
     try:
         model = _new_model(named) if recipe.model.path is None else _loaded_model(named, views)
@@ -330,7 +361,7 @@ def built(recipe: Recipe, folder: Path | None, views: Sequence[View]) -> Iterato
         finally:
             infinity.close(model)
     finally:
-        if ours and dist.is_initialized():
+        if owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -340,19 +371,18 @@ def _new_model(recipe: Recipe) -> Any:
         return GPT(recipe.model)
 
 
-def _loaded_model(recipe: Recipe, views: Sequence[View]) -> Any:
-    """The model in ``model.path``; ``run.seed`` draws what its checkpoint lacks."""
-    display = next((view for view in views if isinstance(view, ProgressDisplay)), None)
-    torch.manual_seed(recipe.run.seed)
-    config, path = recipe.model, recipe.model.path
+def _loaded_model(recipe: Recipe, views: Views) -> Any:
+    """Load the model of ``model.path``; parameters that the checkpoint lacks are drawn with ``run.seed``."""
+    path = _checkpoint(recipe)
     assert path is not None
+    torch.manual_seed(recipe.run.seed)
     model = infinity.from_pretrained(
-        Path(path).expanduser(),
+        path,
         recipe,
-        new=config.new,
-        ignore=config.ignore,
+        new=recipe.model.new,
+        ignore=recipe.model.ignore,
         frozen=recipe.lora.rank is not None,
-        on_progress=None if display is None else display.loading,
+        on_progress=views.loading,
     )
     return model.train()
 
@@ -361,53 +391,30 @@ def _saves(recipe: Recipe) -> bool:
     return recipe.model.path is not None if recipe.run.save is None else recipe.run.save
 
 
-def _save(recipe: Recipe, model: Any, folder: Path | None, views: Sequence[View]) -> None:
-    """Write the trained model into the run's folder, which rank 0 knows. Every rank must call."""
+def _save(recipe: Recipe, model: Any, folder: Path | None, views: Views) -> None:
+    """Write the trained model into the run's folder, which only rank 0 knows. Every rank must call."""
     out = (folder or Path(recipe.run.dir)) / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
     source = Path(recipe.data.tokenizer or recipe.model.path or "bytes").expanduser()
     if recipe.lora.rank is None:
         infinity.export(model, out, tokenizer=source if tokenizer_files(source) else None)
     else:
         infinity.save_lora(model, out)
-    for display in views:
-        if isinstance(display, ProgressDisplay):
-            display.say(f"what was trained is in {out}; publish it: infinity export {out.parent} DIR")
+    views.log(f"saved {out}; publish it with: infinity export {out.parent} DIR")
 
 
-def _say_lines(recipe: Recipe) -> Callable[[str], object]:
-    """Lines for people before there is a display; from any rank, as one of them does what all wait for."""
+def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
+    """Return a printer for lines before views are open, on any rank: one tokenises while others wait."""
     if not recipe.observe.progress:
         return lambda line: None
     return lambda line: Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _tell(views: Sequence[View], line: str) -> None:
-    """A line for people, where the run is shown."""
-    for display in views:
-        if isinstance(display, ProgressDisplay):
-            display.say(line)
-
-
 @contextmanager
 def _interruptible(recipe: Recipe) -> Iterator[None]:
-    """Whoever interrupts a run that was to keep its model learns that it has not."""
+    """Add to a Ctrl-C that no model was saved, if the run was going to save one."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
         if not _saves(recipe):
             raise
-        raise KeyboardInterrupt("no model was kept, as the last step was not reached") from interrupt
-
-
-def shape_of(recipe: Recipe) -> Shape:
-    """What this rank takes of the data."""
-    return Shape(
-        seq_len=recipe.model.seq_len,
-        batch_size=recipe.train.batch_size,
-        rank=rank(),
-        world_size=world_size(),
-    )
-
-
-def _run_id() -> str:
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
+        raise KeyboardInterrupt("no model was saved, since the last step was not reached") from interrupt

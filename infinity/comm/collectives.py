@@ -40,6 +40,7 @@ from torch import Tensor
 
 from infinity.comm.peers import Peers
 from infinity.core.errors import DivergenceError, InfinityError, PeerError
+from infinity.core.transfer import TransferFuture
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 #: Once another rank has left, what it still takes part in ends within this time (s).
@@ -51,42 +52,33 @@ _SLICE_S = 0.25
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Pending:
-    """A collective in flight: ``wait()`` returns its result or raises.
+class Pending(TransferFuture):
+    """A collective in flight on this rank.
+
+    ``wait`` raises ``DivergenceError`` if ranks asked for different things, ``PeerError`` if another rank
+    failed, died, left or stalled, and ``DiskError`` if what the collective needed could not be read here.
 
     Args:
         what: For messages.
-        failure: The error that ended the collectives, or that a wait of so many seconds must raise.
+        failure: Returns the error that a wait for ``what`` must raise; None: it may go on.
     """
 
+    __slots__ = ("_failure", "_what", "result")
+
     def __init__(self, what: str, failure: Callable[[str], BaseException | None]) -> None:
+        super().__init__()
         self._what, self._failure = what, failure
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._result: Any = None
+        self.result: Any = None  # once it has ended well
 
-    def done(self) -> bool:
-        return self._done.is_set()
+    def value(self) -> Any:
+        """Wait, and return the result."""
+        self.wait()
+        return self.result
 
-    def wait(self) -> Any:
-        """The result, when the collective has ended on this rank.
-
-        Raises:
-            DivergenceError: Ranks asked for different things.
-            PeerError: Another rank failed, died, left or stalled.
-            DiskError: What the collective needed could not be read here.
-        """
-        while not self._done.wait(0.5):  # in slices: the thread may be stuck in a collective
-            failure = self._failure(self._what)
-            if failure is not None:
-                raise failure
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        self._result, self._error = result, error
-        self._done.set()
+    def _while_waiting(self) -> None:
+        failure = self._failure(self._what)  # the thread may be stuck in a collective
+        if failure is not None:
+            raise failure
 
 
 class Collectives:
@@ -188,7 +180,7 @@ class Collectives:
             self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
             return given.numpy().tobytes()
 
-        shared: bytes = self._submit("share", nbytes, where, issue).wait()
+        shared: bytes = self._submit("share", nbytes, where, issue).value()
         return shared.decode()
 
     def check(self, fingerprint: int, where: str) -> None:
@@ -204,7 +196,7 @@ class Collectives:
             self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
             return everyone.view(self.world_size, -1)
 
-        result: Tensor = self._submit(kind, len(values), where, issue).wait()
+        result: Tensor = self._submit(kind, len(values), where, issue).value()
         return result
 
     def fail(self, error: BaseException) -> None:
@@ -270,11 +262,12 @@ class Collectives:
                     result = self._attempt(kind, index, step, where, issue, ready)
                     if then is not None:
                         then(result)
-                    pending.finish(result)
+                    pending.result = result
+                    pending.finish()
             except BaseException as error:  # nothing may end this thread
                 self.fail(error)
             if not pending.done():
-                pending.finish(error=self._failure)
+                pending.finish(self._failure)
 
         self._queue.put(job)
         return pending

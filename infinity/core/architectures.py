@@ -1,4 +1,4 @@
-"""Models of our own that a ``config.json`` may name beside those of transformers."""
+"""Registry of model classes outside transformers that a ``config.json`` may name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -7,12 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model of our own, and how to build it from ``config.json``.
+    """A model class that is built from the entries of ``config.json``.
 
     Attributes:
-        config: A dataclass, whose fields are the entries of the file.
-        model: Takes one.
-        longest: The field that says how many tokens a sequence may have.
+        config: A dataclass whose fields are the entries of the file.
+        model: Builds the model from such a config.
+        longest: The field with the maximum sequence length.
     """
 
     config: type[Any]
@@ -20,10 +20,10 @@ class Architecture:
     longest: str
 
     def read(self, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-        """The config of a file's ``values``, some of them overridden; entries that it does not know are left.
+        """Return the config of a file's ``values`` with ``overrides``; ignore unknown entries of the file.
 
         Raises:
-            ValueError: A value is impossible, or an override unknown.
+            ValueError: A value is invalid, or an override is unknown.
         """
         assert is_dataclass(self.config)
         names = {field.name for field in fields(self.config)}
@@ -32,5 +32,5 @@ class Architecture:
         return self.config(**{k: v for k, v in {**values, **overrides}.items() if k in names})
 
 
-#: By the name in ``architectures``. A module that defines such a model puts it here.
+#: Keyed by the name in ``architectures``; a module that defines such a model registers it here.
 ARCHITECTURES: dict[str, Architecture] = {}

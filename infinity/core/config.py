@@ -1,8 +1,8 @@
-"""How a config says what it accepts, and the budgets of memory.
+"""Fields of configuration classes with their meaning and valid values; the memory budgets.
 
-A config is a frozen dataclass beside its owner. Each field is made with :func:`setting`, which
-keeps its meaning and its valid values with it, so that one :func:`check` serves all of them
-and ``infinity recipe`` can print them.
+A config is a frozen dataclass beside the part that it configures. :func:`setting` makes a field and stores
+its meaning and valid values in the field's metadata, which :func:`check` enforces and ``infinity recipe``
+prints.
 """
 
 import math
@@ -14,12 +14,12 @@ from infinity.core.errors import RecipeError
 
 
 class SettingError(RecipeError):
-    """A field of a config has a value that it does not accept.
+    """A field of a config has an invalid value.
 
     Attributes:
         key: Name of the field.
         got: Its value.
-        wanted: What it accepts, for people.
+        wanted: Description of the valid values.
     """
 
     def __init__(self, key: str, got: object, wanted: str) -> None:
@@ -29,7 +29,7 @@ class SettingError(RecipeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Valid:
-    """Which values a field accepts: bounds of a number, or a list of choices."""
+    """Valid values of a field: bounds of a number, or a list of choices."""
 
     least: float | None = None
     above: float | None = None
@@ -38,7 +38,7 @@ class Valid:
     choices: Sequence[object] = ()
 
     def accepts(self, value: Any) -> bool:
-        """Whether ``value``, which already has the field's type, is inside; NaN never is."""
+        """Return True if ``value``, which has the field's type, is valid; NaN and infinity never are."""
         if self.choices:
             return value in self.choices
         if isinstance(value, float) and not math.isfinite(value):
@@ -57,27 +57,24 @@ class Valid:
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
 
-def setting(
-    default: Any, help: str, *, valid: Valid | None = None, nbytes: bool = False, many: bool = False
-) -> Any:
-    """A field of a config.
+def setting(default: Any, help: str, *, valid: Valid | None = None, nbytes: bool = False) -> Any:
+    """Make a field of a config.
 
     Args:
-        default: Its value where the recipe says nothing; None stands for "derived" or "off".
-        help: What it means, one line.
-        valid: What it accepts; also of each item, where the field is a tuple.
-        nbytes: A size in bytes, written ``8GiB`` in a recipe.
-        many: A tuple of any length, which a recipe may write as its only item.
+        default: The default value; None usually means "derived" or "off".
+        help: The meaning, in one line.
+        valid: Valid values; for a tuple, of each item.
+        nbytes: The value is a size in bytes, written ``8GiB`` in a recipe.
     """
-    metadata = {"help": help, "valid": valid or Valid(), "nbytes": nbytes, "many": many}
+    metadata = {"help": help, "valid": valid or Valid(), "nbytes": nbytes}
     return field(default=default, metadata=metadata)
 
 
 def check(config: Any) -> None:
-    """Compare every field of ``config`` with what it accepts; for ``__post_init__``.
+    """Validate every field of ``config``; called in ``__post_init__``.
 
     Raises:
-        SettingError: The first field that is outside.
+        SettingError: A field has an invalid value; names the first such field.
     """
     for each in fields(config):
         valid: Valid = each.metadata["valid"]
@@ -89,40 +86,40 @@ def check(config: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Budgets of one rank. Every buffer's size and number is derived from them and the model."""
+    """Memory budgets of one rank. The number and size of all buffers follow from them and the model."""
 
     device: int | None = setting(
         None,
-        "bytes of accelerator memory per rank, for model states and activations; null: what is free",
+        "accelerator memory per rank, for model states and activations; null: the free memory",
         valid=Valid(least=1),
         nbytes=True,
     )
     host: int | None = setting(
         None,
-        "bytes of host memory per rank for model states and staging; null: from what is free",
+        "host memory per rank, for model states and staging buffers; null: derived from the free memory",
         valid=Valid(least=1),
         nbytes=True,
     )
     nvme: tuple[str, ...] = setting(
-        (), "directories for states that host memory cannot hold; none: memory only", many=True
+        (), "directories for states that host memory cannot hold; empty: memory only"
     )
     versions: Literal[1, 2] = setting(
         2,
-        "places per unit on disk; 2: a crash leaves the last step whole; 1: half the disk",
+        "versions of each unit on disk; 2: a crash leaves the last step intact; 1: half the disk space",
         valid=Valid(choices=(1, 2)),
     )
     resident: bool = setting(
-        True, "keep in host memory what fits there; false: every state streams, host memory only stages"
+        True, "keep states in host memory as far as the budget allows; false: stream all of them from NVMe"
     )
     engine: Literal["auto", "libaio", "threads", "gds"] = setting(
         "auto",
-        "how bytes reach the disk; auto picks the fastest that works here",
+        "I/O engine; auto: the fastest that works on this machine",
         valid=Valid(choices=("auto", "libaio", "threads", "gds")),
     )
     activations: Literal["keep", "offload", "recompute", "plan"] | None = setting(
         None,
-        "what waits for backward stays, is stored, is computed again, or what a plan says that keeps "
-        "memory.device; null: plan if memory.device is given, else keep",
+        "keep, store or recompute activations, or follow a plan that keeps memory.device; null: plan if "
+        "memory.device is set, else keep",
         valid=Valid(choices=("keep", "offload", "recompute", "plan")),
     )
 

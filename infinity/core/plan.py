@@ -1,4 +1,4 @@
-"""What a step does with its activations: frozen decisions, made by a planner and played by two executors."""
+"""A plan for activations: frozen decisions of a planner, followed by the runtime and by the simulator."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from infinity.core.profile import SlotKey
 class Place(StrEnum):
     """Where a saved storage waits for backward."""
 
-    KEEP = "keep"  # where it is
+    KEEP = "keep"  # in device memory
     HOST = "host"
     NVME = "nvme"
 
@@ -35,8 +35,8 @@ class Hardware:
         host_bytes_per_s: Device to host memory and back, each way.
         latency_s: From submitting a transfer to its first byte (s).
         host_nbytes: Host memory that activations may take.
-        compute_s_per_byte: By how much a byte that moves delays compute beside it (s); on a machine
-            without an accelerator I/O takes its share of the cores.
+        compute_s_per_byte: Delay of compute for each byte that moves beside it (s); on a machine without an
+            accelerator I/O takes its share of the cores.
     """
 
     read_bytes_per_s: float
@@ -53,15 +53,16 @@ class ActivationPlan:
     """Decisions for every micro-batch of a step.
 
     Attributes:
-        policy: Who made it, for people: keep, offload, recompute, adaptive, plan.
-        places: Where each slot goes; those that are not named are kept. A recomputed block's slots are its
-            inputs, numbered in the order of :attr:`infinity.core.profile.Block.inputs`, without those
+        policy: Name of the policy that made it: keep, offload, recompute, adaptive or plan.
+        places: Where each slot goes; slots that are not named are kept. A recomputed block's slots are its
+            inputs, numbered in the order of :attr:`infinity.core.profile.BlockCall.inputs`, without those
             that an earlier region packed.
-        loads: What is loaded when, in the order in which backward needs it.
+        loads: When each slot is loaded, in the order in which backward needs them.
         recomputed: Regions of blocks that run their forward again in backward.
-        capacity_nbytes: The budget that it keeps: of all that the step makes in device memory, units,
-            gradients and states of the optimizer left out. None: no budget.
-        backlog_nbytes: What may wait in memory to be stored; packing waits for stores beyond it. None: all.
+        capacity_nbytes: The budget that it keeps, of device memory that the step allocates itself, without
+            units, gradients and optimizer states. None: no budget.
+        backlog_nbytes: Bytes that may wait in memory to be stored; packing waits for stores beyond it.
+            None: no bound.
     """
 
     policy: str
@@ -75,7 +76,7 @@ class ActivationPlan:
         return self.places.get(key, Place.KEEP)
 
     def to_json(self) -> str:
-        """Text that two equal plans share: ranks compare it, and runs keep it."""
+        """Return text that equal plans share; ranks compare it, and runs save it."""
         given = asdict(self) | {
             "places": sorted((*key, place) for key, place in self.places.items()),
             "recomputed": sorted(self.recomputed),
@@ -101,12 +102,12 @@ class ActivationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a plan costs, predicted or measured, for one micro-batch with its update.
+    """Cost of a plan, predicted or measured, for one micro-batch with its update.
 
     Attributes:
         step_s: Time of the step (s).
-        stall_s: Of it, waiting for transfers (s).
-        recompute_s: Of it, computing again (s).
+        stall_s: Part of it that waits for transfers (s).
+        recompute_s: Part of it that recomputes (s).
         peak_nbytes: The most that the step's own storages take of device memory at one time.
         host_peak_nbytes: The most that stored slots take of host memory.
         nbytes_stored: Activations written to NVMe.

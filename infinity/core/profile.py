@@ -1,11 +1,11 @@
-"""One step as it was measured: operators, the storages that they touch, and what autograd keeps of them.
+"""The profile of one step: its operators, the storages that they touch, and those that autograd saves.
 
-The planner and the simulator read nothing else of a model. Positions are indices of operators.
+The planner reads nothing else of a model. Positions are indices of operators.
 
 [Note: regions]
 A forward pass is cut into stretches: region ``2 * b + 1`` is the b-th call of a block, the even regions lie
-before, between and after the calls. What autograd saves gets a key, its region and its number there, and
-has the same key in every micro-batch: that is how a plan names it.
+before, between and after the calls. A storage that autograd saves gets a key, its region and its ordinal
+there, which is the same in every micro-batch: a plan names it by that key.
 """
 
 import json
@@ -18,7 +18,7 @@ from infinity.core.errors import RecipeError
 
 
 class SlotKey(NamedTuple):
-    """Which saved storage of a micro-batch; see [Note: regions]."""
+    """Name of a saved storage in every micro-batch; see [Note: regions]."""
 
     region: int
     ordinal: int
@@ -33,7 +33,7 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a storage holds."""
+    """The content of a storage."""
 
     ACTIVATION = "activation"  # autograd saves it
     WORKING = "working"  # made inside the step, and not saved
@@ -45,12 +45,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """One storage, and when it is in memory if everything is kept.
+    """One storage, and its lifetime if everything is kept.
 
     Attributes:
-        name: For people.
-        nbytes: Its size.
-        kind: What it holds.
+        name: For error messages.
+        nbytes: Size.
+        kind: Content.
         born: The operator that makes it; 0 if it was there before the step.
         dies: The last operator during which it is in memory.
     """
@@ -68,7 +68,7 @@ class Operator:
 
     Attributes:
         name: As torch names it.
-        time_s: How long it computes (s).
+        time_s: Time of its computation (s).
         inputs: Storages that it reads.
         outputs: Storages that it writes.
         phase: Where in the step it runs.
@@ -84,13 +84,13 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A storage that autograd saves, in the order of packing.
+class SlotUse:
+    """A storage that autograd saves, and when backward uses it; in the order of packing.
 
     Attributes:
-        key: How a plan names it.
-        storage: Which storage.
-        nbytes: Its size.
+        key: Its name in a plan.
+        storage: Index of the storage.
+        nbytes: Size.
         packed_at: The last operator before it may be stored.
         unpacked_at: The first operator of backward that needs it.
         released_at: The last one.
@@ -107,15 +107,15 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockCall:
     """One call of a block, which may be recomputed.
 
     Attributes:
         name: The module's name.
         region: Of its forward.
         forward: First operator of its forward, and the first after it.
-        backward: The same of its backward.
-        inputs: Storages that its forward reads from outside, parameters left out, in order.
+        backward: First operator of its backward, and the first after it.
+        inputs: Storages that its forward reads from outside, without parameters, in order.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that units move while operator ``at`` runs, on the channels that activations share."""
+    """Bytes that units start to move while operator ``at`` runs, on the channels that activations share."""
 
     at: int
     nbytes_read: int
@@ -139,25 +139,25 @@ class Profile:
     """One micro-batch with its update.
 
     Attributes:
-        step_s: How long it takes when everything is kept (s); at least the sum of its operators.
+        step_s: Time of the step when everything is kept (s); at least the sum of its operators.
     """
 
     step_s: float
     operators: tuple[Operator, ...]
     storages: tuple[StorageUse, ...]
-    slots: tuple[Slot, ...]
-    blocks: tuple[Block, ...]
+    slots: tuple[SlotUse, ...]
+    blocks: tuple[BlockCall, ...]
     traffic: tuple[Traffic, ...] = field(default=())
 
     def at_pace(self, step_s: float) -> "Profile":
-        """The same step when it takes ``step_s``; operators that would take longer shrink in proportion."""
+        """Scale the step to ``step_s``; operators that would take longer shrink in proportion."""
         operators_s = sum(operator.time_s for operator in self.operators)
         shrink = min(1.0, step_s / operators_s) if operators_s else 1.0
         operators = tuple(replace(operator, time_s=operator.time_s * shrink) for operator in self.operators)
         return replace(self, step_s=step_s, operators=operators)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, which :meth:`load` reads on any machine."""
+        """Write JSON that :meth:`load` reads on any machine."""
         path.write_text(json.dumps({"version": 1, **asdict(self)}), encoding="utf-8")
 
     @classmethod
@@ -183,8 +183,8 @@ class Profile:
             float(given["step_s"]),
             tuple(Operator(**_tuples(o) | {"phase": Phase(o["phase"])}) for o in given["operators"]),
             tuple(StorageUse(**s | {"kind": Kind(s["kind"])}) for s in given["storages"]),
-            tuple(Slot(**s | {"key": SlotKey(*s["key"])}) for s in given["slots"]),
-            tuple(Block(**_tuples(b)) for b in given["blocks"]),
+            tuple(SlotUse(**s | {"key": SlotKey(*s["key"])}) for s in given["slots"]),
+            tuple(BlockCall(**_tuples(b)) for b in given["blocks"]),
             tuple(Traffic(**t) for t in given["traffic"]),
         )
 

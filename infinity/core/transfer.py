@@ -34,7 +34,7 @@ class Transfer(Protocol):
 
 
 #: Waits are cut into slices, so that Ctrl-C gets through wherever the signal was delivered (s).
-_SLICE_S = 1.0
+_SLICE_S = 0.5
 
 
 class TransferFuture:
@@ -60,10 +60,13 @@ class TransferFuture:
             if not self._done:
                 event = self._event = self._event or threading.Event()
         while event is not None and not event.wait(_SLICE_S):
-            pass
+            self._while_waiting()
         if self._error is not None:
             # Where it was raised first: waiting again adds nothing, and keeps no frame of a waiter alive.
             raise self._error.with_traceback(self._traceback)
+
+    def _while_waiting(self) -> None:
+        """Raise if the end will not come; called about once a second while a thread waits."""
 
     def done(self) -> bool:
         return self._done

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.activations.activations import Activations
+from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
@@ -26,8 +26,7 @@ from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import Gradients
 from infinity.engine.hooks import Hooks
 from infinity.observe.stalls import CountingPool, Stalls
-from infinity.observe.timed import TimedRule
-from infinity.observe.timeline import Timeline
+from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
@@ -110,7 +109,7 @@ class StepExecutor:
                 self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
             )
             self._attach_residents(units, streaming)
-            activations.room = self
+            activations.budget = self
             self._stack = stack.pop_all()
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
@@ -160,7 +159,7 @@ class StepExecutor:
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
 
-    # --- the budget of activations (infinity.activations.activations: ActivationBudget) --------------------
+    # --- the budget of activations (infinity.activations.controller: ActivationBudget) ---------------------
 
     def capacities(self) -> Sequence[int | None]:
         """Return what units leave of ``memory.device``, and what the least that they need leaves (bytes)."""
@@ -197,7 +196,7 @@ class StepExecutor:
             return None
         self.gradients.check()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
-        norm = math.sqrt(total) / self.updates.loss_scale if math.isfinite(total) else total
+        norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
         if math.isfinite(norm):
             updated = list(self.updates.ready)
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))

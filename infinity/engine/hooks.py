@@ -39,8 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from infinity.activations.activations import Activations
-from infinity.activations.cache import Kept, Saved
+from infinity.activations.controller import Activations
+from infinity.activations.tensor_cache import KeptTensor, SlotHandle
 from infinity.core.errors import StateError
 from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -226,7 +226,7 @@ class Hooks:
 
     # --- saved tensors -----------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> Handle | Kept | Saved:
+    def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
         unit = self.attached.get(tensor.untyped_storage().data_ptr())
         if unit is None:
             return self.activations.cache.pack(tensor)
@@ -234,7 +234,7 @@ class Hooks:
             unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )
 
-    def unpack(self, packed: Handle | Kept | Saved) -> Tensor:
+    def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
         if not isinstance(packed, Handle):
             return self.activations.cache.unpack(packed)
         unit = packed.unit

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.activations.activations import Activations
-from infinity.activations.cache import TensorCache
-from infinity.activations.channels import measure_hardware, open_shelves
+from infinity.activations.controller import Activations
+from infinity.activations.store import measure_hardware, open_stores
+from infinity.activations.tensor_cache import TensorCache
 from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
@@ -35,7 +35,7 @@ from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
-from infinity.observe.listener import Listener
+from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import prepare
@@ -69,7 +69,7 @@ class Runtime:
         self.stack = contextlib.ExitStack()
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
-        self.say = Listener()
+        self.say = MessageBuffer()
         self.notes: list[str] = []
         self._executor: StepExecutor | None = None
         self._failure: BaseException | None = None
@@ -113,7 +113,8 @@ class Runtime:
         """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
         chosen, line = choose_dtype(self.config.dtype, self.ranks.device, self._least_ratio)
         self.dtype, self.config = DTYPES[chosen], replace(self.config, dtype=chosen)
-        prepare(self.dtype, reduction_dtype(self.config, self.dtype))
+        several = self.ranks.world_size > 1
+        prepare(self.dtype, reduction_dtype(self.config, self.dtype) if several else self.dtype)
         if line:
             self._note(line)
 
@@ -127,13 +128,11 @@ class Runtime:
 
     def _make_activations(self) -> Activations:
         memory, storage, device = self.config.memory, self.storage, self.ranks.device
-        shelves = open_shelves(
-            device, storage.host_pool, storage.piece_nbytes, storage.volume, storage.engine
-        )
-        if memory.activations == "offload" and not shelves:
+        stores = open_stores(device, storage.host_pool, storage.piece_nbytes, storage.volume, storage.engine)
+        if memory.activations == "offload" and not stores:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
-        cache = TensorCache(device, shelves, lambda wait: self.stalls("activation", wait))
+        cache = TensorCache(device, stores, lambda wait: self.stalls("activation", wait))
         recomputed = self.config.layer_schedule  # by itself: little is left to plan
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
         decide = partial(self.ranks.decide, where="the plan for activations")

@@ -1,58 +1,115 @@
-"""A run's figures on disk: ``metrics.jsonl``, one line a step, and TensorBoard."""
+"""Figures of each step: the report that all views read, ``metrics.jsonl`` and TensorBoard."""
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from infinity.core.config import check, setting
 from infinity.core.errors import InfinityError
-from infinity.observe.events import StepReport, perplexity
+
+#: A step or run whose longest stall is at most this share of its time is bound by compute.
+STALL_SHARE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveConfig:
+    """Views of a run; all are written by rank 0."""
+
+    metrics: bool = setting(True, "write metrics.jsonl, one line per step")
+    tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
+    progress: bool = setting(True, "show progress and the final summary")
+    timeline: bool = setting(False, "write timeline.json, for Perfetto and chrome://tracing")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Figures of one optimizer step on one rank; times in seconds of wall clock, sizes in bytes."""
+
+    step: int
+    loss: float | None
+    lr: float
+    grad_norm: float | None
+    skipped: bool
+    step_s: float
+    tokens: int
+    stall_s: dict[str, float] = field(default_factory=dict)  # by cause: read, write, update, ...
+    nbytes_read: int = 0
+    nbytes_written: int = 0
+    planned_nbytes_read: int | None = None  # None while the step is recorded, not planned
+    planned_nbytes_written: int | None = None
+    on_demand: int = 0  # uses that the plan did not foresee
+    peak_nbytes: dict[str, int] = field(default_factory=dict)  # by tier: device, host, nvme
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s if self.step_s else 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        """The cause of the longest stall; ``compute`` if that is at most 5 % of the step."""
+        return bottleneck(self.stall_s, self.step_s)
+
+
+def bottleneck(stall_s: dict[str, float], total_s: float) -> str:
+    """Return the cause of the longest stall; ``compute`` if that is at most 5 % of ``total_s``."""
+    cause, waited_s = max(stall_s.items(), key=lambda item: item[1], default=("compute", 0.0))
+    return cause if waited_s > STALL_SHARE * total_s else "compute"
+
+
+def perplexity(loss: float) -> float:
+    """Perplexity: exp(loss); infinity if that exceeds a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 class View(Protocol):
-    """Something that shows a run; called on rank 0 only."""
+    """A display or file of a run's figures; called on rank 0 only."""
 
     def step(self, report: StepReport) -> None:
-        """A step ended."""
+        """Show the figures of a step."""
         ...
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss, mean over the tokens of all ranks, after ``step`` steps."""
+        """Show the held-out loss after ``step`` steps, the mean over the tokens of all ranks."""
         ...
 
     def close(self) -> None: ...
 
 
 class MetricsFile:
-    """Appends JSON lines to ``path``, each whole on disk's side of the process when the call ends.
+    """View that appends JSON lines to ``path``, each flushed before the call returns.
 
-    A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``,
-    ``bottleneck``) or "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite
-    are null.
+    A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``, ``bottleneck``) or
+    "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite are null.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
     def step(self, report: StepReport) -> None:
-        more = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}
-        self._write({"kind": "step", **asdict(report), **more})
+        derived = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}
+        self._write({"kind": "step", **asdict(report), **derived})
 
     def evaluated(self, step: int, loss: float) -> None:
-        figures = {"loss": loss, "perplexity": perplexity(loss)}
-        self._write({"kind": "evaluation", "step": step, **figures})
+        self._write({"kind": "evaluation", "step": step, "loss": loss, "perplexity": perplexity(loss)})
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
-        self._file.flush()  # a run that is killed keeps what it wrote
+        self._file.flush()  # a killed run keeps its lines
 
 
 class TensorBoard:
-    """Scalars for TensorBoard in ``folder``.
+    """View that writes scalars for TensorBoard into ``folder``.
 
     Raises:
         InfinityError: The tensorboard package is not installed.
@@ -83,7 +140,7 @@ class TensorBoard:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for every float that JSON cannot say."""
+    """Replace floats that JSON cannot represent by None, also inside dicts."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

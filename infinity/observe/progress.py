@@ -1,20 +1,61 @@
-"""Progress of a run: a bar with figures in a terminal, plain lines elsewhere."""
+"""Progress of a run for the user: a bar in a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from infinity.core.nbytes import format_nbytes
-from infinity.observe.events import StepReport, perplexity
-from infinity.observe.loading import LoadClock
+from infinity.observe.metrics import StepReport, perplexity
+
+#: Seconds between plain lines while a checkpoint is loaded.
+LINES_EVERY_S = 10.0
+
+
+class LoadClock:
+    """Formats the progress of loading a checkpoint; its time starts at the first call.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start_s: float | None = None
+        self._logged_s = 0.0
+
+    def describe(self, done_nbytes: int, total_nbytes: int) -> str:
+        """Return a line such as ``loading 1.5 GiB of 8 GiB  700 MiB/s  9 s left``."""
+        elapsed_s = self._elapsed_s()
+        parts = [f"loading {format_nbytes(done_nbytes)} of {format_nbytes(total_nbytes)}"]
+        if elapsed_s > 0 and done_nbytes:
+            parts.append(f"{format_nbytes(done_nbytes / elapsed_s)}/s")
+            parts.append(f"{(total_nbytes - done_nbytes) * elapsed_s / done_nbytes:.0f} s left")
+        return "  ".join(parts)
+
+    def due(self, done_nbytes: int, total_nbytes: int) -> bool:
+        """Return True every ten seconds, and at the end of a load that took longer than that."""
+        elapsed_s = self._elapsed_s()
+        last = done_nbytes >= total_nbytes and self._logged_s > 0
+        if not last and elapsed_s - self._logged_s < LINES_EVERY_S:
+            return False
+        self._logged_s = 0.0 if last else elapsed_s
+        return True
+
+    def _elapsed_s(self) -> float:
+        if self._start_s is None:
+            self._start_s = self._clock()
+        return self._clock() - self._start_s
 
 
 class ProgressDisplay:
-    """Shows every step (terminal) or every ``log_every``-th and the last (plain lines).
+    """View that shows every step (terminal), or every ``log_every``-th and the last (plain lines).
 
     Args:
-        steps: Of the whole run.
-        console: Where; standard error by default, so that standard output stays for results.
+        steps: Number of steps of the run.
+        console: Default: standard error, so that standard output is free for results.
     """
 
     def __init__(self, steps: int, *, log_every: int = 1, console: Console | None = None) -> None:
@@ -34,38 +75,35 @@ class ProgressDisplay:
             self._bar.start()
 
     def loading(self, done_nbytes: int, total_nbytes: int) -> None:
-        """This rank has loaded so many bytes of its weights."""
+        """Show how much of its weights this rank has loaded."""
         text = self._load.describe(done_nbytes, total_nbytes)
         if self._bar:
             self._bar.update(self._task, description=escape(text))
         elif self._load.due(done_nbytes, total_nbytes):
-            self._say(text)
+            self.log(text)
 
     def step(self, report: StepReport) -> None:
         if self._bar:
             self._bar.update(self._task, completed=report.step, description=escape(describe(report)))
         elif report.step % self._log_every == 0 or report.step == self._steps:
-            self._say(f"step {report.step}/{self._steps}  {describe(report)}")
+            self.log(f"step {report.step}/{self._steps}  {describe(report)}")
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._say(f"step {step}/{self._steps}  held-out loss {loss:.4f}  perplexity {perplexity(loss):,.2f}")
+        self.log(f"step {step}/{self._steps}  held-out loss {loss:.4f}  perplexity {perplexity(loss):,.2f}")
 
-    def say(self, line: str) -> None:
-        """A line of its own above the bar."""
-        self._say(line)
+    def log(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
 
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
 
 def describe(report: StepReport) -> str:
-    """A step's figures in one line; bytes and stall are this rank's, the loss is every rank's."""
+    """Return a step's figures in one line; bytes and stalls are this rank's, the loss is all ranks'."""
     parts = ["loss -" if report.loss is None else f"loss {report.loss:.4f}"]
-    parts.append(f"{report.tokens_per_s:,.0f} tok/s")
+    parts.append(f"{report.tokens_per_s:,.0f} tokens/s")
     stall_s = sum(report.stall_s.values())
     cause = "" if report.bottleneck == "compute" else f" ({report.bottleneck})"
     parts.append(f"stall {stall_s:.2f} s{cause}")

@@ -1,4 +1,4 @@
-"""Seconds that compute waits, by cause, and memory that counts the waiting for it."""
+"""Stalls: time that compute waits, by cause."""
 
 import time
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from infinity.observe.timeline import Timeline
 
 
 class Stalls:
-    """Counts the training thread's waits; what lies between two waits is compute.
+    """Counts the training thread's waits; the time between two waits is compute.
 
     Args:
-        timeline: Gets the compute spans.
+        timeline: Receives the compute spans.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -31,7 +31,7 @@ class Stalls:
 
 
 class CountingPool:
-    """A pool of the training thread: waiting for a buffer is waiting for the update that holds one."""
+    """Pool of the training thread that counts waiting for a buffer as a stall of cause ``update``."""
 
     def __init__(self, pool: Pool, stalls: Stalls) -> None:
         self._pool, self._stalls = pool, stalls

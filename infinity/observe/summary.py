@@ -1,4 +1,4 @@
-"""What a run did, in one table and one JSON file."""
+"""Final summary of a run: a table and ``summary.json``."""
 
 import json
 from collections import Counter
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -13,35 +14,34 @@ from rich.text import Text
 
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Outcome
-from infinity.observe.events import StepReport, perplexity
-from infinity.observe.metrics import finite
-
-#: A cause is named as the bottleneck when the run waited for it for more than this share.
-STALL_SHARE = 0.05
+from infinity.observe.metrics import StepReport, bottleneck, finite, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSummary:
-    """What became of activations, on one rank; a step has ``accumulate`` micro-batches.
+    """Figures of a run's activations on one rank.
 
     Attributes:
-        plan: What the plan does, for people; None: there was none, as all following fields.
+        nbytes_stored: Bytes stored per step, as the next two: medians over steps.
+        saved_peak_nbytes: Peak of the tensors that autograd saves.
+        plan: Description of the plan; None, as all following fields: there was none.
+        predicted: Predicted cost of one micro-batch; ``measured`` likewise.
     """
 
     policy: str
-    nbytes_stored: int  # a step, as the next two; medians
+    nbytes_stored: int
     nbytes_loaded: int
     stall_s: float
-    saved_peak_nbytes: int  # of what autograd saves
+    saved_peak_nbytes: int
     plan: str | None = None
     planning_s: float | None = None
-    predicted: Outcome | None = None  # one micro-batch, as measured
+    predicted: Outcome | None = None
     measured: Outcome | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Figures of a run; bytes are one rank's, medians are over the planned steps."""
+    """Figures of a run; bytes are those of one rank, medians are over the planned steps."""
 
     folder: str
     world_size: int
@@ -65,23 +65,31 @@ class Summary:
     last_held_out: float | None
     first_perplexity: float | None  # of the held-out tokens
     last_perplexity: float | None
-    activations: ActivationSummary | None = None  # None: they were kept
-    dtype: str | None = None  # of the computation
-    notes: Sequence[str] = ()  # what is done otherwise on rank 0's machine, and why
+    activations: ActivationSummary | None = None  # None: all were kept
+    dtype: str | None = None  # compute dtype
+    notes: Sequence[str] = ()  # fallbacks on rank 0's machine, and the reasons
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n", encoding="utf-8")
 
 
-class SummaryBuilder:
-    """Adds up a run, step by step; what it keeps grows by a few numbers a step.
+class _Figures(NamedTuple):
+    """Figures of one step that the summary keeps."""
 
-    A :class:`~infinity.observe.metrics.View`.
-    """
+    step_s: float
+    tokens_per_s: float
+    nbytes_read: int
+    nbytes_written: int
+    off_plan: bool  # used units that the plan did not foresee
+
+
+class SummaryBuilder:
+    """View that accumulates the figures of a run; memory grows by a few numbers per step."""
 
     def __init__(self) -> None:
-        self._planned = _Series()
-        self._all = _Series()
+        self._all: list[_Figures] = []
+        self._planned: list[_Figures] = []
+        self._planned_nbytes: tuple[int | None, int | None] = None, None
         self._stall_s: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
         self._losses: list[float] = []
@@ -89,9 +97,12 @@ class SummaryBuilder:
         self._skipped = 0
 
     def step(self, report: StepReport) -> None:
-        self._all.add(report)
+        moved = report.nbytes_read, report.nbytes_written
+        figures = _Figures(report.step_s, report.tokens_per_s, *moved, report.on_demand > 0)
+        self._all.append(figures)
         if report.planned_nbytes_read is not None:
-            self._planned.add(report)
+            self._planned.append(figures)
+            self._planned_nbytes = report.planned_nbytes_read, report.planned_nbytes_written
         self._stall_s.update(report.stall_s)
         self._skipped += report.skipped
         for tier, nbytes in report.peak_nbytes.items():
@@ -115,69 +126,50 @@ class SummaryBuilder:
         dtype: str | None = None,
         notes: Sequence[str] = (),
     ) -> Summary:
-        """The summary so far; ``budgets`` in bytes by tier, None where there is none."""
-        series = self._planned if self._planned.step_s else self._all
-        total_s = sum(self._all.step_s)
-        cause, waited_s = max(self._stall_s.items(), key=lambda kv: kv[1], default=("compute", 0.0))
-        held_out = (self._held_out[0], self._held_out[-1]) if self._held_out else (None, None)
-        hesitation = [None if loss is None else perplexity(loss) for loss in held_out]
+        """Return the summary so far; ``budgets`` are in bytes by tier, None: no budget."""
+        steps = self._planned or self._all
+        step_s, tokens_per_s, nbytes_read, nbytes_written, _ = (
+            (median(values) for values in zip(*steps)) if steps else (0.0,) * len(_Figures._fields)
+        )
+        total_s = sum(figures.step_s for figures in self._all)
+        losses = _first_and_last(self._losses)
+        held_out = _first_and_last(self._held_out)
+        perplexities = [None if loss is None else perplexity(loss) for loss in held_out]
         return Summary(
             folder=str(folder),
             world_size=world_size,
-            steps=len(self._all.step_s),
+            steps=len(self._all),
             skipped=self._skipped,
-            tokens_per_s=series.median(series.tokens_per_s),
-            step_s=series.median(series.step_s),
-            nbytes_read=round(series.median(series.nbytes_read)),
-            nbytes_written=round(series.median(series.nbytes_written)),
-            planned_nbytes_read=series.planned_nbytes_read,
-            planned_nbytes_written=series.planned_nbytes_written,
-            steps_off_plan=series.off_plan,
+            tokens_per_s=tokens_per_s,
+            step_s=step_s,
+            nbytes_read=round(nbytes_read),
+            nbytes_written=round(nbytes_written),
+            planned_nbytes_read=self._planned_nbytes[0],
+            planned_nbytes_written=self._planned_nbytes[1],
+            steps_off_plan=sum(figures.off_plan for figures in steps),
             peak_nbytes=dict(self._peak),
             budgets=dict(budgets),
             stall_s=dict(self._stall_s),
             stall_share=sum(self._stall_s.values()) / total_s if total_s else 0.0,
-            bottleneck=cause if waited_s > STALL_SHARE * total_s else "compute",
-            first_loss=self._losses[0] if self._losses else None,
-            last_loss=self._losses[-1] if self._losses else None,
+            bottleneck=bottleneck(dict(self._stall_s), total_s),
+            first_loss=losses[0],
+            last_loss=losses[1],
             first_held_out=held_out[0],
             last_held_out=held_out[1],
-            first_perplexity=hesitation[0],
-            last_perplexity=hesitation[1],
+            first_perplexity=perplexities[0],
+            last_perplexity=perplexities[1],
             activations=activations,
             dtype=dtype,
             notes=list(notes),
         )
 
 
-class _Series:
-    """One number a step, of some of the steps."""
-
-    def __init__(self) -> None:
-        self.step_s: list[float] = []
-        self.tokens_per_s: list[float] = []
-        self.nbytes_read: list[float] = []
-        self.nbytes_written: list[float] = []
-        self.planned_nbytes_read: int | None = None
-        self.planned_nbytes_written: int | None = None
-        self.off_plan = 0
-
-    def add(self, report: StepReport) -> None:
-        self.step_s.append(report.step_s)
-        self.tokens_per_s.append(report.tokens_per_s)
-        self.nbytes_read.append(report.nbytes_read)
-        self.nbytes_written.append(report.nbytes_written)
-        self.planned_nbytes_read = report.planned_nbytes_read
-        self.planned_nbytes_written = report.planned_nbytes_written
-        self.off_plan += report.on_demand > 0
-
-    @staticmethod
-    def median(values: list[float]) -> float:
-        return median(values) if values else 0.0
+def _first_and_last(losses: Sequence[float]) -> tuple[float | None, float | None]:
+    return (losses[0], losses[-1]) if losses else (None, None)
 
 
 def show_summary(summary: Summary, console: Console) -> None:
-    """Print the table."""
+    """Print the summary as a table."""
     table = Table(title="summary", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -187,22 +179,22 @@ def show_summary(summary: Summary, console: Console) -> None:
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Names and values for people."""
+    """Return the rows of the table: names and formatted values."""
     stored = summary.activations.nbytes_stored if summary.activations else 0
     loaded = summary.activations.nbytes_loaded if summary.activations else 0
     ranks = f"{summary.world_size} rank{'s' if summary.world_size > 1 else ''}"
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
     rows = [
         ("steps", f"{summary.steps}{skipped} on {ranks}"),
-        ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s a step)"),
+        ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s per step)"),
         ("loss", _first_last(summary.first_loss, summary.last_loss)),
         ("held-out loss", _first_last(summary.first_held_out, summary.last_held_out)),
         ("held-out perplexity", _first_last(summary.first_perplexity, summary.last_perplexity, digits=2)),
-        ("read per step", _beside_plan(summary.nbytes_read, summary.planned_nbytes_read, loaded)),
-        ("written per step", _beside_plan(summary.nbytes_written, summary.planned_nbytes_written, stored)),
+        ("read per step", _with_plan(summary.nbytes_read, summary.planned_nbytes_read, loaded)),
+        ("written per step", _with_plan(summary.nbytes_written, summary.planned_nbytes_written, stored)),
     ]
     if summary.steps_off_plan:
-        rows.append(("", f"{summary.steps_off_plan} steps used units that the plan did not foresee"))
+        rows.append(("", f"{summary.steps_off_plan} steps used units that were not in the plan"))
     for tier, nbytes in summary.peak_nbytes.items():
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"
@@ -220,13 +212,13 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def activation_rows(figures: ActivationSummary) -> list[tuple[str, str]]:
-    """The same of activations."""
+    """Return the rows for activations."""
     moved = (
         f"{figures.nbytes_stored:,} bytes stored and {figures.nbytes_loaded:,} loaded per step, "
-        f"waited {figures.stall_s:.3g} s for them"
+        f"waited for {figures.stall_s:.3g} s"
     )
     if figures.plan is None:
-        peak = f"saved activations take at most {format_nbytes(figures.saved_peak_nbytes)}"
+        peak = f"peak {format_nbytes(figures.saved_peak_nbytes)} of saved activations"
         return [("activations", f"{figures.policy}: {peak}"), ("", moved)]
     rows = [("activations", f"{figures.plan}; planned in {figures.planning_s:.2g} s")]
     if figures.predicted is not None and figures.measured is not None:
@@ -235,11 +227,11 @@ def activation_rows(figures: ActivationSummary) -> list[tuple[str, str]]:
 
 
 def compared(predicted: Outcome, measured: Outcome) -> str:
-    """Time and peak of a micro-batch, and how far they are from what was predicted."""
+    """Return time and peak of a micro-batch, with their deviation from the prediction."""
     off_s = measured.step_s / predicted.step_s - 1 if predicted.step_s else 0.0
     off_nbytes = measured.peak_nbytes / predicted.peak_nbytes - 1 if predicted.peak_nbytes else 0.0
     return (
-        f"{measured.step_s:.3g} s a micro-batch ({off_s:+.1%} of predicted), "
+        f"{measured.step_s:.3g} s per micro-batch ({off_s:+.1%} of predicted), "
         f"peak {format_nbytes(measured.peak_nbytes)} ({off_nbytes:+.1%})"
     )
 
@@ -248,8 +240,10 @@ def _first_last(first: float | None, last: float | None, *, digits: int = 4) -> 
     return "-" if first is None or last is None else f"{first:,.{digits}f} -> {last:,.{digits}f}"
 
 
-def _beside_plan(nbytes: int, planned: int | None, activations: int) -> str:
-    if planned is None:  # everything stayed in memory, or the run ended before there was a plan
-        return f"{nbytes:,} bytes per rank" + (", recorded: the plan begins after it" if nbytes else "")
-    beside = f", beside {activations:,} of activations" if activations else ""
+def _with_plan(nbytes: int, planned: int | None, activations: int) -> str:
+    if planned is None:  # everything stayed in memory, or the run ended before a plan was made
+        return f"{nbytes:,} bytes per rank" + (
+            ", recorded; the plan starts with the second step" if nbytes else ""
+        )
+    beside = f", plus {activations:,} of activations" if activations else ""
     return f"{nbytes:,} bytes per rank (planned {planned:,}{beside})"

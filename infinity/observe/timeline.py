@@ -1,7 +1,6 @@
-"""What ran when: spans on lanes, as a trace for Perfetto or as a picture.
+"""Timeline of a run: spans on lanes, recorded by wrappers, exported to Perfetto or drawn.
 
-A step that takes longer than its parts shows *that* something waited; lanes beside each other
-show *what* it waited for. A disabled timeline costs one comparison a span.
+Lanes beside each other show what a step waited for. A disabled timeline costs one comparison per span.
 """
 
 import json
@@ -13,9 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Lanes in the order in which they are shown; others follow by name.
+from infinity.core.extent import Extent
+from infinity.core.transfer import Transfer, TransferEngine
+
+#: Lanes in the order in which they are drawn; others follow by name.
 LANES = ("compute", "read", "write", "update", "collective")
-#: Most spans that are kept (the latest).
+#: Number of spans that are kept; older ones are dropped.
 CAPACITY = 200_000
 _COLORS = {
     "compute": "#4c78a8",
@@ -27,7 +29,7 @@ _COLORS = {
 
 
 class Span(NamedTuple):
-    """Something that ran on a lane; times are seconds of the timeline's clock."""
+    """An interval on a lane; times are seconds of the timeline's clock."""
 
     lane: str
     name: str
@@ -39,8 +41,8 @@ class Timeline:
     """Collects spans, from any thread.
 
     Args:
-        enabled: Without it nothing is kept.
-        clock: Seconds, as ``time.perf_counter``.
+        enabled: Record spans.
+        clock: Returns seconds.
     """
 
     def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -51,17 +53,17 @@ class Timeline:
         self._nothing = nullcontext()
 
     def span(self, lane: str, name: str) -> AbstractContextManager[None]:
-        """Everything inside ``with`` is one span, also when it raises."""
+        """Record the body of a ``with`` statement as one span, also if it raises."""
         return self._timed(lane, name) if self.enabled else self._nothing
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
-        """A span that was timed elsewhere, with :attr:`clock`."""
+        """Record a span that was timed with :attr:`clock`."""
         if self.enabled:
             with self._lock:
                 self._spans.append(Span(lane, name, start_s, end_s))
 
     def spans(self) -> tuple[Span, ...]:
-        """What was collected, by start."""
+        """Return the recorded spans, sorted by start."""
         with self._lock:
             return tuple(sorted(self._spans, key=lambda span: span.start_s))
 
@@ -74,11 +76,76 @@ class Timeline:
             self.add(lane, name, start_s, self.clock())
 
 
-def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
-    """Write ``spans`` as Chrome's trace events, which ui.perfetto.dev opens; time starts at 0.
+class WatchedEngine:
+    """Transfer engine that reports the bytes of every request to ``listener``.
 
-    A lane becomes a process, and its overlapping spans (reads in flight together) its threads,
-    because one thread of a trace cannot show two spans at one time.
+    Attributes:
+        listener: Called with bytes read and bytes written, on any thread; None: nothing is reported.
+    """
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine, self.name = engine, engine.name
+        self.listener: Callable[[int, int], object] | None = None
+
+    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
+        if self.listener is not None:
+            self.listener(extent.nbytes, 0)
+        return self._engine.read(extent, memory, urgent=urgent)
+
+    def write(self, extent: Extent, memory: memoryview) -> Transfer:
+        if self.listener is not None:
+            self.listener(0, extent.nbytes)
+        return self._engine.write(extent, memory)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class TimedEngine:
+    """Transfer engine that records each transfer as a span of lane ``read`` or ``write``."""
+
+    def __init__(self, engine: TransferEngine, timeline: Timeline) -> None:
+        self._engine, self._timeline = engine, timeline
+        self.name = engine.name
+
+    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
+        return self._record("read", "weights" if urgent else "state", extent, memory, urgent)
+
+    def write(self, extent: Extent, memory: memoryview) -> Transfer:
+        return self._record("write", "state", extent, memory, False)
+
+    def _record(self, lane: str, name: str, extent: Extent, memory: memoryview, urgent: bool) -> Transfer:
+        begin_s = self._timeline.clock()
+        if lane == "read":
+            transfer = self._engine.read(extent, memory, urgent=urgent)
+        else:
+            transfer = self._engine.write(extent, memory)
+        transfer.then(lambda: self._timeline.add(lane, name, begin_s, self._timeline.clock()))
+        return transfer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class TimedRule:
+    """Update rule that records each update as a span of lane ``update``."""
+
+    def __init__(self, rule: Any, timeline: Timeline) -> None:
+        self._rule, self._timeline = rule, timeline
+
+    def update(self, *args: Any) -> None:
+        with self._timeline.span("update", "update"):
+            self._rule.update(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+
+def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
+    """Write ``spans`` as Chrome trace events, for ui.perfetto.dev; time starts at 0.
+
+    A lane becomes a process, and its overlapping spans (concurrent reads) its threads, because one thread
+    of a trace cannot show two spans at the same time.
     """
     start_s = min((span.start_s for span in spans), default=0.0)
     lanes = _lanes(spans)
@@ -101,8 +168,8 @@ def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
 
 
 def read_trace(path: Path) -> tuple[Span, ...]:
-    """The spans that :func:`write_trace` wrote; microseconds may round."""
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    """Read the spans that :func:`write_trace` wrote, rounded to microseconds."""
+    events = json.loads(path.read_text("utf-8"))["traceEvents"]
     lanes = {e["pid"]: e["args"]["name"].split(" ", 2)[2] for e in events if e["ph"] == "M"}
     return tuple(
         Span(lanes[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
@@ -112,12 +179,13 @@ def read_trace(path: Path) -> tuple[Span, ...]:
 
 
 def draw(spans: Sequence[Span], path: Path, *, start_s: float = 0.0, end_s: float | None = None) -> None:
-    """Draw the part of ``spans`` between two times, a lane above the other, as PNG or SVG.
+    """Draw ``spans`` between two times as PNG or SVG, one row per lane.
 
     Needs matplotlib (extra: plots).
 
     Args:
-        start_s: Of the part, after the first span's start.
+        start_s: Start of the drawn part, relative to the first span.
+        end_s: Its end; None: the last span.
     """
     from matplotlib.figure import Figure
 
@@ -149,7 +217,7 @@ def _lanes(spans: Sequence[Span]) -> list[str]:
 
 
 def _rows(spans: Sequence[Span]) -> list[int]:
-    """For each span the first row of its lane that is free when it starts."""
+    """Return for each span the first row of its lane that is free when it starts."""
     free_s: dict[str, list[float]] = {}
     rows = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: spans[i].start_s):

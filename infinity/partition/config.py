@@ -18,7 +18,6 @@ class PartitionConfig:
     leaf: tuple[str, ...] = setting(
         (),
         "classes gathered as one: ranks may use different parts of them; lists of experts are found",
-        many=True,
     )
     timeout_s: float = setting(
         300.0, "a rank that is silent for this long ends the run (s)", valid=Valid(above=0)

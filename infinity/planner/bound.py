@@ -15,11 +15,9 @@ import numpy as np
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Hardware
-from infinity.core.profile import Block, Profile
-from infinity.planner.channels import mixed_rates
-from infinity.planner.lanes import delay_s_per_byte
-from infinity.planner.lifetimes import MADE
-from infinity.planner.script import Saved, script_of
+from infinity.core.profile import BlockCall, Profile
+from infinity.planner.channels import Channel, delay_s_per_byte, mixed_rates
+from infinity.planner.lifetimes import MADE, InactivePeriod, lifetimes_of
 
 #: Stretches that the step is cut into at most.
 POINTS = 200
@@ -30,6 +28,7 @@ def bound(profile: Profile, hardware: Hardware, capacity_nbytes: int) -> float:
 
     Raises:
         BudgetError: Not even such a plan keeps the budget.
+        ModuleNotFoundError: scipy is not installed (extra: bound).
     """
     return _Model(profile, hardware, capacity_nbytes).solve()
 
@@ -65,6 +64,7 @@ class _Rows:
 
     def solve(self) -> float | None:
         """The least cost; None if there is no solution."""
+        # An extra, and a second to import: only a call for the bound needs it.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -78,11 +78,11 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _PlaceVariables:
     """Variables of one place: shares by saved storage, and bytes by stretch, counted from the beginning.
 
     Attributes:
-        shares: For each saved storage; its part that is stored here.
+        shares: For each inactive period, by its index; the part of the storage that is stored here.
         written: Bytes that have been stored by the end of the stretch.
         read: Bytes that have been loaded by the end of the stretch.
     """
@@ -95,15 +95,15 @@ class _Lane:
 class _Model:
     def __init__(self, profile: Profile, hardware: Hardware, capacity_nbytes: int) -> None:
         self._profile, self._hardware, self._capacity = profile, hardware, capacity_nbytes
-        self._script = script_of(profile)
-        length = len(self._script.times)
+        self._lifetimes = lifetimes_of(profile)
+        length = len(self._lifetimes.times)
         count = min(POINTS, length)
         self._edges = [i * length // count for i in range(count + 1)]
-        memory = self._script.memory
+        memory = self._lifetimes.memory
         self._fullest = [b + int(np.argmax(memory[b:e])) for b, e in zip(self._edges, self._edges[1:])]
         self._unit = float(max(memory.max(initial=0), 1))  # of all bytes in the program
         self._rows = _Rows()
-        self._saved = [_as_early(saved, profile) for saved in self._script.saved]
+        self._periods = [_packed_early(period, profile) for period in self._lifetimes.periods]
         self._redone = {block.region: self._rows.variable(0.0, 1.0) for block in profile.blocks}
         self._stalls = [self._rows.variable(1.0) for _ in range(count)]
         self._delays = [self._rows.variable(1.0) for _ in range(count)]
@@ -111,16 +111,16 @@ class _Model:
     def solve(self) -> float:
         hardware = self._hardware
         drive = hardware.read_bytes_per_s > 0 and hardware.write_bytes_per_s > 0
-        lanes = {}
+        places = {}
         if drive:
-            lanes["nvme"] = self._lane()
-            self._limit_drive(lanes["nvme"])
+            places["nvme"] = self._place()
+            self._limit_drive(places["nvme"])
         if hardware.host_nbytes and hardware.host_bytes_per_s > 0:
-            lanes["host"] = self._lane()
-            self._limit_host(lanes["host"])
-        self._limit_shares(list(lanes.values()))
-        self._limit_delays(list(lanes.values()))
-        self._limit_memory(list(lanes.values()))
+            places["host"] = self._place()
+            self._limit_host(places["host"])
+        self._limit_shares(list(places.values()))
+        self._limit_delays(list(places.values()))
+        self._limit_memory(list(places.values()))
         for block in self._profile.blocks:
             self._rows.costs[self._redone[block.region]] = self._forward_s(block)
         extra_s = self._rows.solve()
@@ -129,19 +129,19 @@ class _Model:
                 f"no plan keeps {format_nbytes(self._capacity)} ({self._capacity} bytes); "
                 "smallest_budget says what can be kept"
             )
-        return float(self._script.times.sum()) + extra_s
+        return float(self._lifetimes.times.sum()) + extra_s
 
-    def _forward_s(self, block: Block) -> float:
-        return float(self._script.times[slice(*block.forward)].sum())
+    def _forward_s(self, block: BlockCall) -> float:
+        return float(self._lifetimes.times[slice(*block.forward)].sum())
 
-    def _lane(self) -> _Lane:
+    def _place(self) -> _PlaceVariables:
         """A place, whose stores follow packing and whose loads come before need."""
         rows, count = self._rows, len(self._fullest)
-        shares = {i: rows.variable(0.0, 1.0) for i, saved in enumerate(self._saved) if saved.can_leave}
+        shares = {i: rows.variable(0.0, 1.0) for i, period in enumerate(self._periods) if period.can_leave}
         written, read = rows.variables(count), rows.variables(count)
         ends = [end - 1 for end in self._edges[1:]]
-        packed = self._until(shares, ends, [saved.packed_at for saved in self._saved])
-        needed = self._until(shares, ends, [saved.needed_at for saved in self._saved])
+        packed = self._until(shares, ends, [period.packed_at for period in self._periods])
+        needed = self._until(shares, ends, [period.end for period in self._periods])
         for j in range(count):
             rows.row([(1, written[j]), (-1, packed[j])], high=0)
             rows.row([(1, read[j]), (-1, needed[j])], low=0)
@@ -149,7 +149,7 @@ class _Model:
             if j:
                 rows.row([(1, written[j]), (-1, written[j - 1])], low=0)
                 rows.row([(1, read[j]), (-1, read[j - 1])], low=0)
-        return _Lane(shares, written, read)
+        return _PlaceVariables(shares, written, read)
 
     def _until(self, shares: Mapping[int, int], marks: Sequence[int], at: Sequence[int]) -> list[int]:
         """For each mark, bytes of the stored shares whose position ``at`` is not after it."""
@@ -162,7 +162,7 @@ class _Model:
                 terms.append((-1.0, sums[j - 1]))
             while taken < len(order) and at[order[taken]] <= mark:
                 index = order[taken]
-                terms.append((-self._saved[index].nbytes / self._unit, shares[index]))
+                terms.append((-self._periods[index].nbytes / self._unit, shares[index]))
                 taken += 1
             self._rows.row(terms, low=0, high=0)
         return sums
@@ -175,66 +175,69 @@ class _Model:
         return [*terms, *((factor * self._forward_s(b), self._redone[b.region]) for b in blocks)]
 
     def _time_s(self, j: int) -> float:
-        return float(self._script.times[self._edges[j] : self._edges[j + 1]].sum())
+        return float(self._lifetimes.times[self._edges[j] : self._edges[j + 1]].sum())
 
-    def _limit_drive(self, lane: _Lane) -> None:
+    def _limit_drive(self, place: _PlaceVariables) -> None:
         """Bytes read and written in a stretch, units' included, fit into its time."""
-        unit_read, unit_written = self._units_of(1), self._units_of(0)
+        unit_read, unit_written = self._unit_bytes(Channel.NVME_READ), self._unit_bytes(Channel.NVME_WRITE)
         for j in range(len(self._fullest)):
             for read_s, write_s in _faces(self._hardware):
                 read_s, write_s = read_s * self._unit, write_s * self._unit
                 terms = [
-                    *_in_stretch(lane.read, j, read_s),
+                    *_in_stretch(place.read, j, read_s),
                     *_in_stretch(unit_read, j, read_s),
-                    *_in_stretch(lane.written, j, write_s),
+                    *_in_stretch(place.written, j, write_s),
                     *_in_stretch(unit_written, j, write_s),
                 ]
                 self._rows.row([*terms, *self._time_terms(j, -1.0)], high=self._time_s(j))
 
-    def _units_of(self, lane: int) -> list[int]:
-        """Variables for the units' bytes (0 written, 1 read): never later than beside other traffic."""
-        script, hardware = self._script, self._hardware
-        rate = mixed_rates(hardware)[1 - lane]
+    def _unit_bytes(self, channel: Channel) -> list[int]:
+        """Variables for the bytes of units on a channel: never later than beside other traffic."""
+        lifetimes, reads = self._lifetimes, channel is Channel.NVME_READ
+        mixed_read, mixed_write = mixed_rates(self._hardware)
+        rate = mixed_read if reads else mixed_write
         asked = done = 0.0
         sums = self._rows.variables(len(self._fullest))
         for j in range(len(sums)):
             for at in range(self._edges[j], self._edges[j + 1]):
-                asked += script.traffic.get(at, (0, 0))[1 - lane]
-                done = min(asked, done + rate * float(script.times[at]))
+                if at in lifetimes.traffic:
+                    unit = lifetimes.traffic[at]
+                    asked += unit.nbytes_read if reads else unit.nbytes_written
+                done = min(asked, done + rate * float(lifetimes.times[at]))
             self._rows.row([(1, sums[j])], low=done / self._unit, high=asked / self._unit)
             if j:
                 self._rows.row([(1, sums[j]), (-1, sums[j - 1])], low=0)
         return sums
 
-    def _limit_host(self, lane: _Lane) -> None:
+    def _limit_host(self, place: _PlaceVariables) -> None:
         rate = self._hardware.host_bytes_per_s / self._unit
         for j in range(len(self._fullest)):
-            for way in (lane.written, lane.read):
+            for way in (place.written, place.read):
                 terms = [*_in_stretch(way, j, 1.0), *self._time_terms(j, -rate)]
                 self._rows.row(terms, high=rate * self._time_s(j))
-        stored = [(self._saved[i].nbytes / self._unit, v) for i, v in lane.shares.items()]
+        stored = [(self._periods[i].nbytes / self._unit, v) for i, v in place.shares.items()]
         self._rows.row(stored, high=self._hardware.host_nbytes / self._unit)
 
-    def _limit_shares(self, lanes: Sequence[_Lane]) -> None:
-        """What is dropped is not stored."""
+    def _limit_shares(self, places: Sequence[_PlaceVariables]) -> None:
+        """Do not store what is dropped."""
         droppable = {(block.region, s) for block in self._profile.blocks for s in self._dropped_by(block)}
-        for i, saved in enumerate(self._saved):
-            terms = [(1.0, lane.shares[i]) for lane in lanes if i in lane.shares]
-            if (saved.key.region, i) in droppable:
-                terms.append((1.0, self._redone[saved.key.region]))
+        for i, period in enumerate(self._periods):
+            terms = [(1.0, place.shares[i]) for place in places if i in place.shares]
+            if (period.key.region, i) in droppable:
+                terms.append((1.0, self._redone[period.key.region]))
             if len(terms) > 1:
                 self._rows.row(terms, high=1.0)
 
-    def _dropped_by(self, block: Block) -> list[int]:
+    def _dropped_by(self, block: BlockCall) -> list[int]:
         """Saved storages that the block's recomputation makes again."""
         inputs = {s.key for s in self._profile.slots if s.storage in block.inputs}
         return [
             i
-            for i, saved in enumerate(self._script.saved)
-            if saved.key.region == block.region and saved.key not in inputs and saved.can_leave
+            for i, period in enumerate(self._lifetimes.periods)
+            if period.key.region == block.region and period.key not in inputs and period.can_leave
         ]
 
-    def _limit_delays(self, lanes: Sequence[_Lane]) -> None:
+    def _limit_delays(self, places: Sequence[_PlaceVariables]) -> None:
         """Bytes that move beside compute delay it; those that move in a stall do not."""
         hardware, unit = self._hardware, self._unit
         delay_s = delay_s_per_byte(hardware) * unit
@@ -243,24 +246,27 @@ class _Model:
         most += 2 * hardware.host_bytes_per_s
         for j in range(len(self._fullest) if delay_s else 0):
             moved = [
-                t for lane in lanes for way in (lane.written, lane.read) for t in _in_stretch(way, j, delay_s)
+                t
+                for place in places
+                for way in (place.written, place.read)
+                for t in _in_stretch(way, j, delay_s)
             ]
             terms = [*moved, (-1.0, self._delays[j]), (-delay_s * most / unit, self._stalls[j])]
             self._rows.row(terms, high=0)
 
-    def _limit_memory(self, lanes: Sequence[_Lane]) -> None:
+    def _limit_memory(self, places: Sequence[_PlaceVariables]) -> None:
         """At the fullest operator of each stretch, and where blocks are computed again."""
-        memory = self._script.memory
+        memory = self._lifetimes.memory
         room = self._capacity / self._unit
         again = self._recomputations()
         marks = sorted({*self._fullest, *again})
-        away = [terms for lane in lanes for terms in [self._away(lane, marks)]]
+        away = [terms for place in places for terms in [self._away(place, marks)]]
         dropped = [(b, i) for b in self._profile.blocks for i in self._dropped_by(b)]
         for m, mark in enumerate(marks):
-            terms = [t for lane_terms in away for t in lane_terms[m]]
+            terms = [t for place_terms in away for t in place_terms[m]]
             for block, i in dropped:
-                if self._script.saved[i].free_at <= mark < block.backward[0]:
-                    terms.append((-self._saved[i].nbytes / self._unit, self._redone[block.region]))
+                if self._lifetimes.periods[i].begin <= mark < block.backward[0]:
+                    terms.append((-self._periods[i].nbytes / self._unit, self._redone[block.region]))
             if mark in self._fullest:
                 self._rows.row(terms, high=room - memory[mark] / self._unit)
             for block, before, working in again.get(mark, ()):
@@ -268,10 +274,10 @@ class _Model:
                 grown = (working / self._unit, self._redone[block.region])
                 self._rows.row([*own, grown], high=room - before / self._unit)
 
-    def _recomputations(self) -> dict[int, list[tuple[Block, int, int]]]:
+    def _recomputations(self) -> dict[int, list[tuple[BlockCall, int, int]]]:
         """By the operator before: a block, bytes before its backward, and what running it again adds."""
-        redone = script_of(self._profile, frozenset(self._redone))
-        found: dict[int, list[tuple[Block, int, int]]] = {}
+        redone = lifetimes_of(self._profile, frozenset(self._redone))
+        found: dict[int, list[tuple[BlockCall, int, int]]] = {}
         for block in self._profile.blocks:
             first = block.backward[0]
             here = np.flatnonzero(redone.operators == first)
@@ -279,29 +285,31 @@ class _Model:
                 continue
             fresh = sum(s.nbytes for s in self._profile.storages if s.kind in MADE and s.born == first)
             working = int(redone.memory[here[0]] - redone.memory[here[1]]) + fresh
-            found.setdefault(first - 1, []).append((block, int(self._script.memory[first]) - fresh, working))
+            found.setdefault(first - 1, []).append(
+                (block, int(self._lifetimes.memory[first]) - fresh, working)
+            )
         return found
 
-    def _away(self, lane: _Lane, marks: Sequence[int]) -> list[list[tuple[float, int]]]:
-        """For each mark, what the lane changes in memory there."""
+    def _away(self, place: _PlaceVariables, marks: Sequence[int]) -> list[list[tuple[float, int]]]:
+        """For each mark, the change in memory there."""
         rows = self._rows
-        freeable = self._until(lane.shares, marks, [saved.free_at for saved in self._saved])
-        needed = self._until(lane.shares, marks, [saved.needed_at for saved in self._saved])
+        freeable = self._until(place.shares, marks, [period.begin for period in self._periods])
+        needed = self._until(place.shares, marks, [period.end for period in self._periods])
         freed, there = rows.variables(len(marks)), rows.variables(len(marks))
         for m, mark in enumerate(marks):
             j = int(np.searchsorted(self._edges, mark, "right")) - 1
             rows.row([(1, freed[m]), (-1, freeable[m])], high=0)
-            rows.row([(1, freed[m]), (-1, lane.written[j])], high=0)
+            rows.row([(1, freed[m]), (-1, place.written[j])], high=0)
             rows.row([(1, there[m]), (-1, needed[m])], low=0)
             if j:
-                rows.row([(1, there[m]), (-1, lane.read[j - 1])], low=0)
+                rows.row([(1, there[m]), (-1, place.read[j - 1])], low=0)
         return [[(-1.0, freed[m]), (1.0, there[m])] for m in range(len(marks))]
 
 
-def _as_early(saved: Saved, profile: Profile) -> Saved:
-    """An input of a recomputed block may be stored as soon as the block begins."""
-    begins = [block.forward[0] - 1 for block in profile.blocks if block.region == saved.key.region]
-    return replace(saved, packed_at=min([saved.packed_at, *begins]))
+def _packed_early(period: InactivePeriod, profile: Profile) -> InactivePeriod:
+    """Let an input of a block be stored as soon as the block begins, as if the block were recomputed."""
+    begins = [block.forward[0] - 1 for block in profile.blocks if block.region == period.key.region]
+    return replace(period, packed_at=min([period.packed_at, *begins]))
 
 
 def _in_stretch(until: Sequence[int], j: int, factor: float) -> list[tuple[float, int]]:

@@ -1,100 +1,205 @@
-"""What each channel can still carry while each operator runs.
+"""Channels between device memory, host memory and NVMe: their rates, and the bytes that each can still carry.
 
 [Note: bytes by operator]
-A channel is cut where operators begin. Each piece holds the bytes that fit into the operator's time and
-that nobody has taken yet, so a transfer may use several holes, and two transfers share one.
+A timeline holds, for each operator, the bytes that fit into the operator's time and are not yet booked. So a
+transfer may use several gaps, and two transfers may share one.
 
 [Note: reads beside writes]
 When an NVMe drive reads and writes at once, both together move ``mixed_bytes_per_s``, half each as far as
 they can. A byte that is written therefore costs the reads of the same time what they lose while it moves.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from enum import IntEnum
 
 import numpy as np
 
-from infinity.core.plan import Hardware
+from infinity.core.plan import Hardware, Place
 from infinity.core.profile import Traffic
-from infinity.planner.sums import Sums
 
 
-class Channel:
-    """Free bytes by operator; positions past the last operator go on at the first (the next step)."""
+class Channel(IntEnum):
+    """One direction of one link."""
+
+    NVME_WRITE = 0
+    NVME_READ = 1
+    DEVICE_TO_HOST = 2
+    HOST_TO_DEVICE = 3
+
+    @property
+    def label(self) -> str:
+        """Name in tables and pictures."""
+        return ("NVMe write", "NVMe read", "device to host", "host to device")[self]
+
+
+#: The channel by which a storage goes to a place, and the one by which it comes back.
+STORE = {Place.NVME: Channel.NVME_WRITE, Place.HOST: Channel.DEVICE_TO_HOST}
+LOAD = {Place.NVME: Channel.NVME_READ, Place.HOST: Channel.HOST_TO_DEVICE}
+
+#: Share of its speed that compute keeps beside transfers, at least.
+LEAST_SPEED = 0.1
+
+
+def mixed_rates(hardware: Hardware) -> tuple[float, float]:
+    """Bytes per second of reads and of writes while both are busy; see [Note: reads beside writes]."""
+    half = hardware.mixed_bytes_per_s / 2
+    write = min(hardware.write_bytes_per_s, half)
+    read = min(hardware.read_bytes_per_s, hardware.mixed_bytes_per_s - write)
+    return read, min(hardware.write_bytes_per_s, hardware.mixed_bytes_per_s - read)
+
+
+def delay_s_per_byte(hardware: Hardware) -> float:
+    """Seconds by which each byte that moves delays compute, bounded so that compute never stands still."""
+    read, write = mixed_rates(hardware)
+    most = max(read + write, hardware.read_bytes_per_s, hardware.write_bytes_per_s)
+    most += 2 * hardware.host_bytes_per_s if hardware.host_nbytes else 0.0
+    return min(hardware.compute_s_per_byte, (1 - LEAST_SPEED) / most if most else 0.0)
+
+
+class FenwickTree:
+    """Prefix sums of numbers >= 0 that change, and searches in them, in logarithmic time.
+
+    Source: Fenwick, "A new data structure for cumulative frequency tables", 1994.
+    """
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.numbers: list[float] = numbers.tolist()
+        until, i = np.zeros(len(numbers) + 1, numbers.dtype), np.arange(len(numbers) + 1)
+        np.cumsum(numbers, out=until[1:])
+        # Entry i holds the sum of the last (i & -i) numbers before position i; searches never pass the last.
+        self._top = 1 << len(numbers).bit_length() >> 1
+        self._tree: list[float] = (until - until[i - (i & -i)]).tolist()
+        self._tree += [float("inf")] * (2 * self._top - len(self._tree))
+
+    def add(self, at: int, number: float) -> None:
+        """Add ``number`` to the number at ``at``."""
+        self.numbers[at] += number
+        tree, i, end = self._tree, at + 1, len(self.numbers)
+        while i <= end:
+            tree[i] += number
+            i += i & -i
+
+    def below(self, end: int) -> float:
+        """The sum of the numbers before position ``end``."""
+        tree, total = self._tree, self._tree[0]
+        while end:
+            total += tree[end]
+            end &= end - 1
+        return total
+
+    def between(self, begin: int, end: int) -> float:
+        """The sum of the numbers from ``begin`` up to ``end``, ``begin <= end``."""
+        tree, total = self._tree, 0.0
+        while end > begin:
+            total += tree[end]
+            end &= end - 1
+        while begin > end:  # common to both prefixes
+            total -= tree[begin]
+            begin &= begin - 1
+        return total
+
+    def first_end(self, amount: float) -> int:
+        """The smallest end with ``below(end) >= amount``; past the last position if there is none."""
+        tree, at, step = self._tree, 0, self._top
+        if amount <= 0:
+            return 0
+        while step:
+            number = tree[at + step]
+            if number < amount:
+                at += step
+                amount -= number
+            step >>= 1
+        return at + 1
+
+    def last_end(self, amount: float) -> int:
+        """The largest end with ``below(end) <= amount``."""
+        tree, at, step = self._tree, 0, self._top
+        while step:
+            number = tree[at + step]
+            if number <= amount:
+                at += step
+                amount -= number
+            step >>= 1
+        return at
+
+
+class ChannelTimeline:
+    """Bytes that one channel can still carry while each operator runs; see [Note: bytes by operator].
+
+    Args:
+        times: Seconds of each operator.
+        bytes_per_s: Rate of the channel.
+        latency_s: Added to every transfer.
+    """
 
     def __init__(self, times: np.ndarray, bytes_per_s: float, latency_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
         self._latency_nbytes = int(latency_s * bytes_per_s)
-        self._free = Sums((times * bytes_per_s).astype(np.int64))
+        self._free = FenwickTree((times * bytes_per_s).astype(np.int64))
         self._length = len(times)
         self._total = int(self._free.below(self._length))
-        self._beside: Channel | None = None
+        self._beside: ChannelTimeline | None = None
         self._tax = 0.0
 
-    def share(self, beside: "Channel", tax: float) -> None:
-        """A byte that moves here takes ``tax`` bytes from ``beside``; see [Note: reads beside writes]."""
+    def share(self, beside: "ChannelTimeline", tax: float) -> None:
+        """Let each byte booked here take ``tax`` bytes of ``beside``; see [Note: reads beside writes]."""
         self._beside, self._tax = beside, tax
 
     def time_s(self, nbytes: int) -> float:
-        """How long the channel is busy with ``nbytes``, alone (s)."""
+        """Seconds for which ``nbytes`` alone keep the channel busy."""
         return (nbytes + self._latency_nbytes) / self.bytes_per_s if self.bytes_per_s else float("inf")
 
-    def free_nbytes(self, begin: int, end: int) -> int:
-        """What the channel can still carry in [begin, end), at most a step."""
-        return int(self._below(end) - self._below(begin))
-
     def booked_nbytes(self, nbytes: int) -> int:
-        """What ``nbytes`` take of it, their latency with them."""
+        """Bytes of the timeline that a transfer of ``nbytes`` takes, its latency included."""
         return nbytes + self._latency_nbytes
 
     def until(self) -> np.ndarray:
-        """What the channel can still carry before each operator, and in the step."""
+        """Free bytes before each operator, and of the whole step, ``(operators + 1,)``."""
         return np.cumsum([0, *self._free.numbers])
 
     def earliest_end(self, begin: int, nbytes: int) -> int | None:
-        """The first operator that finds ``nbytes`` moved when they may start with operator ``begin``.
+        """The first operator that finds ``nbytes`` moved if they may start with operator ``begin``.
 
-        None when a whole step has no room for them.
+        Returns:
+            None if the rest of the step has no room for them.
         """
-        before = self._below(begin)
-        until = before + nbytes + self._latency_nbytes
-        if until > before + self._total:
-            return None
-        steps = max(0, (until - 1) // self._total) if self._total else 0
-        return max(begin, steps * self._length + self._free.first_end(until - steps * self._total))
+        until = int(self._free.below(begin)) + nbytes + self._latency_nbytes
+        return None if until > self._total else max(begin, self._free.first_end(until))
 
     def latest_start(self, end: int, nbytes: int) -> int | None:
-        """The last operator with which ``nbytes`` may start, so that operator ``end`` finds them moved.
+        """The last operator with which ``nbytes`` may start so that operator ``end`` finds them moved.
 
-        None when the time from operator 0 on (or a step before ``end``, if that is later) has no room.
+        Returns:
+            None if the step up to ``end`` has no room for them.
         """
-        until = self._below(end) - nbytes - self._latency_nbytes
-        if until < 0 or nbytes + self._latency_nbytes > self._total:
-            return None
-        steps = until // self._total if self._total else 0
-        return min(end, steps * self._length + self._free.last_end(until - steps * self._total))
+        until = int(self._free.below(end)) - nbytes - self._latency_nbytes
+        return None if until < 0 else min(end, self._free.last_end(until))
 
-    def take_from(self, begin: int, nbytes: int) -> None:
-        """Carry ``nbytes`` as early as may be from operator ``begin`` on; what finds no room is dropped."""
+    def book_from(self, begin: int, nbytes: int) -> None:
+        """Book ``nbytes`` as early as possible from operator ``begin`` on.
+
+        Bytes without room at the end of the step go on at its beginning, as the bytes of the step before do.
+        Bytes that find no room in a whole step are dropped.
+        """
         wanted, at = min(nbytes + self._latency_nbytes, self._total), begin % self._length
         while wanted > 0:
             if not self._free.numbers[at]:
                 at = self._free.first_end(self._free.below(at) + 1) - 1
             if at < self._length:
-                wanted -= self._take(at, wanted)
+                wanted -= self._book(at, wanted)
             at = at + 1 if at + 1 < self._length else 0
 
-    def take_until(self, end: int, nbytes: int) -> None:
-        """Carry ``nbytes`` as late as may be before operator ``end``; what finds no room is dropped."""
-        wanted, at = min(nbytes + self._latency_nbytes, self._total), (end - 1) % self._length
-        while wanted > 0:
+    def book_until(self, end: int, nbytes: int) -> None:
+        """Book ``nbytes`` as late as possible before operator ``end``; those without room are dropped."""
+        wanted, at = min(nbytes + self._latency_nbytes, self._total), end - 1
+        while wanted > 0 and at >= 0:
             if not self._free.numbers[at]:
                 at = self._free.first_end(self._free.below(at)) - 1
             if at >= 0:
-                wanted -= self._take(at, wanted)
-            at = at - 1 if at > 0 else self._length - 1
+                wanted -= self._book(at, wanted)
+            at -= 1
 
-    def _take(self, at: int, wanted: int) -> int:
+    def _book(self, at: int, wanted: int) -> int:
         taken = self._drop(at, wanted)
         if self._beside is not None and self._tax:
             self._beside._drop(at, int(taken * self._tax))
@@ -106,54 +211,23 @@ class Channel:
         self._total -= dropped
         return dropped
 
-    def _below(self, end: int) -> int:
-        """Free bytes before operator ``end``, counting on in the next step."""
-        below = 0
-        while end >= self._length:
-            below, end = below + self._total, end - self._length
-        return below + int(self._free.below(end))
 
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """The ways between device memory and its neighbours, for one step.
-
-    Attributes:
-        host_nbytes: Host memory that may be taken.
-    """
-
-    nvme_write: Channel
-    nvme_read: Channel
-    to_host: Channel
-    from_host: Channel
-    host_nbytes: int
-
-    @classmethod
-    def of(cls, times: np.ndarray, hardware: Hardware, traffic: Sequence[Traffic] = ()) -> "Channels":
-        """The channels of a step whose operators take ``times`` (s), with the units' own traffic on them."""
-        read, write = hardware.read_bytes_per_s, hardware.write_bytes_per_s
-        latency_s = hardware.latency_s
-        made = cls(
-            Channel(times, write, latency_s),
-            Channel(times, read, latency_s),
-            Channel(times, hardware.host_bytes_per_s, latency_s),
-            Channel(times, hardware.host_bytes_per_s, latency_s),
-            hardware.host_nbytes,
-        )
-        mixed_read, mixed_write = mixed_rates(hardware)
-        made.nvme_write.share(made.nvme_read, (read - mixed_read) / mixed_write if mixed_write else 0.0)
-        made.nvme_read.share(made.nvme_write, (write - mixed_write) / mixed_read if mixed_read else 0.0)
-        for unit in traffic:
-            if unit.nbytes_read:
-                made.nvme_read.take_from(unit.at, unit.nbytes_read)
-            if unit.nbytes_written:
-                made.nvme_write.take_from(unit.at, unit.nbytes_written)
-        return made
-
-
-def mixed_rates(hardware: Hardware) -> tuple[float, float]:
-    """Bytes per second of reads and of writes while both are busy; see [Note: reads beside writes]."""
-    half = hardware.mixed_bytes_per_s / 2
-    write = min(hardware.write_bytes_per_s, half)
-    read = min(hardware.read_bytes_per_s, hardware.mixed_bytes_per_s - write)
-    return read, min(hardware.write_bytes_per_s, hardware.mixed_bytes_per_s - read)
+def channel_timelines(
+    times: np.ndarray, hardware: Hardware, traffic: Iterable[Traffic] = ()
+) -> dict[Channel, ChannelTimeline]:
+    """Timelines of a step whose operators take ``times`` (s), with the ``traffic`` of units booked."""
+    read, write, host = hardware.read_bytes_per_s, hardware.write_bytes_per_s, hardware.host_bytes_per_s
+    made = {
+        channel: ChannelTimeline(times, rate, hardware.latency_s)
+        for channel, rate in zip(Channel, (write, read, host, host))
+    }
+    writes, reads = made[Channel.NVME_WRITE], made[Channel.NVME_READ]
+    mixed_read, mixed_write = mixed_rates(hardware)
+    writes.share(reads, (read - mixed_read) / mixed_write if mixed_write else 0.0)
+    reads.share(writes, (write - mixed_write) / mixed_read if mixed_read else 0.0)
+    for unit in traffic:
+        if unit.nbytes_read:
+            reads.book_from(unit.at, unit.nbytes_read)
+        if unit.nbytes_written:
+            writes.book_from(unit.at, unit.nbytes_written)
+    return made

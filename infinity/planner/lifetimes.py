@@ -1,59 +1,31 @@
-"""When storages are in memory, and when nobody uses them.
+"""Lifetimes and inactive periods of one step's storages, also of a step that recomputes some blocks.
 
-Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods) and 3.2 (gaps of weights
-and optimizer states wrap around the step).
+A lifetime lasts from the operator that makes a storage to the last one that uses it; an inactive period is
+the gap between the last use of a saved storage in forward and its first use in backward.
+
+[Note: keys of recomputed blocks]
+A plan names a saved storage by its region and its ordinal there. A recomputed block packs only its inputs,
+so ordinals count those inputs, without the ones that an earlier region packed. Where that moves a storage
+into a region that does not recompute, the ordinals of that region are unknown before it has run: its
+storages are kept, and a plan cannot name them.
+
+Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from infinity.core.profile import Kind, Profile
+from infinity.core.profile import BlockCall, Kind, Phase, Profile, SlotKey, SlotUse, Traffic
 
-#: What the step itself makes in device memory, and what a budget for activations is about.
+#: Kinds of storages that the step itself allocates on the device, which an activation budget covers.
 MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})
-#: What outlives the step: its gaps go on in the next one.
-LASTING = frozenset({Kind.WEIGHT, Kind.STATE})
-
-
-@dataclass(frozen=True, slots=True)
-class InactivePeriod:
-    """No operator from ``begin`` up to ``end`` uses the storage.
-
-    Attributes:
-        storage: Its index in the profile.
-        nbytes: Its size.
-        begin: The first operator of the gap.
-        end: The first operator that uses the storage again; past the number of operators, counting on,
-            when that is in the next step.
-    """
-
-    storage: int
-    nbytes: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Character:
-    """How much of a step's memory is at rest (TeraIO's characterisation).
-
-    Attributes:
-        active_share: Bytes that the running operator uses, of all that are in memory; mean over time.
-        most_active_share: The largest such share.
-        long_share: Bytes of storages with a gap longer than ``long_s``, of the bytes of all storages.
-        long_s: The length that counts as long (s).
-    """
-
-    active_share: float
-    most_active_share: float
-    long_share: float
-    long_s: float
 
 
 def operator_times(profile: Profile) -> np.ndarray:
-    """Seconds of each operator, ``(operators,)``; what lies between operators is spread over them."""
+    """Seconds of each operator, ``(operators,)``; time between operators is spread over them."""
     times = np.array([operator.time_s for operator in profile.operators], dtype=float)
     measured = float(times.sum())
     if measured <= 0:
@@ -61,65 +33,288 @@ def operator_times(profile: Profile) -> np.ndarray:
     return times * (max(profile.step_s, measured) / measured)
 
 
-def memory(profile: Profile, kinds: Collection[Kind] = MADE) -> np.ndarray:
-    """Bytes in memory during each operator when everything is kept, ``(operators,)``."""
+def memory(profile: Profile) -> np.ndarray:
+    """Bytes that the step's own storages take during each operator if all are kept, ``(operators,)``."""
     change = np.zeros(len(profile.operators) + 1, dtype=np.int64)
     for storage in profile.storages:
-        if storage.kind in kinds:
+        if storage.kind in MADE:
             change[storage.born] += storage.nbytes
             change[storage.dies + 1] -= storage.nbytes
     return np.cumsum(change[:-1])
 
 
-def uses(profile: Profile) -> list[list[int]]:
-    """For each storage the operators that read or write it, in order."""
-    found: list[list[int]] = [[] for _ in profile.storages]
-    for at, operator in enumerate(profile.operators):
-        for storage in dict.fromkeys((*operator.inputs, *operator.outputs)):
-            found[storage].append(at)
-    return found
+@dataclass(frozen=True, slots=True)
+class InactivePeriod:
+    """The gap between forward's last use of a saved storage and backward's first; in positions of the step.
 
-
-def inactive_periods(profile: Profile, kinds: Collection[Kind] | None = None) -> tuple[InactivePeriod, ...]:
-    """Every gap between two uses of a storage; those of weights and states wrap into the next step.
-
-    Args:
-        kinds: Whose gaps; None: those of activations, weights and states.
+    Attributes:
+        key: Name of the storage in a plan, if ``is_named``.
+        packed_at: Its store may start after this position.
+        begin: First position at which its memory is free if the store takes no time.
+        end: First position of backward that needs it.
+        released_at: Last position of backward that needs it.
+        is_freed: Storing it frees memory: the step allocated it, and no other code holds it.
+        can_leave: ``is_freed``, and a plan can name it.
+        is_named: Its key is known before the step runs; see [Note: keys of recomputed blocks].
     """
-    wanted = kinds if kinds is not None else LASTING | {Kind.ACTIVATION}
-    length = len(profile.operators)
-    found = []
-    for index, (storage, at) in enumerate(zip(profile.storages, uses(profile), strict=True)):
-        if storage.kind not in wanted or not at or not storage.nbytes:
-            continue
-        following = [*at[1:], at[0] + length] if storage.kind in LASTING else at[1:]
-        found += [
-            InactivePeriod(index, storage.nbytes, use + 1, after)
-            for use, after in zip(at, following)
-            if after > use + 1
-        ]
-    return tuple(found)
+
+    key: SlotKey
+    nbytes: int
+    packed_at: int
+    begin: int
+    end: int
+    released_at: int
+    is_freed: bool
+    can_leave: bool
+    is_named: bool
+
+    @property
+    def is_worth_storing(self) -> bool:
+        """The storage can leave, and at least one position can do without it."""
+        return self.can_leave and self.begin < self.end
 
 
-def characterise(profile: Profile, long_s: float = 0.01) -> Character:
-    """How active the memory is; ``long_s`` is TeraIO's 10^4 microseconds, longer than a round trip."""
-    times = operator_times(profile)
-    everything = memory(profile, frozenset(Kind))
-    sizes = [storage.nbytes for storage in profile.storages]
-    active = np.array(
-        [sum(sizes[s] for s in {*operator.inputs, *operator.outputs}) for operator in profile.operators]
-    )
-    shares = np.divide(active, everything, out=np.zeros(len(active)), where=everything > 0)
-    until = np.concatenate([[0.0], np.cumsum(times), np.cumsum(times) + times.sum()])
-    long = {
-        period.storage
-        for period in inactive_periods(profile, frozenset(Kind))
-        if until[period.end] - until[period.begin] > long_s
-    }
-    step_s = float(times.sum())
-    return Character(
-        active_share=float(shares @ times) / step_s if step_s else 0.0,
-        most_active_share=float(shares.max(initial=0.0)),
-        long_share=sum(sizes[s] for s in long) / max(sum(sizes), 1),
-        long_s=long_s,
-    )
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A block that runs its forward again.
+
+    Attributes:
+        times: Seconds of each of its operators.
+        memory: Bytes of the step's own storages during each of them, if nothing is stored.
+    """
+
+    block: BlockCall
+    times: np.ndarray
+    memory: np.ndarray
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """A step as the planner sees it.
+
+    Positions are operators, with one more position in front of the backward of each recomputed block.
+
+    Attributes:
+        times: Seconds of each position.
+        until_s: Seconds before each position, and of the whole step.
+        memory: Bytes of the step's own storages during each position if nothing is stored; at the fullest
+            operator of a recomputation.
+        periods: Inactive periods of saved storages, in the order in which backward needs them.
+        backward: First position of backward, recomputations included.
+        traffic: Bytes that units read and write, by position.
+        operators: Operator of each position; of a recomputation, the one before which it runs.
+        recomputations: By position.
+    """
+
+    times: np.ndarray
+    until_s: list[float]
+    memory: np.ndarray
+    periods: tuple[InactivePeriod, ...]
+    backward: int
+    traffic: Mapping[int, Traffic]
+    operators: np.ndarray
+    recomputations: Mapping[int, Recomputation]
+
+    @cached_property
+    def index(self) -> dict[SlotKey, int]:
+        """Index in ``periods`` of each storage that a plan can name."""
+        return {period.key: i for i, period in enumerate(self.periods) if period.is_named}
+
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """Regions of the recomputed blocks."""
+        return frozenset(again.block.region for again in self.recomputations.values())
+
+
+def lifetimes_of(profile: Profile, recomputed: frozenset[int] = frozenset()) -> Lifetimes:
+    """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``."""
+    return _Builder(profile, recomputed).build()
+
+
+@dataclass(slots=True)
+class _Packing:
+    """A slot as the tensor cache packs it; positions are operators."""
+
+    slot: SlotUse
+    is_named: bool
+    needed_by: list[int]  # first operators of the backward of recomputed blocks
+
+
+class _Builder:
+    """Follows the regions in order: the storages that each one packs, and their keys."""
+
+    def __init__(self, profile: Profile, recomputed: frozenset[int]) -> None:
+        self._profile = profile
+        self._blocks = sorted(
+            (block for block in profile.blocks if block.region in recomputed), key=lambda block: block.region
+        )
+        self._slots = {slot.storage: slot for slot in profile.slots}
+        self._packed: dict[int, _Packing] = {}
+        self._dropped: list[tuple[SlotUse, BlockCall]] = []
+        self._twice: list[tuple[SlotUse, BlockCall]] = []  # made a second time when their block runs again
+        self._forward_end = next(
+            (k for k, o in enumerate(profile.operators) if o.phase is not Phase.FORWARD),
+            len(profile.operators),
+        )
+        self._last_use = {
+            storage: k  # the last operator of forward that touches it
+            for k, operator in enumerate(profile.operators[: self._forward_end])
+            for storage in (*operator.inputs, *operator.outputs)
+        }
+
+    def build(self) -> Lifetimes:
+        self._pack_all()
+        profile = self._profile
+        starts = sorted(block.backward[0] for block in self._blocks)
+        # The position of operator k is k plus the recomputations up to it.
+        shift = np.searchsorted(np.array(starts, dtype=np.int64), np.arange(len(profile.operators)), "right")
+        position = np.arange(len(profile.operators)) + shift
+        length = len(profile.operators) + len(starts)
+        operators = np.zeros(length, dtype=np.int64)
+        operators[position] = np.arange(len(profile.operators))
+        of_operators = operator_times(profile)
+        times = np.zeros(length)
+        times[position] = of_operators
+        resident = np.zeros(length, dtype=np.int64)
+        resident[position] = self._memory()
+        recomputations: dict[int, Recomputation] = {}
+        for block in self._blocks:  # the first block's recomputation is the last one before its operator
+            at = int(position[block.backward[0]]) - 1
+            while at in recomputations:
+                at -= 1
+            work = of_operators[slice(*block.forward)]
+            recomputations[at] = Recomputation(block, work, self._memory_again(block, resident[at + 1]))
+            operators[at], times[at] = block.backward[0], work.sum()
+            resident[at] = recomputations[at].memory.max(initial=0)
+        periods = sorted(self._periods(position, recomputations), key=lambda p: (p.end, p.key))
+        return Lifetimes(
+            times=times,
+            until_s=[0.0, *np.cumsum(times).tolist()],
+            memory=resident,
+            periods=tuple(periods),
+            backward=int(position[self._forward_end - 1]) + 1 if self._forward_end else 0,
+            traffic=self._traffic(position),
+            operators=operators,
+            recomputations=recomputations,
+        )
+
+    # --- what is packed ----------------------------------------------------------------------
+
+    def _pack_all(self) -> None:
+        by_region: dict[int, list[SlotUse]] = {}
+        for slot in self._profile.slots:
+            by_region.setdefault(slot.key.region, []).append(slot)
+        blocks = {block.region: block for block in self._blocks}
+        for region in sorted(by_region.keys() | blocks.keys()):
+            slots = sorted(by_region.get(region, ()), key=lambda slot: slot.key)
+            if region in blocks:
+                self._pack_inputs(blocks[region])
+                self._drop(blocks[region], slots)
+            else:
+                self._pack_saved(region, slots)
+
+    def _pack_inputs(self, block: BlockCall) -> None:
+        ordinal = 0
+        for storage in block.inputs:
+            if storage not in self._packed:
+                key = SlotKey(block.region, ordinal)
+                self._packed[storage] = _Packing(self._input_slot(storage, key, block), True, [])
+                ordinal += 1
+            self._packed[storage].needed_by.append(block.backward[0])
+
+    def _input_slot(self, storage: int, key: SlotKey, block: BlockCall) -> SlotUse:
+        use, first = self._profile.storages[storage], block.backward[0]
+        was_there = use.kind not in MADE
+        packed_at = max(block.forward[0] - 1, 0)
+        if storage in self._slots:
+            slot = self._slots[storage]
+            return replace(slot, key=key, packed_at=packed_at, held=slot.held or was_there)
+        return SlotUse(key, storage, use.nbytes, packed_at, first, first, was_there)
+
+    def _drop(self, block: BlockCall, slots: list[SlotUse]) -> None:
+        for slot in slots:
+            if slot.storage in block.inputs:
+                continue
+            if slot.held or slot.unpacked_at < block.backward[0] or slot.released_at >= block.backward[1]:
+                self._twice.append((slot, block))
+            else:
+                self._dropped.append((slot, block))
+
+    def _pack_saved(self, region: int, slots: list[SlotUse]) -> None:
+        moved = any(slot.storage in self._packed for slot in slots) or self._packs_again(region)
+        for slot in slots:
+            if slot.storage not in self._packed:
+                self._packed[slot.storage] = _Packing(slot, not moved, [])
+
+    def _packs_again(self, region: int) -> bool:
+        """Whether the region may pack a storage that a recomputed block before it would have packed."""
+        twice = {slot.storage for slot, _ in self._twice} - self._packed.keys()
+        return any(
+            operator.region == region and twice.intersection((*operator.inputs, *operator.outputs))
+            for operator in (self._profile.operators[: self._forward_end] if twice else ())
+        )
+
+    # --- memory, periods, traffic ------------------------------------------------------------
+
+    def _memory(self) -> np.ndarray:
+        """Bytes by operator if nothing is stored."""
+        resident = memory(self._profile)
+        storages = self._profile.storages
+        for slot, block in self._dropped:
+            gone = max(self._last_use.get(slot.storage, 0), storages[slot.storage].born) + 1
+            if storages[slot.storage].kind in MADE and gone < block.backward[0]:
+                resident[gone : block.backward[0]] -= slot.nbytes
+        for slot, block in self._twice:
+            if storages[slot.storage].kind in MADE:
+                resident[slice(*block.backward)] += slot.nbytes
+        for storage, packing in self._packed.items():
+            if storages[storage].kind in MADE and packing.needed_by:
+                resident[storages[storage].dies + 1 : max(packing.needed_by) + 1] += storages[storage].nbytes
+        return resident
+
+    def _memory_again(self, block: BlockCall, following: int) -> np.ndarray:
+        """Bytes while the block's forward runs again, with its slots and its working storages."""
+        storages = self._profile.storages
+        begin, end = block.forward
+        fresh = sum(s.nbytes for s in storages if s.kind in MADE and s.born == block.backward[0])
+        slots = {slot.storage for slot, dropped in (*self._dropped, *self._twice) if dropped is block}
+        working = np.zeros(end - begin + 1, dtype=np.int64)
+        for index, storage in enumerate(storages):
+            if begin <= storage.born < end and index not in slots and storage.kind in MADE:
+                working[storage.born - begin] += storage.nbytes
+                working[min(storage.dies + 1, end) - begin] -= storage.nbytes
+        return np.asarray(following - fresh + np.cumsum(working[:-1]))
+
+    def _periods(
+        self, position: np.ndarray, recomputations: Mapping[int, Recomputation]
+    ) -> Iterator[InactivePeriod]:
+        first = {again.block.backward[0]: at for at, again in recomputations.items()}
+        for storage, packing in self._packed.items():
+            slot, use = packing.slot, self._profile.storages[storage]
+            packed_at = max(slot.packed_at, use.born)
+            free_at = max(packed_at, self._last_use.get(storage, 0)) + 1
+            asked = [first[k] for k in packing.needed_by]
+            needed = min([int(position[slot.unpacked_at]), *asked])
+            is_freed = not slot.held and use.kind in MADE and int(position[packed_at]) < needed
+            can_leave = is_freed and packing.is_named and slot.nbytes > 0
+            yield InactivePeriod(
+                key=slot.key,
+                nbytes=slot.nbytes,
+                packed_at=int(position[packed_at]),
+                begin=int(position[free_at]) if free_at < len(position) else needed,
+                end=needed,
+                released_at=max([int(position[slot.released_at]), *asked]),
+                is_freed=is_freed,
+                can_leave=can_leave and packed_at < self._forward_end,
+                is_named=packing.is_named,
+            )
+
+    def _traffic(self, position: np.ndarray) -> dict[int, Traffic]:
+        found: dict[int, Traffic] = {}
+        for unit in self._profile.traffic:
+            at = int(position[unit.at])
+            before = found.get(at, Traffic(at, 0, 0))
+            found[at] = Traffic(
+                at, before.nbytes_read + unit.nbytes_read, before.nbytes_written + unit.nbytes_written
+            )
+        return found

@@ -1,7 +1,4 @@
-"""A plan for activations with all that it was made from: a run keeps it, ``infinity plan`` reads it.
-
-Free of torch, so that plans are looked at quickly and anywhere.
-"""
+"""A plan for activations and all that it was made from; a run saves it, ``infinity plan`` reads it."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,9 +11,7 @@ from infinity.core.errors import RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Phase, Profile
-from infinity.observe.plan_table import PlanRow
-from infinity.planner.lifetimes import operator_times
-from infinity.planner.script import script_of
+from infinity.planner.lifetimes import lifetimes_of, operator_times
 
 #: In a run's folder.
 FOLDER = "activations"
@@ -25,7 +20,13 @@ PROFILE, PLAN, MEASURED = "profile.json", "plan.json", "measured.json"
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """A plan, what it was made from, and what it was expected to cost."""
+    """A plan with the profile and the hardware that it was made from, and its predicted cost.
+
+    Attributes:
+        kept: Predicted cost if everything is kept.
+        predicted: Predicted cost of the plan.
+        planning_s: Time that planning took (s).
+    """
 
     profile: Profile
     hardware: Hardware
@@ -68,15 +69,38 @@ class Planning:
             raise RecipeError(f"{folder / PLAN}: not a plan that infinity wrote: {error}") from error
 
     def describe(self) -> str:
-        """What the plan does, in one line for people."""
-        fates = Fates.of(self.profile, self.plan)
+        """Describe the plan in one line."""
+        counts = BlockCounts.of(self.profile, self.plan)
         peaks = " -> ".join(format_nbytes(outcome.peak_nbytes) for outcome in (self.kept, self.predicted))
-        return f"activations: {fates}: peak {peaks}, predicted {self.predicted.step_s:.3g} s a micro-batch"
+        return f"activations: {counts}: peak {peaks}, predicted {self.predicted.step_s:.3g} s a micro-batch"
 
 
 @dataclass(frozen=True, slots=True)
-class Fates:
-    """How many blocks a plan treats how; a block of which any byte leaves counts as stored."""
+class PlanRow:
+    """A block's times and bytes under a plan.
+
+    Attributes:
+        saved_nbytes: Bytes that autograd saves if everything is kept.
+        kept_nbytes: Bytes that stay in memory; ``host_nbytes`` and ``nvme_nbytes`` are stored there.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    saved_nbytes: int
+    kept_nbytes: int
+    host_nbytes: int
+    nvme_nbytes: int
+
+    @property
+    def recomputed_nbytes(self) -> int:
+        """Bytes that are dropped and recomputed."""
+        return max(0, self.saved_nbytes - self.kept_nbytes - self.host_nbytes - self.nvme_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Number of blocks by the plan's treatment; a block of which any byte leaves counts as stored."""
 
     kept: int
     host: int
@@ -84,7 +108,7 @@ class Fates:
     recomputed: int
 
     @classmethod
-    def of(cls, profile: Profile, plan: ActivationPlan) -> "Fates":
+    def of(cls, profile: Profile, plan: ActivationPlan) -> "BlockCounts":
         regions = {block.region for block in profile.blocks}
         recomputed = regions & plan.recomputed
         placed = {key: place for key, place in plan.places.items() if key.region in regions - recomputed}
@@ -105,13 +129,13 @@ class Fates:
 
 
 def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
-    """Write ``measured.json``: what the plan in ``folder`` took, beside what was predicted."""
+    """Write ``measured.json``: the measured cost of the plan in ``folder``, beside the predicted one."""
     given = {"predicted": asdict(predicted), "measured": asdict(measured)}
     (folder / MEASURED).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
 
 
 def load_measured(folder: Path) -> Outcome | None:
-    """What the plan in ``folder`` took; None: the run did not come so far.
+    """Measured cost of the plan in ``folder``; None: the run did not get that far.
 
     Raises:
         RecipeError: The file was not written by :func:`save_measured`.
@@ -125,9 +149,9 @@ def load_measured(folder: Path) -> Outcome | None:
 
 
 def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
-    """Each block's time and bytes, in the order of forward, between two rows for what lies outside blocks.
+    """Time and bytes of each block, in the order of forward, between two rows for operators outside blocks.
 
-    Times add up to the profile's step without its update. What lies between two blocks is in the last row.
+    Times add up to the profile's step without its update. Operators between two blocks are in the last row.
     """
     blocks = sorted(profile.blocks, key=lambda block: block.region)
     names = ["before the blocks", *(block.name for block in blocks), "after the blocks"]
@@ -137,8 +161,8 @@ def plan_rows(profile: Profile, plan: ActivationPlan) -> list[PlanRow]:
     for slot in profile.slots:
         saved[row_of.get(slot.key.region, -1)] += slot.nbytes
     by_place = {place: [0] * len(names) for place in Place}
-    for storage in script_of(profile, plan.recomputed).saved:
-        by_place[plan.place(storage.key)][row_of.get(storage.key.region, -1)] += storage.nbytes
+    for period in lifetimes_of(profile, plan.recomputed).periods:
+        by_place[plan.place(period.key)][row_of.get(period.key.region, -1)] += period.nbytes
     rows = [
         PlanRow(
             name, forward_s[row], backward_s[row], saved[row],

@@ -32,7 +32,7 @@ from infinity.core.extent import Extent, Piece
 from infinity.core.nbytes import format_nbytes
 from infinity.core.transfer import Lease, Pool, TransferEngine
 from infinity.nvme.base import BaseChunk, BaseFiles, Chunks, DamagedBaseError, SealedBase
-from infinity.observe.listener import log
+from infinity.observe.messages import log
 from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version

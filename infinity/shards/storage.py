@@ -15,8 +15,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory
 from infinity.nvme.volume import Volume
-from infinity.observe.timed import TimedEngine, WatchedEngine
-from infinity.observe.timeline import Timeline
+from infinity.observe.timeline import TimedEngine, Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
 from infinity.shards.store import ShardStore
 

@@ -234,6 +234,69 @@ class Span:
     group: int
 
 
+class StepHypers:
+    """The hyperparameters of a step, read once from the optimizer's groups for all of its updates.
+
+    Attributes:
+        groups: The optimizer's ``param_groups``.
+        loss_scale: Of the gradients.
+        steps: That were committed.
+    """
+
+    def __init__(self) -> None:
+        self.groups: Sequence[Mapping[str, Any]] = ()
+        self.loss_scale, self.steps = 1.0, 0
+        self._hypers: list[Hyper] | None = None  # None: not read in this step
+        self._tensors: list[Tensor] = []
+        self._group_of: dict[int, int] = {}  # by id of the parameter; frozen ones are in none
+        self._lock = threading.Lock()
+
+    def tensors(self, grad_scale: float) -> list[Tensor]:
+        """Return one tensor for each group; the same all through a step. Any thread."""
+        with self._lock:
+            if self._hypers is None:
+                self._hypers = self._read()
+                self._group_of = {
+                    id(p): i
+                    for i, group in enumerate(self.groups)
+                    for p in group["params"]
+                    if p.requires_grad
+                }
+                scale = grad_scale / self.loss_scale
+                self._tensors = [replace(hyper, grad_scale=scale).tensor() for hyper in self._hypers]
+            return self._tensors
+
+    def spans(self, unit: Unit) -> "tuple[Span, ...]":
+        """Return the parts of a shard that belong to each group; after :meth:`tensors`."""
+        return spans_of(unit, self._group_of)
+
+    def check(self) -> None:
+        """Raise if the groups changed since the first update of this step.
+
+        Raises:
+            StateError: Updates started inside backward, with other numbers.
+        """
+        if self._hypers is not None and self._hypers != self._read():
+            raise StateError(
+                "param_groups changed between backward() and step(), but updates of this step already "
+                "started inside backward. Set the learning rate before backward() or after step(); or "
+                "give max_grad_norm or memory.versions=1, with which updates start at step()"
+            )
+
+    def end_step(self) -> None:
+        """Read the groups anew when the next update starts."""
+        self._hypers = None
+
+    def _read(self) -> list[Hyper]:
+        return [
+            Hyper(
+                lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1],
+                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]), step=self.steps + 1,
+            )
+            for group in self.groups
+        ]  # fmt: skip
+
+
 class Updates:
     """Gradients in, committed versions out.
 
@@ -258,15 +321,10 @@ class Updates:
         self.commits, self._on_failure = commits, on_failure
         self._expecting = False
         self._incoming: list[Pending] = []  # reductions whose gradients will be added
-        self.groups: Sequence[Mapping[str, Any]] = ()  # the optimizer's param_groups
+        self.hypers = StepHypers()
         self.ready: dict[int, PendingUpdate] = {}
-        self.steps = 0
-        self.loss_scale = 1.0
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
         self._futures: dict[int, UpdateFuture] = {}
-        self._hypers: list[Hyper] | None = None
-        self._tensors: list[Tensor] = []
-        self._group_of: dict[int, int] = {}  # by id of the parameter; frozen ones are in none
         self._lock = threading.Lock()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -320,7 +378,7 @@ class Updates:
 
     def commit(self, grad_scale: float) -> None:
         """Commit the step: publish running updates, start deferred ones."""
-        self._check_hypers()
+        self.hypers.check()
         for index in self._in_order_of_use(self.ready):
             ready = self.ready[index]
             if ready.future is None:
@@ -328,7 +386,7 @@ class Updates:
             ready.unit.updates += 1
             if ready.unit.home is Tier.NVME:
                 ready.unit.version = (ready.unit.version + 1) % self.tiers.versions
-        self.steps += 1
+        self.hypers.steps += 1
         self._record()
         self._close_step()
 
@@ -337,7 +395,7 @@ class Updates:
         if self.commits is not None:
             futures = [ready.future for ready in self.ready.values() if ready.future is not None]
             versions = tuple(unit.version for unit in self.units)
-            self.commits.add(CommitRecord(self.steps, versions), futures)
+            self.commits.add(CommitRecord(self.hypers.steps, versions), futures)
 
     def forget(self) -> list[int]:
         """Drop this step's gradients and updates; the committed version stays. Returns whose they were."""
@@ -406,8 +464,8 @@ class Updates:
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         resident = self.tiers.residents[ready.unit.index]
-        hypers = self._tensors_for(grad_scale)
-        for span in spans_of(ready.unit, self._group_of):
+        hypers = self.hypers.tensors(grad_scale)
+        for span in self.hypers.spans(ready.unit):
             part = slice(span.start, span.stop)
             state = tuple(f[part] for f in resident.state)
             weight = resident.weight[part]
@@ -423,9 +481,8 @@ class Updates:
         if earlier is not None:
             earlier.wait()
         ready.future = self._futures[unit.index] = future = UpdateFuture()
-        with self._lock:
-            hypers = self._tensors_for(grad_scale)
-        runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in spans_of(unit, self._group_of))
+        hypers = self.hypers.tensors(grad_scale)
+        runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in self.hypers.spans(unit))
         chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ahead=1))
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
@@ -448,39 +505,7 @@ class Updates:
         layout = self.tiers.layout
         return layout.weight_nbytes(unit.shard_numel), layout.state_nbytes(unit.shard_numel)
 
-    # --- hyperparameters ---------------------------------------------------------------------
-
-    def _tensors_for(self, grad_scale: float) -> list[Tensor]:
-        """One tensor of hyperparameters for each parameter group; the same all through a step."""
-        if self._hypers is None:
-            self._hypers = self._read_groups()
-            self._group_of = {
-                id(p): i for i, group in enumerate(self.groups) for p in _params(group) if p.requires_grad
-            }
-            self._tensors = [
-                replace(h, grad_scale=grad_scale / self.loss_scale).tensor() for h in self._hypers
-            ]
-        return self._tensors
-
-    def _read_groups(self) -> list[Hyper]:
-        out = []
-        for group in self.groups:
-            beta1, beta2 = group["betas"]
-            numbers = [float(group[key]) for key in ("lr", "eps", "weight_decay")]
-            lr, eps, decay = numbers
-            out.append(
-                Hyper(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay, step=self.steps + 1)
-            )  # fmt: skip
-        return out
-
-    def _check_hypers(self) -> None:
-        """The numbers with which updates started inside backward are still those of the groups."""
-        if self._hypers is not None and self._hypers != self._read_groups():
-            raise StateError(
-                "param_groups changed between backward() and step(), but updates of this step already "
-                "started inside backward. Set the learning rate before backward() or after step(); or "
-                "give max_grad_norm or memory.versions=1, with which updates start at step()"
-            )
+    # --- the end of a step ---------------------------------------------------------------------
 
     def _in_order_of_use(self, indices: Iterable[int]) -> list[int]:
         """Held updates start in the order in which the next forward needs them."""
@@ -488,7 +513,7 @@ class Updates:
 
     def _close_step(self) -> None:
         self.ready.clear()
-        self._hypers = None
+        self.hypers.end_step()
         self._expecting = False
 
     def _is_next(self, unit: Unit) -> bool:
@@ -507,10 +532,6 @@ def _chunks(committed: Version, following: Version) -> tuple[Chunk, ...]:
     """Those of an update from one version to the next."""
     pairs = zip(committed.chunks, following.chunks, strict=True)
     return tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
-
-
-def _params(group: Mapping[str, object]) -> list[Tensor]:
-    return group["params"]  # type: ignore[return-value]
 
 
 def spans_of(unit: Unit, group_of: Mapping[int, int]) -> tuple[Span, ...]:

@@ -47,7 +47,7 @@ def test_a_run_keeps_its_model_only_when_asked_and_export_publishes_it(
     assert all(torch.equal(kept[key], value) for key, value in trained.items())
 
     assert main(["export", str(tmp_path / "runs/one"), str(tmp_path / "out")]) == 0
-    assert "is in " in capsys.readouterr().out
+    assert "exported" in capsys.readouterr().out
     published = load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(published[key], value) for key, value in trained.items())
     assert json.loads((tmp_path / "out/config.json").read_text())["d_model"] == 16

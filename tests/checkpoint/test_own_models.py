@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity import CheckpointError, RecipeError
-from infinity.app import inputs
+from infinity.app import train as train_module
 from infinity.app.models.gpt import GPT
 from infinity.app.train import train
 from tests.helpers import models, training, zoo
@@ -102,7 +102,7 @@ def test_what_does_not_fit_a_gpt_is_listed(exported, tmp_path):
 
 def test_sequences_longer_than_a_gpt_was_built_for_are_refused_before_it_is_loaded(exported, tmp_path):
     directory, _ = exported
-    with pytest.raises(RecipeError, match=r"built for 12 tokens in a sequence; set model\.seq_len=12"):
+    with pytest.raises(RecipeError, match=r"built for at most 12 tokens per sequence; set model\.seq_len=12"):
         train(recipe(tmp_path, f"model.path={directory}", "model.seq_len=13"))
 
 
@@ -111,14 +111,14 @@ def test_a_model_of_another_kind_is_refused_from_its_config_alone(name, tmp_path
     def never(*args: Any, **kwargs: Any) -> None:
         pytest.fail("a weight or the data was read")
 
-    monkeypatch.setattr(inputs, "open_data", never)
+    monkeypatch.setattr(train_module, "open_data", never)
     monkeypatch.setattr(infinity, "from_pretrained", never)
     model: Any = zoo.build(name, seed=0)[0]()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path / name)  # and no weights
-    with pytest.raises(RecipeError, match=rf"model\.path: {type(model).__name__} does not predict the next"):
+    with pytest.raises(RecipeError, match=rf"model\.path: {type(model).__name__} does not predict next"):
         train(recipe(tmp_path, f"model.path={tmp_path / name}"))
     model.config.architectures = None
     model.config.save_pretrained(tmp_path / name)
-    with pytest.raises(RecipeError, match=r"model\.path: \w+ does not predict the next token"):
+    with pytest.raises(RecipeError, match=r"model\.path: \w+ does not predict next tokens"):
         train(recipe(tmp_path, f"model.path={tmp_path / name}"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.activations import cache
+from infinity.activations import tensor_cache as cache
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import reference, streaming, train
@@ -67,6 +67,6 @@ def test_activations_of_a_plain_model_wait_in_pinned_memory_or_on_nvme(tmp_path,
             loss.backward()
             losses.append([loss.item(), *(p.grad.clone() for p in model.parameters())])
             model.zero_grad()
-    assert served.cache.ledger.nbytes_loaded > 0
+    assert served.cache.stats.nbytes_loaded > 0
     assert losses[0][0] == losses[1][0]
     assert all(torch.equal(a, b) for a, b in zip(losses[0][1:], losses[1][1:], strict=True))

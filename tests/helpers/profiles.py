@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware
 from infinity.core.profile import (
-    Block,
+    BlockCall,
     Kind,
     Operator,
     Phase,
     Profile,
-    Slot,
     SlotKey,
+    SlotUse,
     StorageUse,
     Traffic,
 )
@@ -115,21 +115,21 @@ class Tape:
             dies = last.get(s, storage.born) if made_here else end
             self._storages[s] = replace(storage, kind=kind, dies=dies)
 
-    def _slot(self, storage: int, forward: int, held: Sequence[int]) -> Slot:
+    def _slot(self, storage: int, forward: int, held: Sequence[int]) -> SlotUse:
         key, packed_at = self._packed[storage]
         uses = [
             at for at, o in enumerate(self._operators) if o.phase is Phase.BACKWARD and storage in o.inputs
         ]
         was_there = self._storages[storage].kind is not Kind.ACTIVATION
         nbytes = self._storages[storage].nbytes
-        return Slot(key, storage, nbytes, packed_at, uses[0], uses[-1], storage in held or was_there)
+        return SlotUse(key, storage, nbytes, packed_at, uses[0], uses[-1], storage in held or was_there)
 
-    def _block(self, name: str, region: int, first: int, end: int, forward: int) -> Block:
+    def _block(self, name: str, region: int, first: int, end: int, forward: int) -> BlockCall:
         made = {s for o in self._operators[first:end] for s in o.outputs}
         read = dict.fromkeys(s for o in self._operators[first:end] for s in o.inputs)
         weights = {s for s, storage in enumerate(self._storages) if storage.kind is Kind.WEIGHT}
         inputs = tuple(s for s in read if s not in made and s not in weights)
-        return Block(name, region, (first, end), (2 * forward - end, 2 * forward - first), inputs)
+        return BlockCall(name, region, (first, end), (2 * forward - end, 2 * forward - first), inputs)
 
 
 def transformer(

@@ -1,4 +1,4 @@
-"""A timeline keeps what ran when, from every thread, and costs nothing when nobody asks."""
+"""A timeline records spans of all threads, and nothing if it is disabled."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ SPANS = (
 )
 
 
-def test_a_span_is_what_ran_inside_with_also_when_it_raises() -> None:
+def test_a_span_is_recorded_even_if_its_body_raises() -> None:
     clock = count(1.0)
     timeline = Timeline(clock=lambda: float(next(clock)))
     with timeline.span("compute", "forward"):
@@ -34,7 +34,7 @@ def test_a_span_is_what_ran_inside_with_also_when_it_raises() -> None:
     )
 
 
-def test_a_disabled_timeline_keeps_nothing_and_never_asks_the_clock() -> None:
+def test_a_disabled_timeline_records_nothing_and_never_reads_the_clock() -> None:
     def clock() -> float:
         raise AssertionError("asked")
 
@@ -62,7 +62,7 @@ def test_spans_of_many_threads_are_all_kept() -> None:
     assert [span.start_s for span in spans] == sorted(span.start_s for span in spans)
 
 
-def test_memory_is_bounded_and_the_latest_spans_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_spans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline_module, "CAPACITY", 3)
     timeline = Timeline()
     for index in range(5):
@@ -84,7 +84,7 @@ def test_a_trace_holds_every_span_in_microseconds_from_zero(tmp_path: Path) -> N
     )
 
 
-def test_reads_in_flight_together_stand_in_rows_of_their_own(tmp_path: Path) -> None:
+def test_concurrent_reads_get_rows_of_their_own(tmp_path: Path) -> None:
     write_trace(SPANS, tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
@@ -96,7 +96,7 @@ def test_a_trace_without_spans_is_a_trace(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.json") == ()
 
 
-def test_a_picture_is_drawn_of_the_asked_part(tmp_path: Path) -> None:
+def test_the_picture_shows_the_requested_part(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(SPANS, tmp_path / "whole.png")
     draw(SPANS, tmp_path / "part.png", start_s=0.5, end_s=1.0)

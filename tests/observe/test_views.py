@@ -1,4 +1,4 @@
-"""Every view tells the same figures: the file, the line, the summary, TensorBoard."""
+"""Every view shows the same figures: the file, the progress line, the summary, TensorBoard."""
 
 import io
 import json
@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.observe.events import StepReport
-from infinity.observe.metrics import MetricsFile, TensorBoard
+from infinity.observe.metrics import MetricsFile, StepReport, TensorBoard
 from infinity.observe.progress import ProgressDisplay, describe
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary, summary_rows
 
@@ -52,7 +51,7 @@ def test_every_step_is_a_line_on_disk_when_it_ends(tmp_path: Path) -> None:
     assert lines(path)[1] == {"kind": "evaluation", "step": 2, "loss": 3.5, "perplexity": math.exp(3.5)}
 
 
-def test_lines_are_json_also_when_a_gradient_is_not_finite(tmp_path: Path) -> None:
+def test_lines_are_valid_json_even_if_a_gradient_is_not_finite(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m.jsonl")
     metrics.step(replace(REPORT, grad_norm=float("inf"), loss=float("nan"), skipped=True))
     metrics.close()
@@ -86,9 +85,9 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     assert values["peak_bytes/nvme"] == 2**30
 
 
-def test_a_line_says_loss_speed_stall_its_cause_and_bytes() -> None:
+def test_a_progress_line_has_loss_speed_stall_with_cause_and_bytes() -> None:
     assert describe(REPORT) == (
-        "loss 3.2500  2,048 tok/s  stall 0.30 s (read)  read 14 MiB wrote 12 MiB  host 256 MiB  nvme 1 GiB"
+        "loss 3.2500  2,048 tokens/s  stall 0.30 s (read)  read 14 MiB wrote 12 MiB  host 256 MiB  nvme 1 GiB"
     )
     assert describe(replace(REPORT, on_demand=2, skipped=True)).endswith(
         "2 on demand  skipped: gradients are not finite"
@@ -105,7 +104,7 @@ def shown(steps: list[StepReport], *, terminal: bool, log_every: int = 1) -> str
     return console.file.getvalue()
 
 
-def test_without_a_terminal_progress_is_plain_lines_now_and_then() -> None:
+def test_without_a_terminal_progress_is_a_plain_line_every_few_steps() -> None:
     text = shown([replace(REPORT, step=step) for step in range(1, 6)], terminal=False, log_every=2)
     assert [line.split("  ")[0] for line in text.splitlines()] == ["step 2/5", "step 4/5"] + ["step 5/5"] * 2
     assert text.splitlines()[-1] == "step 5/5  held-out loss 3.5000  perplexity 33.12"
@@ -145,7 +144,7 @@ def test_a_summary_counts_planned_steps_and_adds_up_all() -> None:
     assert (summary.first_perplexity, summary.last_perplexity) == (math.exp(4.0), math.exp(3.5))
 
 
-def test_a_run_that_hardly_waited_is_bound_by_compute() -> None:
+def test_a_run_that_waits_less_than_5_percent_is_bound_by_compute() -> None:
     assert summarize([replace(REPORT, stall_s={"read": 0.09})]).bottleneck == "compute"
     assert summarize([replace(REPORT, stall_s={"read": 0.11})]).bottleneck == "read"
     assert summarize([replace(REPORT, stall_s={})]).bottleneck == "compute"
@@ -163,9 +162,9 @@ def test_the_summary_shows_bytes_beside_the_plan_and_peaks_beside_budgets() -> N
     assert rows["files"] == "runs/[a]"
 
 
-def test_the_summary_of_a_run_that_had_no_plan_yet_says_so() -> None:
+def test_the_summary_of_a_run_without_a_plan_says_so() -> None:
     rows = dict(summary_rows(summarize([RECORDED])))
-    assert rows["read per step"].endswith("bytes per rank, recorded: the plan begins after it")
+    assert rows["read per step"].endswith("bytes per rank, recorded; the plan starts with the second step")
     resident = replace(RECORDED, nbytes_read=0, nbytes_written=0)
     assert dict(summary_rows(summarize([resident] * 9)))["read per step"] == "0 bytes per rank"
 

@@ -8,9 +8,11 @@ from infinity.core.errors import BudgetError
 from infinity.core.plan import Hardware
 from infinity.core.profile import Profile
 from infinity.planner.bound import bound
-from infinity.planner.player import play
 from infinity.planner.policies import keep_all, plan, smallest_budget
+from infinity.planner.simulator import play
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
+
+pytest.importorskip("scipy", reason="an extra: bound")
 
 
 def budget(profile: Profile, channels: Hardware, share: float) -> int:

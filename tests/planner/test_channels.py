@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware
 from infinity.core.profile import Traffic
-from infinity.planner.channels import Channel, Channels, mixed_rates
-from infinity.planner.sums import Sums
+from infinity.planner.channels import Channel, ChannelTimeline, FenwickTree, channel_timelines, mixed_rates
 
 fast = settings(deadline=None, max_examples=100)
 
@@ -16,7 +15,7 @@ fast = settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
 @fast
 def test_sums_are_those_of_the_numbers_after_any_changes(numbers: list[int], data: st.DataObject) -> None:
-    sums = Sums(np.array(numbers))
+    sums = FenwickTree(np.array(numbers))
     for at in data.draw(st.lists(st.integers(0, len(numbers) - 1), max_size=5)):
         sums.add(at, -numbers[at])
         numbers[at] = 0
@@ -34,52 +33,49 @@ def test_sums_are_those_of_the_numbers_after_any_changes(numbers: list[int], dat
 def test_transfers_end_as_early_and_start_as_late_as_free_bytes_allow(
     free: list[int], data: st.DataObject
 ) -> None:
-    channel = Channel(np.array(free, dtype=float), 1.0)
+    channel = ChannelTimeline(np.array(free, dtype=float), 1.0)
     length = len(free)
-    twice = free * 2
     for _ in range(3):
         at, nbytes = data.draw(st.integers(0, length - 1)), data.draw(st.integers(1, 30))
-        room = [end for end in range(at, at + length + 1) if sum(twice[at:end]) >= nbytes]
+        room = [end for end in range(at, length + 1) if sum(free[at:end]) >= nbytes]
         assert channel.earliest_end(at, nbytes) == (room[0] if room else None)
         room = [begin for begin in range(at + 1) if sum(free[begin:at]) >= nbytes]
         assert channel.latest_start(at, nbytes) == (room[-1] if room else None)
-        channel.take_from(at, nbytes)
+        channel.book_from(at, nbytes)
         left = nbytes
         for position in [*range(at, length), *range(at)]:
             taken = min(left, free[position])
             free[position] -= taken
             left -= taken
-        twice = free * 2
-        assert [channel.free_nbytes(i, i + 1) for i in range(length)] == free
+        assert np.diff(channel.until()).tolist() == free
 
 
 def test_a_transfer_that_must_end_by_an_operator_takes_the_last_free_bytes_before_it() -> None:
-    channel = Channel(np.ones(5), 10.0)
-    channel.take_until(3, 15)
-    assert [channel.free_nbytes(i, i + 1) for i in range(5)] == [10, 5, 0, 10, 10]
+    channel = ChannelTimeline(np.ones(5), 10.0)
+    channel.book_until(3, 15)
+    assert np.diff(channel.until()).tolist() == [10, 5, 0, 10, 10]
     assert channel.latest_start(4, 12) == 1
     assert channel.earliest_end(1, 12) == 4
 
 
-def test_a_prefetch_for_the_next_steps_beginning_starts_in_this_one() -> None:
-    channel = Channel(np.ones(4), 10.0)
-    assert channel.latest_start(4 + 1, 25) == 2
-    channel.take_until(4 + 1, 25)
-    assert [channel.free_nbytes(i, i + 1) for i in range(4)] == [0, 10, 5, 0]
+def test_traffic_without_room_at_the_end_of_a_step_goes_on_at_its_beginning() -> None:
+    channel = ChannelTimeline(np.ones(4), 10.0)
+    channel.book_from(3, 25)
+    assert np.diff(channel.until()).tolist() == [0, 5, 10, 0]
 
 
 def test_latency_delays_every_transfer() -> None:
-    assert Channel(np.ones(4), 10.0, latency_s=1.0).earliest_end(0, 10) == 2
-    assert Channel(np.ones(4), 10.0).earliest_end(0, 10) == 1
+    assert ChannelTimeline(np.ones(4), 10.0, latency_s=1.0).earliest_end(0, 10) == 2
+    assert ChannelTimeline(np.ones(4), 10.0).earliest_end(0, 10) == 1
 
 
 def test_units_come_first_and_reads_slow_writes_down() -> None:
     hardware = Hardware(2.0, 4.0, 2.0, 1.0)
-    channels = Channels.of(np.full(3, 100.0), hardware, [Traffic(1, 100, 0)])
-    assert [channels.nvme_read.free_nbytes(i, i + 1) for i in range(3)] == [200, 100, 200]
+    channels = channel_timelines(np.full(3, 100.0), hardware, [Traffic(1, 100, 0)])
+    assert np.diff(channels[Channel.NVME_READ].until()).tolist() == [200, 100, 200]
     # Mixed, each way moves 1 B/s; in the 100 s that 100 bytes take, writes lose 3 B/s.
     assert mixed_rates(hardware) == (1.0, 1.0)
-    assert [channels.nvme_write.free_nbytes(i, i + 1) for i in range(3)] == [400, 100, 400]
+    assert np.diff(channels[Channel.NVME_WRITE].until()).tolist() == [400, 100, 400]
 
 
 @pytest.mark.parametrize("mixed", [12.0, 10.0, 6.0, 1.0])

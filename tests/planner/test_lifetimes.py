@@ -1,14 +1,14 @@
-"""Memory over operators, and the gaps between uses."""
+"""Memory over operators, inactive periods, and keys of recomputed blocks, counted by hand."""
 
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from infinity.core.profile import Kind, Operator, Phase, Profile, StorageUse
-from infinity.planner.lifetimes import InactivePeriod, characterise, inactive_periods, memory, operator_times
-from tests.helpers.profiles import MIB, random_profiles, transformer
+from infinity.core.profile import Kind, Operator, Phase, Profile, SlotKey, StorageUse
+from infinity.planner.lifetimes import lifetimes_of, memory, operator_times
+from tests.helpers.profiles import Tape, random_profiles, transformer
 
 FORWARD = Phase.FORWARD
 
@@ -30,26 +30,15 @@ def three_operators() -> Profile:
 
 def test_memory_counts_what_the_step_makes_from_birth_to_death() -> None:
     assert memory(three_operators()).tolist() == [10, 110, 10]
-    assert memory(three_operators(), {Kind.WEIGHT}).tolist() == [7, 7, 7]
-
-
-def test_gaps_of_weights_go_on_in_the_next_step_and_those_of_activations_do_not() -> None:
-    profile = three_operators()
-    assert inactive_periods(profile) == (InactivePeriod(0, 7, 1, 2), InactivePeriod(1, 10, 1, 2))
-    earlier = replace(
-        profile, operators=(*profile.operators, Operator("update", 1.0, (), (), Phase.UPDATE, -1))
-    )
-    assert InactivePeriod(0, 7, 3, 4) in inactive_periods(earlier)
 
 
 @given(random_profiles())
 @settings(deadline=None, max_examples=50)
 def test_no_operator_uses_a_storage_inside_its_inactive_period(profile: Profile) -> None:
-    length = len(profile.operators)
-    for period in inactive_periods(profile, frozenset(Kind)):
-        for at in range(period.begin, period.end):
-            operator = profile.operators[at % length]
-            assert period.storage not in (*operator.inputs, *operator.outputs)
+    storages = {slot.key: slot.storage for slot in profile.slots}
+    for period in lifetimes_of(profile).periods:
+        for operator in profile.operators[period.begin : period.end]:
+            assert storages[period.key] not in (*operator.inputs, *operator.outputs)
 
 
 @given(random_profiles())
@@ -71,13 +60,110 @@ def test_what_lies_between_operators_is_spread_over_them() -> None:
     assert np.allclose(operator_times(profile), [2.0, 4.0, 2.0])
 
 
-def test_most_of_a_transformers_memory_is_at_rest() -> None:
-    character = characterise(transformer(24, logits_nbytes=4 * MIB))
-    assert character.active_share < 0.1
-    assert character.long_share > 0.25
-    assert character.active_share <= character.most_active_share <= 1
+# --- recomputed blocks ---------------------------------------------------------------------------
 
 
-def test_the_active_share_is_weighed_by_time() -> None:
-    # 17 of 17, 100 of 117, 17 of 17 bytes in use, for 1, 2 and 1 seconds.
-    assert characterise(three_operators()).active_share == pytest.approx((1 + 2 * 100 / 117 + 1) / 4)
+def chain() -> Tape:
+    """Two blocks of two operators; each saves its input (10 bytes), a middle one (20) and nothing else."""
+    tape = Tape()
+    x = tape.given(1)
+    x = tape.run("embedding", 1.0, [x], 10)
+    for layer in range(2):
+        with tape.block(f"layers.{layer}"):
+            middle = tape.run("up", 1.0, [x], 20, saves=[x], saves_output=True)
+            x = tape.run("down", 2.0, [middle], 10)
+    tape.run("loss", 1.0, [x], 1, saves=[x])
+    return tape
+
+
+def test_nothing_recomputed_is_the_profile_itself() -> None:
+    profile = chain().finish()
+    lifetimes = lifetimes_of(profile)
+    assert lifetimes.memory.tolist() == memory(profile).tolist()
+    assert [saved.key for saved in lifetimes.periods] == [(4, 0), (3, 0), (3, 1), (1, 0), (1, 1)]
+    assert not lifetimes.recomputations
+
+
+def test_a_recomputed_block_keeps_its_input_drops_the_rest_and_pays_its_forward_again() -> None:
+    profile = chain().finish()
+    kept, again = lifetimes_of(profile), lifetimes_of(profile, frozenset({1}))
+    block = profile.blocks[0]
+    at = block.backward[0]
+    assert again.times[at] == 3.0
+    assert again.operators[at] == again.operators[at + 1] == at
+    # The middle one (20 bytes) is away after its last use in forward, until the block runs again.
+    away = slice(block.forward[1], at)
+    assert (kept.memory[away] - again.memory[away]).tolist() == [20] * (at - block.forward[1])
+    assert again.memory[at + 1 :].tolist() == kept.memory[at:].tolist()
+    # While it runs again: input and middle one, the gradient that waits, and the output once more.
+    assert again.memory[at] == 10 + 20 + 10 + 10
+    assert SlotKey(1, 0) in {saved.key for saved in again.periods}
+    assert SlotKey(1, 1) not in {saved.key for saved in again.periods}
+
+
+def test_the_input_of_a_recomputed_block_is_needed_when_it_runs_again_not_later() -> None:
+    profile = chain().finish()
+    saved = {s.key: s for s in lifetimes_of(profile, frozenset({1})).periods}
+    assert saved[SlotKey(1, 0)].end == profile.blocks[0].backward[0]
+
+
+def test_an_input_that_nobody_else_saves_is_held_for_the_recomputation() -> None:
+    tape = Tape()
+    x = tape.run("embedding", 1.0, [tape.given(1)], 10)
+    with tape.block("block"):
+        doubled = tape.run("double", 1.0, [x], 10)  # saves nothing
+        x = tape.run("up", 1.0, [doubled], 20, saves_output=True)
+    tape.run("loss", 1.0, [x], 1, saves=[x])
+    profile = tape.finish()
+    kept, again = lifetimes_of(profile), lifetimes_of(profile, frozenset({1}))
+    assert SlotKey(1, 0) in {saved.key for saved in again.periods}
+    begins = profile.blocks[0].backward[0]
+    assert again.memory[begins - 1] - kept.memory[begins - 1] == 10
+
+
+def test_where_a_recomputed_block_moves_a_storage_to_a_later_region_its_keys_are_not_used() -> None:
+    tape = Tape()
+    x = tape.given(1)
+    for layer in range(2):
+        with tape.block(f"layers.{layer}"):
+            hidden = tape.run("linear", 1.0, [x], 10, saves=[x])
+            x = tape.run("relu", 1.0, [hidden], 10, saves_output=True)  # saved here, and by the next linear
+    tape.run("loss", 1.0, [x], 1, saves=[x])
+    profile = tape.finish()
+    assert any(saved.key.region == 3 and saved.can_leave for saved in lifetimes_of(profile).periods)
+    moved = [s for s in lifetimes_of(profile, frozenset({1})).periods if s.key.region == 3]
+    assert not any(saved.can_leave or saved.is_named for saved in moved)
+    # If the later block is computed again as well, the storage is its first input.
+    both = {s.key: s for s in lifetimes_of(profile, frozenset({1, 3})).periods}
+    assert both[SlotKey(3, 0)].can_leave
+
+
+def test_a_storage_that_other_code_holds_cannot_leave() -> None:
+    for is_held in (False, True):
+        tape = Tape()
+        x = tape.run("embedding", 1.0, [tape.given(1)], 10, saves_output=True)
+        tape.run("loss", 1.0, [x], 1)
+        profile = tape.finish(held=[x] if is_held else [])
+        assert [saved.can_leave for saved in lifetimes_of(profile).periods] == [not is_held]
+
+
+@given(random_profiles(), st.data())
+@settings(deadline=None, max_examples=100)
+def test_keys_are_distinct_and_needs_are_in_order_for_any_recomputation(
+    profile: Profile, data: st.DataObject
+) -> None:
+    regions = [block.region for block in profile.blocks]
+    lifetimes = lifetimes_of(profile, frozenset(r for r in regions if data.draw(st.booleans())))
+    named = [saved.key for saved in lifetimes.periods if saved.is_named]
+    assert len(set(named)) == len(named)
+    needs = [saved.end for saved in lifetimes.periods]
+    assert needs == sorted(needs)
+    assert (lifetimes.memory >= 0).all()
+    assert all(saved.packed_at < saved.end for saved in lifetimes.periods if saved.can_leave)
+
+
+def test_a_transformers_recomputation_frees_all_but_the_residual_stream() -> None:
+    profile = transformer(6, hidden_nbytes=100, slots=6, logits_nbytes=0)
+    again = lifetimes_of(profile, frozenset(block.region for block in profile.blocks))
+    ends = profile.blocks[-1].forward[1]
+    assert again.memory[ends] == 6 * 100 + 2 * 100  # inputs; the last output and its norm

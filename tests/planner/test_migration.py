@@ -9,53 +9,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware, Place
-from infinity.planner.channels import Channels
+from infinity.core.profile import SlotKey
+from infinity.planner.channels import channel_timelines
 from infinity.planner.lifetimes import InactivePeriod
 from infinity.planner.migration import Migration, Pressure, migrate
 
 
-def endless(host_nbytes: int = 0) -> Hardware:
-    return Hardware(1e12, 1e12, 2e12, 1e12, host_nbytes=host_nbytes)
+def endless() -> Hardware:
+    return Hardware(1e12, 1e12, 2e12, 1e12)
+
+
+def period(nbytes: int, begin: int, end: int) -> InactivePeriod:
+    return InactivePeriod(SlotKey(0, 0), nbytes, begin, begin, end, end, True, True, True)
 
 
 def alone(periods: list[InactivePeriod], length: int) -> np.ndarray:
     """Memory that holds nothing but what the periods could take away."""
     memory = np.zeros(length, dtype=np.int64)
-    for period in periods:
-        for at in range(period.begin, period.end):
-            memory[at % length] += period.nbytes
+    for each in periods:
+        for at in range(each.begin, each.end):
+            memory[at] += each.nbytes
     return memory
 
 
 def test_the_longest_pressure_per_byte_moved_leaves_first() -> None:
-    periods = [InactivePeriod(0, 10, 4, 6), InactivePeriod(1, 10, 1, 9)]
-    chosen = migrate(periods, np.ones(10), alone(periods, 10), 10, Channels.of(np.ones(10), endless()))
+    periods = [period(10, 4, 6), period(10, 1, 9)]
+    chosen = migrate(
+        periods, np.ones(10), alone(periods, 10), 10, channel_timelines(np.ones(10), endless()), 0
+    )
     assert [migration.period for migration in chosen] == [1]
 
 
 def test_nothing_moves_while_memory_fits() -> None:
-    periods = [InactivePeriod(0, 10, 1, 9)]
-    channels = Channels.of(np.ones(10), endless())
-    assert migrate(periods, np.ones(10), alone(periods, 10), 10, channels) == []
+    periods = [period(10, 1, 9)]
+    channels = channel_timelines(np.ones(10), endless())
+    assert migrate(periods, np.ones(10), alone(periods, 10), 10, channels, 0) == []
 
 
 def test_a_gap_shorter_than_the_way_there_and_back_is_left() -> None:
-    periods = [InactivePeriod(0, 30, 1, 6)]
-    channels = Channels.of(np.ones(10), Hardware(10.0, 10.0, 20.0, 10.0))
-    assert migrate(periods, np.ones(10), alone(periods, 10), 0, channels) == []
+    periods = [period(30, 1, 6)]
+    channels = channel_timelines(np.ones(10), Hardware(10.0, 10.0, 20.0, 10.0))
+    assert migrate(periods, np.ones(10), alone(periods, 10), 0, channels, 0) == []
 
 
 def test_the_host_takes_what_the_drive_has_no_time_for_up_to_its_limit() -> None:
-    periods = [InactivePeriod(i, 30, 1, 9) for i in range(4)]
-    channels = Channels.of(np.ones(10), Hardware(10.0, 10.0, 20.0, 1e9, host_nbytes=60))
-    chosen = migrate(periods, np.ones(10), alone(periods, 10), 0, channels)
+    periods = [period(30, 1, 9) for i in range(4)]
+    channels = channel_timelines(np.ones(10), Hardware(10.0, 10.0, 20.0, 1e9))
+    chosen = migrate(periods, np.ones(10), alone(periods, 10), 0, channels, 60)
     assert [migration.place for migration in chosen] == [Place.NVME, Place.HOST, Place.HOST]
 
 
-def test_gaps_of_weights_that_go_on_in_the_next_step_are_used() -> None:
-    periods = [InactivePeriod(0, 10, 6, 13)]
-    channels = Channels.of(np.ones(10), Hardware(10.0, 10.0, 20.0, 1.0))
-    assert migrate(periods, np.ones(10), alone(periods, 10), 0, channels) == [Migration(0, Place.NVME, 7, 12)]
+def test_a_migration_takes_as_long_as_its_transfers() -> None:
+    periods = [period(10, 3, 9)]
+    channels = channel_timelines(np.ones(10), Hardware(10.0, 10.0, 20.0, 1.0))
+    assert migrate(periods, np.ones(10), alone(periods, 10), 0, channels, 0) == [
+        Migration(0, Place.NVME, 4, 8)
+    ]
 
 
 @given(
@@ -67,19 +76,16 @@ def test_migrations_lie_within_their_periods_and_channels_are_never_overbooked(
 ) -> None:
     length = 40
     times = np.ones(length)
-    periods = [
-        InactivePeriod(i, nbytes, begin, min(begin + extent, length))
-        for i, (begin, extent, nbytes) in enumerate(drawn)
-    ]
+    periods = [period(nbytes, begin, min(begin + extent, length)) for begin, extent, nbytes in drawn]
     rate = data.draw(st.sampled_from([1.0, 10.0, 1000.0]))
     memory = alone(periods, length)
     capacity = data.draw(st.integers(0, int(memory.max(initial=0))))
-    channels = Channels.of(times, Hardware(rate, rate, 2 * rate, rate, host_nbytes=100))
-    chosen = migrate(periods, times, memory, capacity, channels)
+    channels = channel_timelines(times, Hardware(rate, rate, 2 * rate, rate))
+    chosen = migrate(periods, times, memory, capacity, channels, 100)
     assert len({migration.period for migration in chosen}) == len(chosen)
     for migration in chosen:
-        period = periods[migration.period]
-        assert period.begin <= migration.gone < migration.back <= period.end
+        gap = periods[migration.period]
+        assert gap.begin <= migration.gone < migration.back <= gap.end
     for place, most in ((Place.NVME, rate * length), (Place.HOST, 100)):
         assert sum(periods[m.period].nbytes for m in chosen if m.place is place) <= most
 
@@ -93,11 +99,11 @@ def test_pressure_is_the_time_above_capacity_after_any_changes(
     pressure = Pressure(np.ones(length), memory, 20)
     for _ in range(data.draw(st.integers(0, 6))):
         begin = data.draw(st.integers(0, length - 1))
-        end = data.draw(st.integers(begin, begin + length))
+        end = data.draw(st.integers(begin, length))
         nbytes = data.draw(st.integers(1, 20))
         pressure.lower(begin, end, nbytes)
         for at in range(begin, end):
-            memory[at % length] -= nbytes
+            memory[at] -= nbytes
         assert pressure.high_s(0, length) == np.count_nonzero(memory > 20)
         assert pressure.is_high() == bool((memory > 20).any())
 
@@ -107,18 +113,18 @@ def many(number: int) -> float:
     draw = random.Random(0)
     times = np.full(number, 1e-4)
     periods = []
-    for i in range(number):
+    for _ in range(number):
         begin, end = sorted((draw.randrange(number), draw.randrange(number)))
-        periods.append(InactivePeriod(i, draw.randrange(1, 1 << 20), begin, end + 1))
+        periods.append(period(draw.randrange(1, 1 << 20), begin, end + 1))
     changes = np.zeros(number + 2, dtype=np.int64)
-    for period in periods:
-        changes[period.begin] += period.nbytes
-        changes[period.end] -= period.nbytes
+    for each in periods:
+        changes[each.begin] += each.nbytes
+        changes[each.end] -= each.nbytes
     memory = np.cumsum(changes)[:number]
-    rate = 0.6 * sum(period.nbytes for period in periods) / float(times.sum())
-    channels = Channels.of(times, Hardware(rate, rate, 1.5 * rate, rate, host_nbytes=1 << 30))
+    rate = 0.6 * sum(each.nbytes for each in periods) / float(times.sum())
+    channels = channel_timelines(times, Hardware(rate, rate, 1.5 * rate, rate))
     began_s = time.process_time()
-    migrate(periods, times, memory, int(memory.max() * 0.4), channels)
+    migrate(periods, times, memory, int(memory.max() * 0.4), channels, 1 << 30)
     return time.process_time() - began_s
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from infinity.core.errors import BudgetError
 from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Profile
-from infinity.planner.player import bounded, play, play_in_detail
+from infinity.planner.lifetimes import lifetimes_of
 from infinity.planner.policies import (
     POLICIES,
     adaptive,
@@ -19,7 +19,7 @@ from infinity.planner.policies import (
     recompute_all,
     smallest_budget,
 )
-from infinity.planner.script import script_of
+from infinity.planner.simulator import bounded, play, play_in_detail
 from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
 
 fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
@@ -34,13 +34,13 @@ def budget(profile: Profile, channels: Hardware, share: float) -> int:
 
 def well_formed(profile: Profile, made: ActivationPlan) -> None:
     """Every stored storage is loaded once, in order of need, from a point that backward reaches before."""
-    script = script_of(profile, made.recomputed)
-    saved = {s.key: s for s in script.saved if s.is_named}
-    assert all(saved[key].can_leave for key in made.places)
+    lifetimes = lifetimes_of(profile, made.recomputed)
+    periods = {period.key: period for period in lifetimes.periods if period.is_named}
+    assert all(periods[key].can_leave for key in made.places)
     assert sorted(load.slot for load in made.loads) == sorted(made.places)
-    needs = [saved[load.slot].needed_at for load in made.loads]
+    needs = [periods[load.slot].end for load in made.loads]
     assert needs == sorted(needs)
-    starts = [script.backward if load.after is None else saved[load.after].needed_at for load in made.loads]
+    starts = [lifetimes.backward if load.after is None else periods[load.after].end for load in made.loads]
     assert all(start <= need for start, need in zip(starts, needs))
     assert starts == sorted(starts)
     assert made.recomputed <= {block.region for block in profile.blocks}

@@ -1,81 +1,203 @@
-"""From files to documents of tokens, and what of each document is learned."""
+"""Training data on disk: finding files, reading text, and parsing the lines of JSONL as records.
 
-from collections.abc import Callable, Iterator
+The kind of a record follows from its fields: ``messages`` (with ``tools``, if present) is a chat, else
+``prompt`` and ``completion``, else ``text``. Other fields are ignored.
+"""
+
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from infinity.core.errors import InfinityError
 
-from infinity.app.data.files import DataError, read_lines, read_pieces
-from infinity.app.data.records import Chat, Completion, MalformedError, parse_record
-from infinity.app.data.tokenizer import Encoded, Tokenizer, encode_completion
+#: Text is read in whole lines, about this many characters at a time.
+PIECE_CHARS = 1 << 20
+#: The role whose messages count in the loss.
+ASSISTANT = "assistant"
 
+_STDLIB_EXCEPT = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
-class Chunk(NamedTuple):
-    """Some tokens of a document, ``(n,)``, in order."""
-
-    tokens: NDArray[Any]
-    counts: NDArray[np.bool_] | None  # which are learned; None: all of them
-    last: bool  # the document ends with it
+Message = dict[str, Any]
 
 
-def read_documents(
-    path: Path, tokenizer: Tokenizer, malformed: Callable[[DataError], None]
-) -> Iterator[Chunk]:
-    """The tokens of ``path``: of its lines' records if it is ``.jsonl``, else of its text.
+class DataError(InfinityError, ValueError):
+    """Training data is missing, malformed or too short."""
 
-    A text begins with the tokenizer's opening and ends with its separator; a prompt begins so, and
-    its completion ends so; a chat is what the template makes of it.
+
+class MalformedError(ValueError):
+    """A line cannot be used. The message gives the reason; the caller adds file and line."""
+
+
+class Piece(NamedTuple):
+    """Part of a document's text; ``last`` if the document ends with it."""
+
+    text: str
+    last: bool
+
+
+class Text(NamedTuple):
+    """A document in which every token counts in the loss."""
+
+    text: str
+
+
+class Completion(NamedTuple):
+    """A prompt and its completion; only the completion counts in the loss."""
+
+    prompt: str
+    completion: str
+
+
+class Chat(NamedTuple):
+    """Messages with a ``role`` and, usually, a ``content``; the assistant's count in the loss."""
+
+    messages: list[Message]
+    tools: list[Any] | None
+
+
+def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, ...]:
+    """Find the files that ``names`` stand for, each once: in the order of names, sorted within one.
 
     Args:
-        malformed: Called with the error of each line that cannot be used; raises it, or counts it.
+        names: Paths, globs (including ``**``), directories (their .txt and .jsonl files) or ``stdlib``.
+        key: The recipe key of the names, for the error.
 
     Raises:
-        DataError: The file cannot be read, or the tokenizer has no chat template for its chats.
+        DataError: A name matches no file.
     """
-    if path.suffix != ".jsonl":
-        yield from _read_text(path, tokenizer)
-        return
-    for number, line in read_lines(path):
+    found: dict[Path, None] = {}
+    for name in names:
+        matches = _stdlib() if name == "stdlib" else _matches(name)
+        if not matches:
+            raise DataError(
+                f"{key}: {name!r} matches no file in {Path.cwd()}; give a path, a glob or 'stdlib'"
+            )
+        found.update(dict.fromkeys(path.resolve() for path in matches))
+    return tuple(found)
+
+
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """Read the text of ``path``, which is one document, in pieces of whole lines.
+
+    Raises:
+        DataError: The file cannot be read, or is not UTF-8; names the file and the line.
+    """
+    lines: list[str] = []
+    size = number = 0
+    with _readable(path), path.open(encoding="utf-8", newline="") as file:
         try:
-            chunks = _encode(line, tokenizer)
-        except MalformedError as error:
-            malformed(DataError(f"{path}:{number}: {error}"))
-            continue
-        except DataError as error:
-            raise DataError(f"{path}:{number}: {error}") from error
-        yield from chunks
+            for line in file:
+                number += 1
+                if size >= PIECE_CHARS:
+                    yield Piece("".join(lines), last=False)
+                    lines, size = [], 0
+                lines.append(line)
+                size += len(line)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 text, after line {number}: {error.reason}") from error
+    if lines:
+        yield Piece("".join(lines), last=True)
 
 
-def _read_text(path: Path, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    opening = tokenizer.opening
-    for piece in read_pieces(path):
-        tokens = tokenizer.encode(piece.text)
-        yield Chunk(_between(opening, tokens, tokenizer.separator if piece.last else None), None, piece.last)
-        opening = None
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Read the lines of ``path`` that are not blank, with their numbers from 1.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    with _readable(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.isspace():
+                yield number, line
 
 
-def _encode(line: bytes, tokenizer: Tokenizer) -> list[Chunk]:
-    record = parse_record(line)
-    if isinstance(record, Chat):
-        return [Chunk(*_some(encoded), last=True) for encoded in tokenizer.encode_chat(record)]
-    opening, separator = tokenizer.opening, tokenizer.separator
-    if isinstance(record, Completion):
-        tokens, counts = encode_completion(record.prompt, record.completion, tokenizer)
-        around = [False] * (opening is not None), [True] * (separator is not None)
-        learned = np.concatenate([around[0], counts, around[1]]).astype(np.bool_)
-        return [Chunk(*_some(Encoded(_between(opening, tokens, separator), learned)), last=True)]
-    return [Chunk(_between(opening, tokenizer.encode(record.text), separator), None, last=True)]
+def parse_record(line: bytes) -> Text | Completion | Chat:
+    """Parse a line of JSONL.
+
+    Raises:
+        MalformedError: The line is not UTF-8, not JSON, or not an object with the fields of a record.
+    """
+    value = _parse_json(line)
+    if not isinstance(value, dict):
+        raise MalformedError(f"wanted an object; got {_name(value)}")
+    if "messages" in value:
+        return Chat(_messages(value["messages"]), _tools(value.get("tools")))
+    if "prompt" in value and "completion" in value:
+        return Completion(_string(value, "prompt"), _string(value, "completion"))
+    if "text" in value:
+        return Text(_string(value, "text"))
+    fields = f"the fields {', '.join(value)}" if value else "none"
+    raise MalformedError(f"wanted 'text', 'prompt' and 'completion', or 'messages'; got {fields}")
 
 
-def _some(encoded: Encoded) -> Encoded:
-    """``encoded``, where a token is learned that has one before it to be predicted from."""
-    if not encoded.counts[1:].any():
-        raise MalformedError("none of its tokens is learned, so it teaches nothing")
-    return encoded
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
 
 
-def _between(opening: int | None, tokens: NDArray[Any], separator: int | None) -> NDArray[Any]:
-    around = [np.array([] if each is None else [each], tokens.dtype) for each in (opening, separator)]
-    return np.concatenate([around[0], tokens, around[1]])
+def _stdlib() -> list[Path]:
+    """Sources of Python's standard library without its tests: nearly the same on every machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(
+        path for path in root.rglob("*.py") if not _STDLIB_EXCEPT.intersection(path.relative_to(root).parts)
+    )
+
+
+def _matches(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return sorted(each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
+    if path.is_file():
+        return [path]
+    pattern = path.relative_to(path.anchor)  # Path.glob takes no absolute pattern
+    if not pattern.parts:
+        return []
+    return sorted(each for each in Path(path.anchor).glob(str(pattern)) if each.is_file())
+
+
+def _parse_json(line: bytes) -> Any:
+    try:
+        value = json.loads(line.decode())
+        if b"\\u" in line:  # an escape may encode half a surrogate pair, which no tokenizer accepts
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"not UTF-8 text at byte {error.start}: {error.reason}") from error
+    except UnicodeEncodeError as error:
+        raise MalformedError("half of a surrogate pair is not text") from error
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"not JSON: {error}") from error
+    return value
+
+
+def _string(fields: dict[str, Any], key: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str):
+        raise MalformedError(f"{key!r}: wanted a string; got {_name(value)}")
+    return value
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise MalformedError(f"'messages': wanted a non-empty list; got {_name(value)}")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise MalformedError(f"message {number}: wanted an object whose 'role' is a string")
+    if not any(message["role"] == ASSISTANT for message in value):
+        raise MalformedError(f"'messages': none has the role {ASSISTANT}, so no token counts in the loss")
+    return [{key: each for key, each in message.items() if each is not None} for message in value]
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if value is None or isinstance(value, list):
+        return value or None
+    raise MalformedError(f"'tools': wanted a list; got {_name(value)}")
+
+
+def _name(value: Any) -> str:
+    return "null" if value is None else "an empty list" if value == [] else type(value).__name__

@@ -1,5 +1,10 @@
-"""Tokens as numbered sequences of equal length: a stream that is cut anywhere, or rows of documents."""
+"""Tokens as sequences of equal length: one stream that is cut anywhere, or rows of whole documents.
 
+Rows are laid out once, from the lengths of documents alone, so every rank computes the same layout.
+"""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -9,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinity.app.data.packing import Ints, Plan, plan_rows
 from infinity.app.data.tokens import Tokens
 
-#: A target that counts for nothing, as torch's and Hugging Face's losses have it.
+Ints = NDArray[np.int64]
+
+#: A target that is ignored by the losses of torch and transformers.
 IGNORED = -100
 
 
@@ -21,12 +27,12 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: Inputs.
-        targets: The tokens that follow them; -100 counts for nothing.
-        positions: They begin anew with every document of a sequence, which sees only itself; None
-            where every sequence holds one.
-        mask: 0 where a sequence is filled up; None where nothing is, or where positions say it.
-        token_count: Inputs that are not filling, of all ranks' micro-batch together.
-        target_count: Targets that count, likewise.
+        targets: The next tokens; -100 where they do not count in the loss.
+        positions: Position of each token in its document, where a sequence holds several that must not
+            attend to each other; None: every sequence holds one document.
+        mask: 0 for padding; None: there is none, or ``positions`` separate it.
+        token_count: Inputs without padding, of this micro-batch on all ranks together.
+        target_count: Targets that count in the loss, of this micro-batch on all ranks together.
     """
 
     tokens: Tensor
@@ -38,28 +44,28 @@ class Batch(NamedTuple):
 
 
 class Sequences(Protocol):
-    """What a loader takes batches from."""
+    """The source of a loader's batches: a :class:`TokenStream` or :class:`DocumentRows`."""
 
     @property
     def seq_len(self) -> int: ...
 
     @property
     def identity(self) -> str:
-        """Names how they were made of their tokens."""
+        """Identifies how the sequences were made from their tokens."""
         ...
 
     def __len__(self) -> int: ...
 
     def batch(self, which: Ints, together: Ints) -> Batch:
-        """The sequences ``which``, a rank's share of those of all ranks ``together``."""
+        """Return the sequences ``which`` of this rank; ``together`` are those of all ranks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """Documents one after the other; each sequence begins where the one before it ends.
+class TokenStream:
+    """Documents one after the other; each sequence begins where the previous one ends.
 
-    ``values`` are ``(tokens,)``. The last sequence needs a token after it, as its last target.
+    ``values`` are ``(tokens,)``. The last sequence is followed by a token, its last target.
     """
 
     values: NDArray[Any]
@@ -82,61 +88,78 @@ class Stream:
         )
 
 
-class Rows:
-    """Sequences of whole documents, one or (with ``packing``) several to a row, filled up at the end.
+class DocumentRows:
+    """Sequences of whole documents, one or (with ``packing``) several per row, padded at the end.
 
     Args:
-        tokens: Whose documents.
+        tokens: The documents.
         seq_len: Inputs in a row.
-        packing: Several documents to a row.
+        packing: Put several documents into a row.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, *, packing: bool) -> None:
         self.seq_len, self.packing, self.document_count = seq_len, packing, len(tokens.documents)
         self.identity = f"{'packed' if packing else 'single'}:{self.document_count}"
-        self._values, self._counts = tokens.values, tokens.counts
-        self.plan: Plan = plan_rows(tokens.documents, tokens.counts, seq_len=seq_len, packing=packing)
-        self.token_counts = self.plan.sums(self.plan.pieces.sizes)
-        self.target_counts = self.plan.sums(self.plan.pieces.targets)
+        self._values, self._loss_mask = tokens.values, tokens.loss_mask
+        self.layout = lay_out(tokens.documents, tokens.loss_mask, seq_len=seq_len, packing=packing)
+        self.token_counts = self.layout.sums(self.layout.pieces.sizes)
+        self.target_counts = self.layout.sums(self.layout.pieces.targets)
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.layout)
 
     def batch(self, which: Ints, together: Ints) -> Batch:
         shape = (len(which), self.seq_len)
         tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64)
+        firsts, pieces = self.layout.firsts, self.layout.pieces
         for row, index in enumerate(which):
             filled = 0
-            for piece in range(self.plan.firsts[index], self.plan.firsts[index + 1]):
-                start, size = self.plan.pieces.starts[piece], self.plan.pieces.sizes[piece]
+            for piece in range(firsts[index], firsts[index + 1]):
+                start, size = pieces.starts[piece], pieces.sizes[piece]
                 place = slice(filled, filled + size)
                 tokens[row, place] = self._values[start : start + size]
                 targets[row, place] = self._targets(start + 1, start + 1 + size)
                 positions[row, place] = np.arange(size)
                 filled += size
-            positions[row, filled:] = np.arange(self.seq_len - filled)  # the filling sees only itself
+            positions[row, filled:] = np.arange(self.seq_len - filled)  # padding attends only to itself
         used = self.token_counts[which]
-        several = bool((np.diff(self.plan.firsts)[which] > 1).any())
-        filling = not self.packing and bool((used < self.seq_len).any())
+        several = bool((np.diff(firsts)[which] > 1).any())
+        padded = not self.packing and bool((used < self.seq_len).any())
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(targets),
             positions=torch.from_numpy(positions) if several else None,
-            mask=torch.from_numpy(np.arange(self.seq_len) < used[:, None]).long() if filling else None,
+            mask=torch.from_numpy(np.arange(self.seq_len) < used[:, None]).long() if padded else None,
             token_count=int(self.token_counts[together].sum()),
             target_count=int(self.target_counts[together].sum()),
         )
 
-    def _targets(self, start: int, stop: int) -> NDArray[np.int64]:
+    def describe(self) -> str:
+        """Describe the layout in one line, for the start of a run."""
+        layout, slots = self.layout, max(1, len(self) * self.seq_len)
+        used, pieces = int(self.token_counts.sum()), len(self.layout.pieces.starts)
+        is_cut = pieces > self.document_count
+        what = f"{self.document_count:,} documents, {pieces:,} pieces," if is_cut else f"{pieces:,} documents"
+        text = (
+            f"{what} in {len(self):,} sequences of {self.seq_len:,} ({used / slots:.0%} full, "
+            f"{int(self.target_counts.sum()) / max(1, used):.0%} of tokens in the loss)"
+        )
+        if layout.truncated:
+            text += f"; {layout.truncated:,} longer ones truncated"
+        if layout.empty:
+            text += f"; {layout.empty:,} skipped, since none of their tokens counts in the loss"
+        return text
+
+    def _targets(self, start: int, stop: int) -> Ints:
         targets = self._values[start:stop].astype(np.int64)
-        if self._counts is not None:
-            targets[~self._counts[start:stop]] = IGNORED
+        if self._loss_mask is not None:
+            targets[~self._loss_mask[start:stop]] = IGNORED
         return targets
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """Micro-batches as one batch, row after row."""
+    """Concatenate micro-batches along the batch dimension."""
     tokens = torch.cat([batch.tokens for batch in batches])
     targets = torch.cat([batch.targets for batch in batches])
     positions, mask = None, None
@@ -148,3 +171,122 @@ def join(batches: Sequence[Batch]) -> Batch:
         mask = torch.cat([whole if each.mask is None else each.mask for each in batches])
     token_count = sum(batch.token_count for batch in batches)
     return Batch(tokens, targets, positions, mask, token_count, sum(batch.target_count for batch in batches))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Documents, or parts of documents, each predicted from its own beginning.
+
+    ``(pieces,)`` each: the first token, the number of inputs (a target is the token after its input, so
+    one more token belongs to the piece), and the number of targets that count in the loss.
+    """
+
+    starts: Ints
+    sizes: Ints
+    targets: Ints
+
+    def take(self, which: NDArray[Any]) -> "Pieces":
+        return Pieces(starts=self.starts[which], sizes=self.sizes[which], targets=self.targets[which])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """Rows of pieces: row ``i`` holds the pieces ``firsts[i]`` to ``firsts[i + 1]`` (exclusive).
+
+    Attributes:
+        truncated: Documents that were longer than a row.
+        empty: Documents without a target that counts in the loss.
+    """
+
+    pieces: Pieces
+    firsts: Ints
+    truncated: int
+    empty: int
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    def sums(self, values: Ints) -> Ints:
+        """Return the sum of ``values``, one per piece, for each row."""
+        totals = np.concatenate([[0], np.cumsum(values)])
+        return np.diff(totals[self.firsts])
+
+
+def lay_out(
+    documents: Ints, loss_mask: NDArray[np.bool_] | None, *, seq_len: int, packing: bool
+) -> RowLayout:
+    """Assign ``documents`` to rows of ``seq_len`` inputs.
+
+    With ``packing`` a row holds as many documents as fit, and longer text is cut into pieces, so that
+    each of its tokens is predicted once. Without it a row holds one document. Documents with tokens that
+    do not count in the loss (prompts, chats) are truncated instead of cut, because an answer separated
+    from its question would train the model to guess.
+
+    Args:
+        documents: ``(documents, 3)``, as in :class:`~infinity.app.data.tokens.Tokens`.
+        loss_mask: Likewise.
+    """
+    starts, stops, counted = documents[documents[:, 1] - documents[:, 0] > 1].T
+    first = 1 if loss_mask is None else loss_mask[starts]  # the first token is never a target
+    pieces = Pieces(starts=starts, sizes=stops - starts - 1, targets=counted - first)
+    if packing:
+        pieces = _cut(pieces, counted == stops - starts, seq_len)
+    cut = len(pieces.starts) - len(starts)
+    long = np.flatnonzero(pieces.sizes > seq_len)
+    pieces.sizes[long] = seq_len
+    for at in long:
+        first = pieces.starts[at] + 1
+        pieces.targets[at] = seq_len if loss_mask is None else loss_mask[first : first + seq_len].sum()
+    left = np.flatnonzero(pieces.targets > 0)
+    empty = len(documents) + cut - len(left)
+    pieces = pieces.take(left)
+    rows = best_fit(pieces.sizes, seq_len) if packing else np.arange(len(left))
+    order = np.argsort(rows, kind="stable")
+    firsts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
+    return RowLayout(pieces=pieces.take(order), firsts=firsts, truncated=len(long), empty=empty)
+
+
+def best_fit(sizes: Ints, capacity: int) -> Ints:
+    """Assign each size to a row, so that no row exceeds ``capacity`` and few rows are needed.
+
+    Best-fit decreasing; equal sizes are placed together, so the time grows with the number of different
+    sizes rather than of documents.
+    """
+    rows = np.empty(len(sizes), dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    opened, with_room, rooms = 0, defaultdict[int, list[int]](list), list[int]()
+    for run in np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1) if len(sizes) else ():
+        size = int(sizes[run[0]])
+        while len(run):
+            at = bisect_left(rooms, size)
+            if at == len(rooms):
+                new = -(-len(run) // (capacity // size))
+                with_room[capacity] = list(range(opened, opened + new))
+                opened += new
+                rooms.append(capacity)
+            room = rooms[at]
+            chosen = with_room[room][: len(run)]
+            rows[run[: len(chosen)]] = chosen
+            run = run[len(chosen) :]
+            del with_room[room][: len(chosen)]
+            if not with_room[room]:
+                rooms.pop(at)
+            if room > size:
+                if not with_room[room - size]:
+                    insort(rooms, room - size)
+                with_room[room - size] += chosen
+    return rows
+
+
+def _cut(pieces: Pieces, is_text: NDArray[np.bool_], seq_len: int) -> Pieces:
+    """Cut those of ``pieces`` that are text and longer than ``seq_len`` into several."""
+    parts = np.where(is_text, -(-pieces.sizes // seq_len), 1)
+    source = np.repeat(np.arange(len(parts)), parts)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)
+    rest = pieces.sizes[source] - number * seq_len
+    sizes = np.where(is_text[source], np.minimum(rest, seq_len), rest)
+    return Pieces(
+        starts=pieces.starts[source] + number * seq_len,
+        sizes=sizes,
+        targets=np.where(is_text[source], sizes, pieces.targets[source]),
+    )

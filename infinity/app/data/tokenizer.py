@@ -1,70 +1,85 @@
-"""From text to token numbers."""
+"""Tokenizers, and the loss mask of prompts and chats.
+
+[Note: the assistant's tokens of a chat]
+A template that marks them (``{% generation %}``) is followed. With any other template a turn is the
+difference between two renderings: the chat up to and including the turn, and the chat before it with the
+template's generation prompt. The tokens that end a turn belong to it, so that a model learns to stop.
+"""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.app.data.chat import Rendered, count_tokens, render_turns
-from infinity.app.data.files import DataError
-from infinity.app.data.records import ASSISTANT, Chat, MalformedError, Message
+from infinity.app.data.documents import ASSISTANT, Chat, DataError, MalformedError, Message
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
-#: Files of a tokenizer's directory that may decide its tokens; weights are none of them.
+#: Suffixes of the files in a tokenizer's directory on which its tokens may depend (weights are excluded).
 _TOKENIZER_FILES = (".json", ".jinja", ".txt", ".model")
 
 
+#: ``render(messages, generation_prompt)`` returns the text of a chat, up to where an answer would begin.
+Render = Callable[[Sequence[Message], bool], str]
+
+
 class Encoded(NamedTuple):
-    """A document: ``tokens`` and which of them are learned, each ``(n,)``."""
+    """A document: ``tokens`` and ``loss_mask`` (True: the token counts in the loss), each ``(n,)``."""
 
     tokens: NDArray[Any]
-    counts: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
+
+
+class Rendered(NamedTuple):
+    """A chat as text; ``spans`` are the assistant's character ranges ``(begin, end)``."""
+
+    text: str
+    spans: list[tuple[int, int]]
 
 
 class Tokenizer(Protocol):
-    """Turns text into numbers below ``vocab_size``."""
+    """Encodes text as token ids below ``vocab_size``."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def opening(self) -> int | None:
-        """The token that every text begins with, if there is one."""
+        """Token at the beginning of every document; None: there is none."""
         ...
 
     @property
     def separator(self) -> int | None:
-        """The token that stands between documents, if there is one."""
+        """Token at the end of every document; None: there is none."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Two tokenizers with the same fingerprint give the same tokens."""
+        """Identifies the tokenizer: equal fingerprints give equal tokens."""
         ...
 
     def encode(self, text: str) -> NDArray[Any]:
-        """``(tokens,)``, an unsigned integer dtype that holds ``vocab_size``."""
+        """Return ``(tokens,)`` in an unsigned integer dtype that holds ``vocab_size``."""
         ...
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
-        """The chat in the words of the tokenizer's template: one document, or one per answer.
+        """Encode a chat with the tokenizer's template, as one document or one per answer.
 
         Raises:
-            MalformedError: The template cannot take these messages.
+            MalformedError: The template does not accept these messages.
             DataError: There is no template.
         """
         ...
 
 
 class BytesTokenizer:
-    r"""A token is a byte of UTF-8; byte 0, which text does not hold, separates documents.
+    r"""Tokenizer whose tokens are the bytes of UTF-8; byte 0 separates documents.
 
-    Its chat template writes a line ``role: content`` per message; byte 0 in place of the line's end
-    ends what the assistant says, and is learned with it.
+    Its chat template writes a line ``role: content`` per message; a message of the assistant ends with
+    byte 0 instead of a newline.
     """
 
     vocab_size = 256
@@ -78,23 +93,23 @@ class BytesTokenizer:
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if chat.tools:
             raise MalformedError("'tools': the bytes tokenizer has no template for them")
-        tokens, counts = [], []
+        tokens, masks = [], []
         for number, message in enumerate(chat.messages, start=1):
             if not isinstance(message.get("content"), str):
                 raise MalformedError(f"message {number}: wanted a 'content' that is a string")
-            learned = message["role"] == ASSISTANT
-            said = self.encode(f"{message['content']}{chr(0) if learned else chr(10)}")
+            is_answer = message["role"] == ASSISTANT
+            content = self.encode(f"{message['content']}{chr(0) if is_answer else chr(10)}")
             role = self.encode(f"{message['role']}: ")
-            tokens += [role, said]
-            counts += [np.zeros(len(role), np.bool_), np.full(len(said), learned)]
-        return [Encoded(np.concatenate(tokens), np.concatenate(counts))]
+            tokens += [role, content]
+            masks += [np.zeros(len(role), np.bool_), np.full(len(content), is_answer)]
+        return [Encoded(np.concatenate(tokens), np.concatenate(masks))]
 
 
 class JsonTokenizer:
-    """A ``tokenizer.json`` of the tokenizers library; nothing is downloaded.
+    """Tokenizer of a ``tokenizer.json`` (tokenizers library); nothing is downloaded.
 
     Raises:
-        DataError: No such file, not a tokenizer, or the library is not installed.
+        DataError: The file does not exist, is not a tokenizer, or the library is not installed.
     """
 
     opening: int | None = None
@@ -132,10 +147,10 @@ class JsonTokenizer:
 
 
 class DirectoryTokenizer:
-    """The Hugging Face tokenizer of a directory; nothing is downloaded, no code of it is run.
+    """Hugging Face tokenizer of a directory; nothing is downloaded, no code from it is run.
 
     Raises:
-        DataError: It has no tokenizer that transformers can open, or the library is not installed.
+        DataError: transformers cannot open a tokenizer there, or is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,7 +163,7 @@ class DirectoryTokenizer:
                 str(path), local_files_only=True, trust_remote_code=False
             )
             self.fingerprint = _digest(path)
-        except Exception as error:  # whatever the tokenizer's own files make the library raise
+        except Exception as error:  # malformed files make the library raise any type
             raise DataError(
                 f"data.tokenizer: {path}: transformers finds no tokenizer there: {error}"
             ) from error
@@ -166,15 +181,15 @@ class DirectoryTokenizer:
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if not self._library.is_fast:
             raise DataError(
-                f"data.tokenizer: {self._path} does not say which characters its tokens are, so what is "
-                "the assistant's cannot be told; save it as a tokenizer.json"
+                f"data.tokenizer: {self._path} does not map tokens to characters, which is needed to find "
+                "the assistant's tokens; save it as a tokenizer.json"
             )
         try:
             rendered = self._render(chat)
         except (MalformedError, DataError):
             raise
-        except Exception as error:  # a template is a program: it may raise anything
-            raise MalformedError(f"the chat template refuses it: {error}") from error
+        except Exception as error:  # a template is a program and may raise any type
+            raise MalformedError(f"the chat template rejects it: {error}") from error
         return [self._encode_rendered(each) for each in rendered]
 
     def _render(self, chat: Chat) -> list[Rendered]:
@@ -183,7 +198,7 @@ class DirectoryTokenizer:
             template: str = library.get_chat_template(tools=chat.tools)
         except ValueError as error:
             raise DataError(f"data.tokenizer: {self._path} has no chat template: {error}") from error
-        if _marks_turns(template):
+        if "endgeneration" in template:
             from transformers.utils.chat_template_utils import render_jinja_template
 
             texts, spans = render_jinja_template(
@@ -192,9 +207,9 @@ class DirectoryTokenizer:
             )  # fmt: skip
             return [Rendered(texts[0], spans[0])]
 
-        def render(messages: Sequence[Message], ask: bool) -> str:
+        def render(messages: Sequence[Message], generation_prompt: bool) -> str:
             text: str = library.apply_chat_template(
-                list(messages), tools=chat.tools, add_generation_prompt=ask, tokenize=False
+                list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False
             )
             return text
 
@@ -205,11 +220,11 @@ class DirectoryTokenizer:
             rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         offsets = np.array(found.offset_mapping, dtype=np.int64).reshape(-1, 2)
-        return Encoded(_array(found.input_ids, self.vocab_size), count_tokens(offsets, rendered.spans))
+        return Encoded(_array(found.input_ids, self.vocab_size), mask_of_spans(offsets, rendered.spans))
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """``bytes``, the path of a ``tokenizer.json``, or a directory with a Hugging Face tokenizer."""
+    """Open ``bytes``, the path of a ``tokenizer.json``, or a directory with a Hugging Face tokenizer."""
     if name == "bytes":
         return BytesTokenizer()
     path = Path(name).expanduser()
@@ -217,10 +232,10 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Encoded:
-    """A prompt, which is given, and its completion, which is learned.
+    """Encode a prompt and its completion; only the completion counts in the loss.
 
-    The prompt's tokens are those that it has alone, as when a model is asked; where it and the
-    completion would share a token, they are encoded apart.
+    The prompt has the tokens that it has on its own, as at inference; where prompt and completion would
+    share a token, they are encoded separately.
     """
     given, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + completion)
     if not np.array_equal(whole[: len(given)], given):
@@ -228,16 +243,67 @@ def encode_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Enc
     return Encoded(whole, np.arange(len(whole)) >= len(given))
 
 
+def render_turns(messages: Sequence[Message], render: Render) -> list[Rendered]:
+    """Render a chat as one text with all of the assistant's turns.
+
+    Some templates render a turn differently once others follow it (they drop earlier reasoning, or move
+    the system message to the last question). Then every turn becomes a text of its own that ends with it,
+    which is the context that the model will see when it answers.
+
+    Raises:
+        MalformedError: The template changes the preceding messages when an answer follows.
+    """
+    turns = [
+        _render_turn(messages[:number], message, render)
+        for number, message in enumerate(messages)
+        if message["role"] == ASSISTANT
+    ]
+    whole = render(messages, False)
+    if all(whole.startswith(turn.text) for turn in turns):
+        return [Rendered(whole, [span for turn in turns for span in turn.spans])]
+    return turns
+
+
+def _render_turn(before: Sequence[Message], message: Message, render: Render) -> Rendered:
+    text = render([*before, message], False)
+    if not before:
+        return Rendered(text, [(0, len(text))])
+    prompt = render(before, True)
+    begin = _common_prefix(prompt, text)
+    if begin < len(prompt) and begin < len(render(before, False)):
+        raise MalformedError(
+            f"message {len(before) + 1}: the chat template renders the preceding messages differently once "
+            "it follows, so the assistant's text cannot be located; mark it with {% generation %}"
+        )
+    return Rendered(text, [(begin, len(text))])
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(one, other))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Return a mask of the tokens that have a character inside ``spans``.
+
+    Args:
+        offsets: ``(tokens, 2)``, the character range ``(begin, end)`` of each token.
+        spans: Character ranges.
+    """
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    for begin, end in spans:
+        mask |= (starts < end) & (stops > begin) & (stops > starts)
+    return mask
+
+
 def _array(ids: list[int], vocab_size: int) -> NDArray[Any]:
     return np.array(ids, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def _marks_turns(template: str) -> bool:
-    return "endgeneration" in template
-
-
 def _digest(path: Path) -> str:
-    """Of every file that may decide the tokens, and of the library that reads them."""
+    """Hash every file on which the tokens may depend, and the version of the library that reads them."""
     from transformers import __version__
 
     digest = hashlib.sha256(str(__version__).encode())

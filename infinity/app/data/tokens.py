@@ -1,7 +1,7 @@
-"""All tokens of some files as arrays on disk, written once and mapped into memory.
+"""Tokenised training data: documents encoded once, cached on disk and mapped into memory.
 
-The cache's name is a digest of the files (path, size, time of change) and the tokenizer, so a
-changed file is a new cache. Ranks that start together meet at a lock: one writes, the others wait.
+The name of a cache entry is a digest of the files (path, size, modification time) and the tokenizer, so a
+changed file gets a new entry. Ranks that start together meet at a lock: one writes, the others wait.
 """
 
 import hashlib
@@ -10,72 +10,75 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.app.data.documents import Chunk, read_documents
-from infinity.app.data.files import DataError
-from infinity.app.data.tokenizer import Tokenizer
+from infinity.app.data.documents import (
+    Chat,
+    Completion,
+    DataError,
+    MalformedError,
+    parse_record,
+    read_lines,
+    read_pieces,
+)
+from infinity.app.data.tokenizer import Encoded, Tokenizer, encode_completion
 from infinity.core.files import lock_file
 
 _FORMAT = 2
-#: Between two lines while tokens are written (s).
+#: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
 
-_TOKENS, _COUNTS, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "about.json"
+_TOKENS, _LOSS_MASK, _DOCUMENTS, _ABOUT = "tokens", "counts", "documents", "about.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of all documents end to end, read-only and mapped from disk.
+    """Tokens of all documents end to end, read-only and memory-mapped.
 
     Attributes:
         values: ``(tokens,)``.
-        counts: ``(tokens,)`` bool: which are learned; None where all are.
-        documents: ``(documents, 3)`` int64: first token, the one after the last, and how many are
-            learned.
-        largest: The largest of ``values``; -1 where there is none.
-        digest: Equal where the rest is.
-        malformed: Lines that were left out, and the error of the first of them.
+        loss_mask: ``(tokens,)`` bool, True where a token counts in the loss; None: all of them count.
+        documents: ``(documents, 3)`` int64: first token, end (exclusive), and number of tokens that
+            count in the loss.
+        largest: The largest of ``values``; -1 if there are none.
+        digest: Hash of the contents.
+        malformed: Number of lines that were skipped, and the error of the first of them.
     """
 
     values: NDArray[Any]
-    counts: NDArray[np.bool_] | None
+    loss_mask: NDArray[np.bool_] | None
     documents: NDArray[np.int64]
     largest: int
     digest: str
     malformed: tuple[int, str] = (0, "")
 
     def part(self, first: int, stop: int) -> "Tokens":
-        """The same tokens with some of the documents."""
+        """Return the same tokens with only the documents ``first`` to ``stop`` (exclusive)."""
         return replace(self, documents=self.documents[first:stop])
 
 
-#: Gets lines for people.
-Say = Callable[[str], object]
-
-
-def silent(line: str) -> None:
-    """Nobody listens."""
-
-
 def open_tokens(
-    files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, skip_malformed: bool = False,
-    say: Say = silent,
-) -> Tokens:  # fmt: skip
-    """The tokens of ``files`` in order, mapped from ``cache``.
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    skip_malformed: bool = False,
+    log: Callable[[str], object] = lambda line: None,
+) -> Tokens:
+    """Return the tokens of ``files`` in order, mapped from ``cache``; tokenise them first if needed.
 
     Memory does not grow with the files.
 
     Args:
-        skip_malformed: Count lines of JSONL that cannot be used, instead of raising.
-        say: Gets a line now and then, while this process writes for long.
+        skip_malformed: Count malformed lines of JSONL instead of raising.
+        log: Called with a progress line every ten seconds while this process writes tokens.
 
     Raises:
         DataError: A file is missing or malformed, or the cache cannot be written.
@@ -84,11 +87,11 @@ def open_tokens(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, say))
-        about = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
+            _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, log))
+        about = json.loads((path / _ABOUT).read_text("utf-8"))
         return Tokens(
             values=_map(path / _TOKENS, tokenizer.encode("").dtype),
-            counts=_map(path / _COUNTS, np.dtype(np.bool_)) if about["counted"] else None,
+            loss_mask=_map(path / _LOSS_MASK, np.dtype(np.bool_)) if about["counted"] else None,
             documents=_map(path / _DOCUMENTS, np.dtype(np.int64)).reshape(-1, 3),
             largest=about["largest"],
             digest=about["digest"],
@@ -96,6 +99,75 @@ def open_tokens(
         )
     except OSError as error:
         raise DataError(f"data.cache: {error.filename or path}: {error.strerror}") from error
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of a document, ``(n,)``."""
+
+    tokens: NDArray[Any]
+    loss_mask: NDArray[np.bool_] | None  # None: every token counts in the loss
+    last: bool  # the document ends with this chunk
+
+
+def encode_documents(
+    path: Path, tokenizer: Tokenizer, on_malformed: Callable[[DataError], None]
+) -> Iterator[Chunk]:
+    """Encode the documents of ``path``: one per line of a ``.jsonl`` file, else the whole text.
+
+    The tokenizer's opening precedes texts and prompts, its separator follows texts and completions; a chat
+    is what its template renders.
+
+    Args:
+        on_malformed: Called with the error of each malformed line; may raise it.
+
+    Raises:
+        DataError: The file cannot be read, or the tokenizer has no chat template for its chats.
+    """
+    if path.suffix != ".jsonl":
+        yield from _encode_text(path, tokenizer)
+        return
+    for number, line in read_lines(path):
+        try:
+            chunks = _encode_record(line, tokenizer)
+        except MalformedError as error:
+            on_malformed(DataError(f"{path}:{number}: {error}"))
+            continue
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
+        yield from chunks
+
+
+def _encode_text(path: Path, tokenizer: Tokenizer) -> Iterator[Chunk]:
+    opening = tokenizer.opening
+    for piece in read_pieces(path):
+        tokens = tokenizer.encode(piece.text)
+        yield Chunk(_enclose(opening, tokens, tokenizer.separator if piece.last else None), None, piece.last)
+        opening = None
+
+
+def _encode_record(line: bytes, tokenizer: Tokenizer) -> list[Chunk]:
+    record = parse_record(line)
+    if isinstance(record, Chat):
+        return [Chunk(*_require_target(encoded), last=True) for encoded in tokenizer.encode_chat(record)]
+    opening, separator = tokenizer.opening, tokenizer.separator
+    if isinstance(record, Completion):
+        tokens, mask = encode_completion(record.prompt, record.completion, tokenizer)
+        before, after = [False] * (opening is not None), [True] * (separator is not None)
+        mask = np.concatenate([before, mask, after]).astype(np.bool_)
+        return [Chunk(*_require_target(Encoded(_enclose(opening, tokens, separator), mask)), last=True)]
+    return [Chunk(_enclose(opening, tokenizer.encode(record.text), separator), None, last=True)]
+
+
+def _require_target(encoded: Encoded) -> Encoded:
+    """Raise unless a token after the first counts in the loss; the first has nothing to be predicted from."""
+    if not encoded.loss_mask[1:].any():
+        raise MalformedError("none of its tokens counts in the loss")
+    return encoded
+
+
+def _enclose(opening: int | None, tokens: NDArray[Any], separator: int | None) -> NDArray[Any]:
+    before, after = (np.array([] if each is None else [each], tokens.dtype) for each in (opening, separator))
+    return np.concatenate([before, tokens, after])
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -116,13 +188,13 @@ def _key(files: Sequence[Path], tokenizer: Tokenizer, skip_malformed: bool) -> s
 
 
 def _write_once(path: Path, write: Callable[[Path], None]) -> None:
-    """Write ``path`` unless another process does first; it appears whole or not at all."""
+    """Write ``path`` unless another process has done so; it appears whole or not at all."""
     lock = lock_file(path.with_suffix(".lock"), patience_s=math.inf)
     try:
         if path.exists():
             return
         partial = path.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed: it holds no lock
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed writer, which holds no lock
         try:
             partial.mkdir()
             write(partial)
@@ -133,21 +205,27 @@ def _write_once(path: Path, write: Callable[[Path], None]) -> None:
         os.close(lock)
 
 
-def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malformed: bool, say: Say) -> None:
-    errors, said_s = _Malformed(skip_malformed), time.monotonic()
+def _write(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    skip_malformed: bool,
+    log: Callable[[str], object],
+) -> None:
+    errors, logged_s = _MalformedLines(skip_malformed), time.monotonic()
     with _Writer(folder) as writer:
         for number, file in enumerate(files, start=1):
-            for chunk in read_documents(file, tokenizer, errors):
+            for chunk in encode_documents(file, tokenizer, errors):
                 writer.add(chunk)
-                if time.monotonic() - said_s >= LINES_EVERY_S:
-                    said_s = time.monotonic()
-                    say(f"tokenising {file}, {number} of {len(files)}: {writer.count:,} tokens so far")
-    if not writer.counted:
-        (folder / _COUNTS).unlink()  # ones only
+                if time.monotonic() - logged_s >= LINES_EVERY_S:
+                    logged_s = time.monotonic()
+                    log(f"tokenising {file}, {number} of {len(files)}: {writer.count:,} tokens so far")
+    if not writer.masked:
+        (folder / _LOSS_MASK).unlink()  # every token counts
     about = {
         "largest": writer.largest,
         "digest": writer.digest.hexdigest(),
-        "counted": writer.counted,
+        "counted": writer.masked,
         "malformed": errors.number,
         "first_malformed": errors.first,
     }
@@ -155,8 +233,8 @@ def _write(files: Sequence[Path], tokenizer: Tokenizer, folder: Path, skip_malfo
 
 
 @dataclass(slots=True)
-class _Malformed:
-    """Raises the error of a line, or counts it."""
+class _MalformedLines:
+    """Raises the error of a malformed line, or counts it."""
 
     skip: bool
     number: int = 0
@@ -164,50 +242,46 @@ class _Malformed:
 
     def __call__(self, error: DataError) -> None:
         if not self.skip:
-            raise DataError(f"{error}; data.skip_malformed=true leaves such lines out") from error
+            raise DataError(f"{error}; data.skip_malformed=true skips such lines") from error
         self.first = self.first or str(error)
         self.number += 1
 
 
 @dataclass(slots=True)
 class _Writer:
-    """Appends chunks to the files of a cache."""
+    """Appends chunks to the files of a cache entry."""
 
     folder: Path
     digest: Any = field(default_factory=hashlib.sha256)
-    counted: bool = False  # some token is not learned
+    masked: bool = False  # some token does not count in the loss
     largest: int = -1
-    _files: ExitStack = field(default_factory=ExitStack)
-    _tokens: Any = None
-    _counts: Any = None
-    _documents: Any = None
     count: int = 0  # tokens so far
-    _began: int = 0  # where the open document begins
-    _learned: int = 0  # tokens of it
+    _files: dict[str, Any] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _begin: int = 0  # of the open document
+    _targets: int = 0  # its tokens that count in the loss
 
     def __enter__(self) -> "_Writer":
-        self._tokens, self._counts, self._documents = (
-            self._files.enter_context((self.folder / name).open("wb"))
-            for name in (_TOKENS, _COUNTS, _DOCUMENTS)
-        )
+        for name in (_TOKENS, _LOSS_MASK, _DOCUMENTS):
+            self._files[name] = self._stack.enter_context((self.folder / name).open("wb"))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._files.close()
+        self._stack.close()
 
     def add(self, chunk: Chunk) -> None:
-        counts = np.ones(len(chunk.tokens), np.bool_) if chunk.counts is None else chunk.counts
-        self._append(self._tokens, chunk.tokens)
-        self._append(self._counts, counts)
-        self.counted |= not counts.all()
+        mask = np.ones(len(chunk.tokens), np.bool_) if chunk.loss_mask is None else chunk.loss_mask
+        self._append(_TOKENS, chunk.tokens)
+        self._append(_LOSS_MASK, mask)
+        self.masked |= not mask.all()
         self.largest = max(self.largest, int(chunk.tokens.max(initial=0)))
-        self._learned += int(counts.sum())
-        self.count += len(counts)
+        self._targets += int(mask.sum())
+        self.count += len(mask)
         if chunk.last:
-            self._append(self._documents, np.array([self._began, self.count, self._learned], np.int64))
-            self._began, self._learned = self.count, 0
+            self._append(_DOCUMENTS, np.array([self._begin, self.count, self._targets], np.int64))
+            self._begin, self._targets = self.count, 0
 
-    def _append(self, file: Any, values: NDArray[Any]) -> None:
+    def _append(self, name: str, values: NDArray[Any]) -> None:
         content = values.tobytes()
         self.digest.update(content)
-        file.write(content)
+        self._files[name].write(content)

@@ -1,8 +1,7 @@
-"""How the training loop asks a model for its loss: our decoder, or any causal one of Hugging Face.
+"""Next-token loss of the built-in GPT or any causal model of transformers.
 
-The loss is the sum over the targets that count, not their mean: micro-batches and ranks have
-different numbers of them, and a mean of means weighs the same token here more than there. The loop
-divides once, by the number in the whole step.
+The loss is a sum over targets, not a mean: micro-batches and ranks have different numbers of targets, and a
+mean of means would weigh tokens differently. The training loop divides once, by the number in the step.
 """
 
 import inspect
@@ -15,28 +14,28 @@ from torch import Tensor, nn
 from infinity.app.models.gpt import GPT
 from infinity.core.errors import RecipeError
 
-#: Attention of transformers whose masks keep packed documents apart, whatever the batch size.
+#: Attention implementations of transformers whose masks separate packed documents at any batch size.
 _PACKING_ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
 class CausalLoss:
-    """Calls a model with tokens and gives the sum of the cross-entropy.
+    """Summed cross-entropy of a model's next-token predictions.
 
     Args:
-        model: A GPT, or a causal model of transformers, with adapters or without.
-        packed: Sequences will hold several documents, which must not see each other.
+        model: A GPT, or a causal model of transformers, with or without adapters.
+        packed: Sequences hold several documents, which must not attend to each other.
 
     Raises:
-        RecipeError: The model does not predict next tokens, or it cannot keep documents apart.
+        RecipeError: The model does not predict next tokens, or cannot separate documents.
     """
 
     def __init__(self, model: nn.Module, *, packed: bool = False) -> None:
         self._model = model
-        unwrap: Any = getattr(model, "get_base_model", None)  # adapters of peft stand around it
+        unwrap: Any = getattr(model, "get_base_model", None)  # peft wraps the model
         base: Any = unwrap() if unwrap else model
-        self._ours = isinstance(base, GPT)
+        self._is_gpt = isinstance(base, GPT)
         self._accepted = _arguments(base)
-        if not self._ours:
+        if not self._is_gpt:
             require_causal(type(base), getattr(base, "config", None))
             if packed:
                 _require_separation(base, self._accepted)
@@ -45,14 +44,14 @@ class CausalLoss:
     def __call__(
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """The cross-entropy, fp32, summed over the targets that are not -100; each is ``(b, s)``.
+        """Return the cross-entropy in fp32, summed over targets other than -100; arguments are ``(b, s)``.
 
-        In training, the loss that balances experts (where the model's config asks for it) is added in its
-        configured share, as many times as targets count.
+        In training, the auxiliary loss of a mixture of experts is added with its configured weight (if the
+        model's config asks for it), multiplied by the number of targets.
 
         Args:
-            positions: Of each token in its document; None: a sequence is one document.
-            mask: 0 where a sequence is filled up.
+            positions: Position of each token in its document; None: every sequence is one document.
+            mask: 0 for padding.
         """
         output = self._model(**self._inputs(tokens, positions, mask))
         logits = output.logits.float().flatten(0, 1)
@@ -63,9 +62,9 @@ class CausalLoss:
         return loss
 
     def _inputs(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> dict[str, Any]:
-        if self._ours:
+        if self._is_gpt:
             return {"tokens": tokens, "positions": positions}
-        # A cache of keys is of no use in training, and transformers looks for documents only without one.
+        # Training needs no cache of keys, and transformers separates packed documents only without one.
         given = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask, "use_cache": False}
         return {name: value for name, value in given.items() if value is not None and name in self._accepted}
 
@@ -75,46 +74,45 @@ def _arguments(model: nn.Module) -> frozenset[str]:
 
 
 def require_causal(cls: Any, config: Any) -> None:
-    """A model of class ``cls`` (None: there is none for it) and ``config`` predicts next tokens.
+    """Check that a model of class ``cls`` (None: unknown) with ``config`` predicts next tokens.
 
     Raises:
-        RecipeError: It does not; names it.
+        RecipeError: It does not; names the class.
     """
     can_generate = getattr(cls, "can_generate", None)
     causal = config is not None and can_generate is not None and can_generate()
     if causal and not getattr(config, "is_encoder_decoder", False) and not _is_encoder(config):
         return
     raise RecipeError(
-        f"model.path: {(cls or type(config)).__name__} does not predict the next token of a text, which is "
-        "all that infinity train can teach; write a loop of your own around it, with "
-        "infinity.from_pretrained and infinity.AdamW"
+        f"model.path: {(cls or type(config)).__name__} does not predict next tokens, as infinity train "
+        "requires; train it in your own loop, with infinity.from_pretrained and infinity.AdamW"
     )
 
 
 def _is_encoder(config: Any) -> bool:
-    """A kind of BERT that was not told to be a decoder: its tokens see those that follow."""
+    """Return True for BERT-like models (bidirectional attention) that are not configured as decoders."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True)
 
 
 def _require_separation(model: Any, accepted: frozenset[str]) -> None:
-    """``model`` keeps documents apart by their positions, as transformers' own masks do."""
+    """Check that ``model`` separates packed documents by their positions, as transformers' masks do."""
     kind, attention = type(model).__name__, model.config._attn_implementation
     stateful = any(getattr(each, "_is_stateful", False) for each in model.modules())
     if stateful or "position_ids" not in accepted or not _makes_masks(model):
-        what = f"{kind} cannot keep the documents of one sequence apart"
+        what = f"{kind} cannot separate the documents of a packed sequence"
     elif attention not in _PACKING_ATTENTION:
-        what = f"{kind} with {attention} attention keeps documents apart only one sequence at a time"
+        what = f"{kind} with {attention} attention separates documents only at batch size 1"
     else:
         return
     raise RecipeError(
-        f"data.packing: {what}; set data.packing=false, for one document per sequence, "
+        f"data.packing: {what}; set data.packing=false (one document per sequence) "
         f"or use a model with {', '.join(_PACKING_ATTENTION)} attention"
     )
 
 
 def _makes_masks(model: nn.Module) -> bool:
-    """Some part of ``model`` is written with transformers' function that finds packed documents."""
+    """Return True if a module of ``model`` uses transformers' function that detects packed documents."""
     modules = {sys.modules[cls.__module__] for each in model.modules() for cls in type(each).__mro__}
     return any(hasattr(module, "create_causal_mask") for module in modules)

@@ -1,7 +1,7 @@
-"""One small decoder: pre-norm, rotary attention, SwiGLU.
+"""A small decoder-only transformer: pre-norm, rotary attention, SwiGLU.
 
-Every module fills its own weights in its own ``__init__``, so that weights can be sharded as
-soon as they exist. Shapes: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` width of a head.
+Every module initialises its own weights in its ``__init__``, so that weights can be sharded as soon as
+they exist. Shapes: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` width of a head.
 """
 
 import math
@@ -23,25 +23,27 @@ INIT_STD = 0.02
 class GPTConfig:
     """Sizes of a :class:`GPT`."""
 
-    kind: Literal["gpt"] = setting("gpt", "which model to build", valid=Valid(choices=("gpt",)))
-    vocab_size: int = setting(256, "tokens in the vocabulary", valid=Valid(least=2))
-    seq_len: int = setting(256, "tokens in a sequence", valid=Valid(least=1))
-    n_layers: int = setting(6, "blocks", valid=Valid(least=1))
+    kind: Literal["gpt"] = setting("gpt", "architecture", valid=Valid(choices=("gpt",)))
+    vocab_size: int = setting(256, "vocabulary size", valid=Valid(least=2))
+    seq_len: int = setting(256, "sequence length", valid=Valid(least=1))
+    n_layers: int = setting(6, "transformer blocks", valid=Valid(least=1))
     d_model: int = setting(384, "width of the residual stream", valid=Valid(least=2))
-    n_heads: int = setting(6, "attention heads; divides d_model", valid=Valid(least=1))
+    n_heads: int = setting(6, "attention heads", valid=Valid(least=1))
     d_ff: int | None = setting(
-        None, "width of the feed-forward part; null: 8/3 d_model, to a multiple of 64", valid=Valid(least=1)
+        None,
+        "width of the feed-forward layer; null: 8/3 d_model, rounded up to a multiple of 64",
+        valid=Valid(least=1),
     )
-    tied: bool = setting(False, "the output layer is the embedding")
+    tied: bool = setting(False, "use the embedding as the output layer")
 
     def __post_init__(self) -> None:
         check(self)
         if self.d_model % (2 * self.n_heads):
-            wanted = f"a number that makes heads of equal, even width from d_model={self.d_model}"
+            wanted = f"a number for which d_model={self.d_model} gives heads of equal, even width"
             raise SettingError("n_heads", self.n_heads, wanted)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field."""
+        """Return every field."""
         return asdict(self)
 
     @property
@@ -57,14 +59,14 @@ class GPTConfig:
 
 
 class Output(NamedTuple):
-    """``logits``, ``(b, s, vocab_size)``, and the mean cross-entropy, fp32, if targets came."""
+    """``logits``, ``(b, s, vocab_size)``, and the mean cross-entropy in fp32 if targets were given."""
 
     logits: Tensor
     loss: Tensor | None
 
 
 class Linear(nn.Module):
-    """``x @ weight.T`` without bias, normally distributed at first."""
+    """Linear layer without bias; weights are initialised from a normal distribution."""
 
     def __init__(self, d_in: int, d_out: int, *, std: float = INIT_STD) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A row per token."""
+    """Token embedding, ``(vocab_size, d_model)``."""
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class Embedding(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their position.
+    """Rotary position embedding of queries and keys.
 
     Source: RoFormer (arXiv:2104.09864), section 3.2, with the two halves of a head as pairs.
     """
@@ -104,9 +106,9 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """``x``, ``(b, h, s, d)``, turned; the arithmetic is fp32, the result x's dtype.
+        """Rotate ``x``, ``(b, h, s, d)``, in fp32; the result has the dtype of ``x``.
 
-        ``positions``, ``(b, s)``, are 0, 1, ... where they are not given.
+        ``positions``, ``(b, s)``, default to 0, 1, ...
         """
         if positions is None:
             cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
@@ -134,7 +136,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """SwiGLU feed-forward network (arXiv:2002.05202)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each added to the residual stream."""
+    """Transformer block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -162,10 +164,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The decoder.
+    """Decoder-only transformer.
 
     Args:
-        config: Its sizes.
+        config: The sizes.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -177,7 +179,7 @@ class GPT(nn.Module):
         self.head = None if config.tied else Linear(config.d_model, config.vocab_size)
 
     def initialize_weights(self) -> None:
-        """Nothing: every module has drawn its weights, or a checkpoint has all of them."""
+        """Do nothing: every module has initialised its weights, or a checkpoint has all of them."""
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
@@ -186,18 +188,20 @@ class GPT(nn.Module):
 
         Args:
             tokens: ``(b, s)`` int64, ``s`` at most ``config.seq_len``.
-            targets: ``(b, s)`` int64, the tokens that follow; -100 counts for nothing.
-            positions: ``(b, s)`` int64, each token's place in its document. Where they begin anew, so
-                does a document, and no token sees another document than its own.
+            targets: ``(b, s)`` int64, the next tokens; -100 is ignored.
+            positions: ``(b, s)`` int64, the position of each token in its document. A document begins
+                where they restart at 0, and tokens attend only to their own document.
 
         Raises:
-            ValueError: The sequence is longer than the model's.
+            ValueError: The sequence is longer than ``config.seq_len``.
         """
         if tokens.shape[1] > self.config.seq_len:
-            raise ValueError(f"{tokens.shape[1]} tokens; the model was built for {self.config.seq_len}")
+            raise ValueError(
+                f"got {tokens.shape[1]} tokens; the model was built for at most {self.config.seq_len}"
+            )
         mask = None if positions is None else _document_mask(positions)
         if mask is None:
-            positions = None  # one document: its own places, and the faster causal attention
+            positions = None  # one document per sequence: the faster causal attention
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, positions, mask)
@@ -213,7 +217,7 @@ ARCHITECTURES["GPT"] = Architecture(GPTConfig, GPT, longest="seq_len")
 
 
 def _document_mask(positions: Tensor) -> Tensor | None:
-    """``(b, 1, s, s)`` bool: the token may see the other; None where a sequence is one document."""
+    """Return the attention mask, ``(b, 1, s, s)`` bool; None if every sequence is one document."""
     places = torch.arange(positions.shape[1], device=positions.device)
     if torch.equal(positions, places.expand_as(positions)):
         return None
@@ -223,5 +227,5 @@ def _document_mask(positions: Tensor) -> Tensor | None:
 
 
 def _residual_std(config: GPTConfig) -> float:
-    """The residual stream's variance stays the same however many blocks add to it (GPT-2)."""
+    """Scale the initialisation so that the residual stream's variance does not grow with depth (GPT-2)."""
     return INIT_STD / math.sqrt(2 * config.n_layers)

@@ -1,0 +1,340 @@
+"""Decides what one model's activations do: by a rule, or by a plan made from a profile of its own step.
+
+[Note: the first passes]
+Under ``plan`` nothing is known before the model has run, and everything kept may not fit. So the first
+passes store all they can. The fifth one is profiled, as if everything were kept; then a plan is made: rank
+0's for all, since ranks that recompute different blocks would gather different units. The second pass under
+the plan is metered, so that predictions can be compared with measurements.
+
+[Note: the pace of a step]
+A recorded pass is slower than others: operators pass through Python there, and wait for its lock while
+other threads store and load. So the step is taken to last as long as the quickest of the passes that end
+alike, from the first one on that found everything compiled and every buffer made; each without its waits
+and without the time that moving its bytes cost.
+
+[Note: passes that can be compared]
+A pass lasts from its forward to the next one, or to the end of its step. Where micro-batches accumulate, only
+the last pass of a step has the update in it. A profile is of one pass. So its predictions are compared with
+the passes that end as the profiled one did: with the step, or with the next forward.
+"""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from infinity.activations.blocks import NamedBlock, recomputable_blocks, tracked
+from infinity.activations.profiler import MemoryMeter, Profiler
+from infinity.activations.slots import ActivationStats
+from infinity.activations.tensor_cache import (
+    ActivationPolicy,
+    PassRecord,
+    PlannedPolicy,
+    TensorCache,
+    UniformPolicy,
+    storages_of,
+)
+from infinity.core.errors import BudgetError
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
+from infinity.core.profile import Phase, Profile
+from infinity.observe.timeline import WatchedEngine
+from infinity.planner.planning import Planning
+from infinity.planner.policies import plan as make_plan
+from infinity.planner.simulator import bounded, play
+
+Policy = Literal["keep", "offload", "recompute", "plan"]
+#: Passes: warm, profiled, metered under a plan; see [Note: the first passes].
+_WARM, PROFILED, METERED = 2, 4, 6
+#: Passes that are remembered.
+REMEMBERED = 1000
+
+
+# --- the budget of activations -----------------------------------------------------------------------
+
+
+class ActivationBudget(Protocol):
+    """Device memory for all that a step allocates itself."""
+
+    def capacities(self) -> Sequence[int | None]:
+        """Bytes that activations may have, the best division of memory first; None: no bound."""
+        ...
+
+    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+        """A plan was made for one of the capacities, and needs ``peak_nbytes``."""
+        ...
+
+    def refuse(self, error: BudgetError) -> BudgetError:
+        """Return the error to raise when no plan fits any capacity; ``error`` is that of the last one."""
+        ...
+
+
+class FixedBudget:
+    """A budget that nothing else shares; see :class:`ActivationBudget`."""
+
+    def __init__(self, capacity_nbytes: int | None = None) -> None:
+        self._capacity_nbytes = capacity_nbytes
+
+    def capacities(self) -> Sequence[int | None]:
+        return [self._capacity_nbytes]
+
+    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+        """Do nothing: no other part takes what is left."""
+
+    def refuse(self, error: BudgetError) -> BudgetError:
+        return error
+
+
+# --- the time of passes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """How long a forward pass and its backward took, and what they moved.
+
+    Attributes:
+        nbytes_stored: Activations given to stores; likewise ``nbytes_loaded``.
+        waited_s: Seconds of waiting for them.
+        updates: The step ended with the pass.
+    """
+
+    number: int
+    time_s: float
+    nbytes_stored: int
+    nbytes_loaded: int
+    waited_s: float
+    updates: bool
+
+    def moving_share(self, s_per_byte: float) -> float:
+        """The share of compute's time that moving bytes took, if each takes ``s_per_byte`` of a core.
+
+        Bytes move while compute waits, too. More than half is not a delay that was measured, but an error.
+        """
+        return min(0.5, s_per_byte * (self.nbytes_stored + self.nbytes_loaded) / self.time_s)
+
+    def compute_s(self, s_per_byte: float) -> float:
+        """Seconds that the pass takes when nothing moves."""
+        return (self.time_s - self.waited_s) * (1 - self.moving_share(s_per_byte))
+
+
+class PassTimer:
+    """Times the passes of one model.
+
+    Args:
+        stats: Counts what moves.
+
+    Attributes:
+        begun: How many passes there were, the one that runs included.
+        ended: The latest ones.
+    """
+
+    def __init__(self, stats: ActivationStats) -> None:
+        self.begun = 0
+        self.ended = deque[PassTime](maxlen=REMEMBERED)
+        self._stats = stats
+        self._mark: tuple[float, int, int, float] | None = None
+
+    def begin(self) -> None:
+        """The next pass begins."""
+        self.begun += 1
+        self._mark = self._figures()
+
+    def end(self, *, updates: bool) -> None:
+        """The pass is over; if none runs, nothing happens."""
+        if self._mark is None:
+            return
+        time_s, stored, loaded, waited_s = (now - then for now, then in zip(self._figures(), self._mark))
+        self._mark = None
+        self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
+
+    def typical(self, first: int, *, updates: bool) -> PassTime | None:
+        """A pass of the medians of those from number ``first`` on that end so; None: there is none."""
+        alike = self.alike(first, updates=updates)
+        if not alike:
+            return None
+        return PassTime(
+            alike[-1].number,
+            median(each.time_s for each in alike),
+            round(median(each.nbytes_stored for each in alike)),
+            round(median(each.nbytes_loaded for each in alike)),
+            median(each.waited_s for each in alike),
+            updates,
+        )
+
+    def alike(self, first: int, *, updates: bool) -> list[PassTime]:
+        """Passes from number ``first`` on that end so."""
+        return [each for each in self.ended if each.number >= first and each.updates is updates]
+
+    def _figures(self) -> tuple[float, int, int, float]:
+        stats = self._stats
+        return time.perf_counter(), stats.nbytes_stored, stats.nbytes_loaded, stats.waited_s
+
+
+# --- the passes --------------------------------------------------------------------------------------
+
+
+class Activations:
+    """Serves every forward pass that autograd records, from its outermost module on.
+
+    Its attributes are one run's settings, its plan, and the instrument of the pass that runs; each is needed
+    at the beginning and at the end of every pass.
+
+    Args:
+        cache: Packs and unpacks.
+        policy: Keep, store or recompute everything, or plan.
+        hardware: Measures the channels, when a profile is there.
+        budget: Bounds a plan.
+        decide: Gives all ranks the text that rank 0 makes.
+        units: Moves the shards of units on the channels that activations share; None: nothing does.
+
+    Attributes:
+        planning: The plan, once it is made.
+        passes: Their times.
+        meters: One pass is metered, which takes longer than the others; see [Note: the first passes].
+        metered_nbytes: Peak of the metered pass; None: not yet.
+    """
+
+    def __init__(
+        self, cache: TensorCache, policy: Policy, hardware: Callable[[], Hardware],
+        budget: ActivationBudget | None = None,
+        decide: Callable[[Callable[[], str]], str] = lambda make: make(),
+        units: WatchedEngine | None = None,
+    ) -> None:  # fmt: skip
+        self.cache, self.policy = cache, policy
+        self.planning: Planning | None = None
+        self.passes = PassTimer(cache.stats)
+        self.budget: ActivationBudget = budget or FixedBudget()
+        self.meters = policy == "plan"
+        self.metered_nbytes: int | None = None
+        self._hardware, self._decide, self._units = hardware, decide, units
+        self._blocks: weakref.WeakKeyDictionary[nn.Module, list[NamedBlock]] = weakref.WeakKeyDictionary()
+        self._profile_updates = False  # the step ended with the profiled pass
+        self._instrument: Profiler | MemoryMeter | None = None
+        self._weights: list[Tensor] = []
+
+    def open(self, model: nn.Module) -> ExitStack:
+        """Begin a forward pass of ``model``, which ends when the returned stack is closed.
+
+        Raises:
+            BudgetError: No plan meets the budget; says which one could be met, and what holds it there.
+        """
+        self._end_pass(updates=False)
+        if model not in self._blocks:
+            self._blocks[model] = recomputable_blocks(model)
+        blocks = self._blocks[model]
+        self._weights = list(model.parameters())
+        self._attach_instrument()
+        self.passes.begin()
+        stack = ExitStack()
+        if self.policy != "keep":
+            self.cache.exempt = storages_of([*self._weights, *model.buffers()])
+            self.cache.record = PassRecord(self._slot_policy(blocks))
+            stack.callback(setattr, self.cache, "record", None)
+            stack.enter_context(tracked(blocks, self.cache))
+        return stack
+
+    def end_step(self) -> None:
+        """The step is over, as far as it is profiled; called again, nothing happens."""
+        self._end_pass(updates=True)
+
+    def measured(self) -> Outcome | None:
+        """Measured cost of a pass under the plan, to be compared with the prediction; None: too few passes.
+
+        Time and bytes are medians, see [Note: passes that can be compared]; the peak is that of the metered
+        pass. Stalls and recomputation cannot be told from other compute here: they are the predicted ones.
+        """
+        typical = self.passes.typical(METERED + 1, updates=self._profile_updates)
+        if self.planning is None or self.metered_nbytes is None or typical is None:
+            return None
+        return replace(
+            self.planning.predicted,
+            step_s=typical.time_s,
+            peak_nbytes=self.metered_nbytes,
+            nbytes_stored=typical.nbytes_stored,
+            nbytes_loaded=typical.nbytes_loaded,
+        )
+
+    def close(self) -> None:
+        """Give back what stored activations hold. A pass that is still recorded is forgotten."""
+        self._detach_instrument()
+        self.cache.close()
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def _end_pass(self, *, updates: bool) -> None:
+        """End the pass, with its step or before the next one; called again, nothing happens."""
+        self.cache.stats.free_deferred()
+        self.passes.end(updates=updates)
+        instrument = self._detach_instrument()
+        if isinstance(instrument, Profiler):
+            profile = instrument.finish()
+            if any(operator.phase is Phase.BACKWARD for operator in profile.operators):
+                self._profile_updates = updates
+                self._make_plan(profile)
+        elif instrument is not None:
+            gradients = [weight.grad for weight in self._weights if type(weight.grad) is Tensor]
+            self.metered_nbytes = instrument.peak_nbytes(without=gradients)
+
+    def _slot_policy(self, blocks: Sequence[NamedBlock]) -> ActivationPolicy:
+        if self.planning is not None:
+            return PlannedPolicy(self.planning.plan)
+        if self.policy == "recompute":
+            return UniformPolicy(Place.KEEP, recompute=True)
+        place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
+        last = 2 * len(blocks) - 1
+        return UniformPolicy(place, last=last)
+
+    def _attach_instrument(self) -> None:
+        """Enter the profiler or the meter if it is this pass's turn."""
+        plans = self.policy == "plan" and self.planning is None
+        if plans and self.passes.begun >= PROFILED:  # again, where one was left without its backward
+            profiler = Profiler(weights=self._weights, device=self.cache.device)
+            self._instrument = profiler.__enter__()
+            self.cache.profiler = profiler
+            if self._units is not None:
+                self._units.listener = profiler.units_move
+        elif self.meters and self.metered_nbytes is None and self.passes.begun >= METERED:
+            meter = MemoryMeter()
+            meter.__enter__()  # type: ignore[no-untyped-call]
+            self._instrument = meter
+
+    def _detach_instrument(self) -> Profiler | MemoryMeter | None:
+        """Leave the profiler or the meter, and return it."""
+        instrument, self._instrument = self._instrument, None
+        self.cache.profiler = None
+        if self._units is not None:
+            self._units.listener = None
+        if instrument is not None:
+            instrument.__exit__(None, None, None)
+        return instrument
+
+    def _make_plan(self, profile: Profile) -> None:
+        began_s, hardware = time.perf_counter(), self._hardware()
+        profile = profile.at_pace(self._pace_s(profile.step_s, hardware.compute_s_per_byte))
+        plan = ActivationPlan.from_json(self._decide(lambda: self._choose(profile, hardware).to_json()))
+        kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
+        self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
+        self.budget.settle(plan.capacity_nbytes, predicted.peak_nbytes)
+        self.cache.backlog_nbytes = plan.backlog_nbytes
+
+    def _pace_s(self, recorded_s: float, s_per_byte: float) -> float:
+        """Seconds of a pass when everything is kept; see [Note: the pace of a step]."""
+        alike = self.passes.alike(_WARM, updates=self._profile_updates)
+        recorded_s *= 1 - alike[-1].moving_share(s_per_byte)  # its waits are left out
+        return min(recorded_s, *(each.compute_s(s_per_byte) for each in alike))
+
+    def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
+        """The plan for the first of the budget's capacities that one meets."""
+        refused = None
+        for capacity_nbytes in self.budget.capacities():
+            try:
+                return bounded(profile, make_plan(profile, hardware, capacity_nbytes), hardware)
+            except BudgetError as error:
+                refused = error
+        assert refused is not None
+        raise self.budget.refuse(refused)

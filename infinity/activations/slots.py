@@ -1,0 +1,367 @@
+"""Saved storages: where the bytes of each one are, how they leave memory in turn, and how they come back."""
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from functools import partial
+
+import torch
+
+from infinity.activations.store import ActivationStore, Loading, StoredActivation
+from infinity.core.lifecycle import Lifecycle, SlotState
+from infinity.core.profile import SlotKey
+from infinity.core.transfer import Transfer
+
+S = SlotState
+
+
+class ActivationStats:
+    """Counts the bytes of activations in memory, stored and loaded. Any thread may call.
+
+    Attributes:
+        resident_nbytes: Bytes of slots in memory.
+        peak_nbytes: The most of them at one time.
+        nbytes_stored: Bytes given to stores.
+        nbytes_loaded: Bytes taken from stores.
+        forwarded: Reads that found their bytes in memory, before they had been stored.
+        on_demand: Loads that no plan had started.
+        waited_s: Seconds for which the training thread waited for stores and loads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.resident_nbytes = self.peak_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
+        self.forwarded = self.on_demand = 0
+        self.waited_s = 0.0
+        self._deferred: deque[tuple[StoredActivation | None, int]] = deque()
+
+    def allocated(self, nbytes: int) -> None:
+        """Count bytes that a slot takes in memory."""
+        with self._lock:
+            self.resident_nbytes += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.resident_nbytes)
+
+    def freed(self, nbytes: int) -> None:
+        """Count bytes that a slot gave back."""
+        with self._lock:
+            self.resident_nbytes -= nbytes
+
+    def deferred(self, stored: StoredActivation | None, nbytes: int) -> None:
+        """Leave a slot's stored bytes and its bytes in memory to :meth:`free_deferred`. Takes no lock."""
+        self._deferred.append((stored, nbytes))
+
+    def free_deferred(self) -> None:
+        """Give back what collected slots held."""
+        while self._deferred:
+            stored, nbytes = self._deferred.popleft()
+            self.freed(nbytes)
+            if stored is not None:
+                stored.free()
+
+
+class Slot:
+    """A storage that autograd saves; lives as long as a graph refers to it.
+
+    While it is RESIDENT or STORING it holds its storage. A stored slot is held again from its load until its
+    readers have read it, and can be loaded again as long as the graph lives. (Its fourteen attributes are one
+    storage's identity, its bytes here, and its bytes elsewhere: taken apart, each part would need the lock.)
+
+    Args:
+        key: Its name in a plan.
+        storage: The bytes.
+        version: How often they had been written.
+        stats: Counts them.
+
+    Attributes:
+        readers: Saved tensors in it that backward has not read.
+        was_loaded: Its bytes are no longer where they were packed.
+    """
+
+    def __init__(
+        self, key: SlotKey, storage: torch.UntypedStorage, version: int, stats: ActivationStats
+    ) -> None:
+        self.key, self.version, self.nbytes = key, version, storage.nbytes()
+        self.lifecycle: Lifecycle[SlotState] = Lifecycle(f"activation {key.region}.{key.ordinal}", S.RESIDENT)
+        self.readers = 0
+        self.was_loaded = False
+        self._stats = stats
+        self._lock = threading.RLock()  # guards what follows
+        self._storage: torch.UntypedStorage | None = storage
+        self._offset_nbytes = 0
+        self._alive = weakref.ref(storage)
+        self._stored: StoredActivation | None = None
+        self._loading: Loading | None = None
+        self._is_wanted = False
+        stats.allocated(self.nbytes)
+
+    def __del__(self) -> None:
+        # Possibly called by the garbage collector, inside any lock: give back later.
+        if hasattr(self, "_loading"):
+            held = self._storage is not None or self._loading is not None
+            self._stats.deferred(self._stored, self.nbytes if held else 0)
+
+    def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether these are the bytes of ``storage`` at ``version``."""
+        return self._alive() is storage and self.version == version and not self._offset_nbytes
+
+    @property
+    def state(self) -> SlotState:
+        return self.lifecycle.state
+
+    # --- to the store ------------------------------------------------------------------------
+
+    def reserve(self, store: ActivationStore) -> None:
+        """Reserve room in ``store``; the bytes stay in memory until :meth:`end_store`.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        with self._lock:
+            assert self._storage is not None
+            self._stored = store.reserve(self._storage, self.lifecycle.name)
+            self.lifecycle.move(S.STORING)
+
+    def start_store(self) -> Transfer:
+        """Start storing the bytes in the reserved room."""
+        assert self._stored is not None
+        assert self._storage is not None
+        return self._stored.store(self._storage)
+
+    def cancel_store(self) -> None:
+        """Give up the reserved room; the bytes stay in memory."""
+        with self._lock:
+            stored, self._stored = self._stored, None
+            self.lifecycle.move(S.RESIDENT)
+        if stored is not None:
+            stored.free()
+
+    def end_store(self, *, well: bool) -> None:
+        """The store has ended: release the storage, unless the store failed or backward asked for it."""
+        if not well:
+            self.cancel_store()
+            return
+        with self._lock:
+            if self._is_wanted:
+                self.lifecycle.move(S.RESIDENT)
+            else:
+                self._release()
+
+    def _release(self) -> None:
+        self.lifecycle.move(S.STORED)
+        self._storage = None
+        self._stats.freed(self.nbytes)
+
+    # --- and back ----------------------------------------------------------------------------
+
+    def fetch(self) -> bool:
+        """Start to bring the bytes back if they are away; return whether a load began."""
+        with self._lock:
+            self._is_wanted = True  # a store that ends now need not be loaded
+            if self.state is not S.STORED:
+                return False
+            self._stats.allocated(self.nbytes)
+            alive = self._alive()
+            if alive is not None:  # other code held it
+                self._storage = alive
+                self.lifecycle.move(S.RESIDENT)
+                return False
+            assert self._stored is not None
+            self._loading = self._stored.load()
+            self.lifecycle.move(S.LOADING)
+            return True
+
+    def arriving(self) -> Transfer | None:
+        """The load that a reader has to wait for."""
+        with self._lock:
+            return None if self._loading is None else self._loading.transfer
+
+    def read(self) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage, and the offset in it (bytes) at which the slot's bytes begin.
+
+        Blocks until the load that was :meth:`arriving` has ended.
+
+        Raises:
+            DiskError: The load failed; the bytes are still where they were stored.
+        """
+        with self._lock:
+            loading, self._loading = self._loading, None
+            try:
+                if loading is not None:
+                    self._take_in(loading)
+            finally:
+                del loading  # an error whose frame holds its transfer keeps the step's graph alive
+            assert self._storage is not None
+            return self._storage, self._offset_nbytes
+
+    def _take_in(self, loading: Loading) -> None:
+        try:
+            loading.transfer.wait()
+        except BaseException as error:
+            self.lifecycle.move(S.STORED)
+            self._stats.freed(self.nbytes)
+            del loading
+            raise error.with_traceback(None) from None
+        self._storage, self._offset_nbytes = loading.storage, loading.offset_nbytes
+        self._alive, self.was_loaded = weakref.ref(loading.storage), True
+        self.lifecycle.move(S.RESIDENT)
+
+    def drop(self) -> None:
+        """Release bytes that can be loaded again; all readers have read them."""
+        with self._lock:
+            if self.state is S.RESIDENT and self._stored is not None:
+                self._release()
+
+
+class StoreQueue:
+    """Stores slots in the order of packing, a bounded number of bytes at one time.
+
+    A slot that waits can be cancelled; one that is in flight cannot.
+
+    Args:
+        stats: Counts bytes.
+        in_flight_nbytes: Given to stores at one time, at least one slot.
+    """
+
+    def __init__(self, stats: ActivationStats, in_flight_nbytes: int = 64 * 2**20) -> None:
+        self._stats, self._most_nbytes = stats, in_flight_nbytes
+        self._lock = threading.RLock()  # guards what follows
+        self._changed = threading.Condition(self._lock)
+        self._waiting: OrderedDict[weakref.ref[Slot], int] = OrderedDict()  # a slot goes with its graph
+        self._in_flight: dict[object, int] = {}  # bytes of each store
+        self._starting, self._begun = False, object()  # the store that was begun last
+        self._error: Exception | None = None
+
+    def put(self, slot: Slot, store: ActivationStore) -> None:
+        """Store ``slot`` in its turn.
+
+        Raises:
+            DiskError: There is no room for it, or an earlier store failed.
+        """
+        self.check()
+        slot.reserve(store)
+        with self._lock:
+            self._waiting[weakref.ref(slot)] = slot.nbytes
+        self._start()
+
+    def cancel(self, slot: Slot) -> None:
+        """Keep ``slot`` in memory if it still waits."""
+        with self._lock:
+            waited = self._waiting.pop(weakref.ref(slot), None) is not None
+        if waited:
+            slot.cancel_store()
+
+    @property
+    def in_flight_nbytes(self) -> int:
+        with self._lock:
+            return sum(self._in_flight.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait or are in flight."""
+        with self._lock:
+            waiting = sum(nbytes for slot, nbytes in self._waiting.items() if slot() is not None)
+            return waiting + self.in_flight_nbytes
+
+    def wait_below(self, nbytes: int) -> None:
+        """Return when at most ``nbytes`` wait or are in flight, or nothing is in flight.
+
+        Raises:
+            DiskError: A store failed.
+        """
+        with self._lock:
+            self._changed.wait_for(lambda: self.nbytes <= nbytes or not self._in_flight)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a failed store, once, after all others have ended or were dropped.
+
+        Raises:
+            DiskError: A store failed; its bytes are still in memory.
+        """
+        if self._error is None:
+            return
+        self.drain()
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error.with_traceback(None)
+        finally:
+            del error  # an error whose frame holds it keeps the step's graph alive
+
+    def drain(self) -> None:
+        """Return when nothing is in flight; slots that wait are not stored."""
+        with self._lock:
+            self._waiting.clear()
+            self._changed.wait_for(lambda: not (self._in_flight or self._starting))
+
+    def _start(self) -> None:
+        """Start stores while bytes may be in flight.
+
+        One thread at a time: a store that ends at once does not start the next one.
+        """
+        with self._lock:
+            if self._starting:
+                return
+            self._starting = True
+        try:
+            while self._start_one():
+                pass
+        except BaseException:  # Ctrl-C: nothing may wait for a store that was not begun
+            self._starting = False
+            self._end(self._begun)
+            raise
+
+    def _start_one(self) -> bool:
+        slot = self._next()  # held by this frame only: a drained queue holds no slot
+        if slot is not None:
+            transfer = slot.start_store()
+            transfer.then(partial(self._ended, self._begun, weakref.ref(slot), transfer))
+        return slot is not None
+
+    def _next(self) -> Slot | None:
+        """The next slot that may go and whose graph still lives; None: this thread stops starting."""
+        with self._lock:
+            while self._waiting:
+                ref, nbytes = next(iter(self._waiting.items()))
+                if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
+                    break
+                del self._waiting[ref]
+                slot = ref()
+                if slot is not None:
+                    self._begun = object()
+                    self._in_flight[self._begun] = nbytes
+                    self._stats.nbytes_stored += nbytes
+                    return slot
+            self._starting = False
+            self._changed.notify_all()
+            return None
+
+    def _ended(self, begun: object, ref: "weakref.ref[Slot]", transfer: Transfer) -> None:
+        """Runs on the thread that saw the end; the graph, and the slot with it, may be gone."""
+        error = _error_of(transfer)
+        try:
+            _end_store(ref, well=error is None)
+        finally:
+            with self._lock:
+                self._error = self._error or error
+            self._end(begun)
+            self._start()
+
+    def _end(self, begun: object) -> None:
+        with self._lock:
+            self._in_flight.pop(begun, None)
+            self._changed.notify_all()
+
+
+def _error_of(transfer: Transfer) -> Exception | None:
+    try:
+        transfer.wait()
+    except Exception as error:  # also a budget's: the thread that waits for the end must hear of it
+        return error
+    return None
+
+
+def _end_store(ref: "weakref.ref[Slot]", *, well: bool) -> None:
+    slot = ref()  # held by this frame only: a drained queue holds no slot
+    if slot is not None:
+        slot.end_store(well=well)

@@ -1,0 +1,145 @@
+"""Views of a run: metrics, TensorBoard and progress, and what a run reports about its activations."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from infinity.activations.controller import Activations
+from infinity.app.recipe import Recipe
+from infinity.core.errors import InfinityError
+from infinity.observe.metrics import MetricsFile, StepReport, TensorBoard, View
+from infinity.observe.progress import ProgressDisplay
+from infinity.observe.summary import ActivationSummary
+from infinity.planner.planning import FOLDER, save_measured
+
+
+class Views:
+    """All views of a run as one; without any on ranks other than 0."""
+
+    def __init__(self, views: Iterable[View] = ()) -> None:
+        self._views = list(views)
+
+    def add(self, view: View) -> None:
+        self._views.append(view)
+
+    def step(self, report: StepReport) -> None:
+        for view in self._views:
+            view.step(report)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        for view in self._views:
+            view.evaluated(step, loss)
+
+    def log(self, line: str) -> None:
+        """Print a line if the run shows its progress."""
+        for display in self._displays():
+            display.log(line)
+
+    def loading(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Show how much of the checkpoint is loaded."""
+        for display in self._displays():
+            display.loading(done_nbytes, total_nbytes)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for view in self._views:
+                stack.callback(view.close)
+
+    def _displays(self) -> Iterable[ProgressDisplay]:
+        return (view for view in self._views if isinstance(view, ProgressDisplay))
+
+
+def open_views(recipe: Recipe, folder: Path, world_size: int) -> Views:
+    """Open the views that the recipe asks for.
+
+    Raises:
+        InfinityError: A file cannot be written, or the tensorboard package is not installed.
+    """
+    observe, views = recipe.observe, Views()
+    try:
+        if observe.metrics:
+            views.add(MetricsFile(folder / "metrics.jsonl"))
+        if observe.tensorboard:
+            views.add(TensorBoard(folder / "tensorboard"))
+        if observe.progress:
+            views.add(ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
+            ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+            model = recipe.model.path or f"{recipe.model.numel:,} parameters"
+            views.log(f"{model} on {ranks}; files in {folder}")
+    except BaseException as error:
+        views.close()
+        if isinstance(error, OSError):
+            raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error
+        raise
+    return views
+
+
+class ActivationView:
+    """View that saves and announces the plan for activations and collects the figures of the summary.
+
+    Args:
+        activations: Those of the run's model.
+        folder: The run's folder, in which a plan is saved.
+        accumulate: Micro-batches per step.
+        log: Called with the line that describes a new plan.
+    """
+
+    #: Cause of the stalls in a report.
+    CAUSE = "activation"
+
+    def __init__(
+        self, activations: Activations, folder: Path, accumulate: int, log: Callable[[str], object]
+    ) -> None:
+        self._activations, self._folder = activations, folder / FOLDER
+        self._accumulate, self._log = accumulate, log
+        self._planned = False
+        self._moved = 0, 0
+        self._steps: list[tuple[int, int, float]] = []  # stored, loaded, stall
+
+    def step(self, report: StepReport) -> None:
+        stats = self._activations.cache.stats
+        moved = stats.nbytes_stored, stats.nbytes_loaded
+        if self._planned or self._activations.policy != "plan":
+            stored, loaded = (now - before for now, before in zip(moved, self._moved))
+            self._steps.append((stored, loaded, report.stall_s.get(self.CAUSE, 0.0)))
+        self._moved = moved
+        planning = self._activations.planning
+        if planning is not None and not self._planned:
+            self._planned = True
+            planning.save(self._folder)
+            self._log(planning.describe())
+
+    def evaluated(self, step: int, loss: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def result(self) -> ActivationSummary | None:
+        """Return the figures so far and write ``measured.json``; None: all activations were kept."""
+        activations, planning = self._activations, self._activations.planning
+        if activations.policy == "keep":
+            return None
+        stored, loaded, stall_s = (median(figures) for figures in zip(*self._steps or [(0, 0, 0.0)]))
+        summary = ActivationSummary(
+            policy=activations.policy,
+            nbytes_stored=round(stored),
+            nbytes_loaded=round(loaded),
+            stall_s=stall_s,
+            saved_peak_nbytes=activations.cache.stats.peak_nbytes,
+        )
+        if planning is None:
+            return summary
+        measured = activations.measured()
+        if measured is not None:
+            measured = replace(measured, stall_s=stall_s / self._accumulate)
+            save_measured(self._folder, planning.predicted, measured)
+        return replace(
+            summary,
+            plan=planning.describe().removeprefix("activations: "),
+            planning_s=planning.planning_s,
+            predicted=planning.predicted,
+            measured=measured,
+        )

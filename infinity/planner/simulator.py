@@ -1,0 +1,624 @@
+"""Simulate a step under a plan: predict its time, stalls, peaks and bytes, and when each of them happens.
+
+[Note: a simulated step]
+Compute runs the positions of a step in order, and between them the tensor cache packs, stores, loads and
+releases. While more than the plan's backlog waits to be stored, packing waits: nothing else holds compute
+back where memory is short. When backward asks for a storage, the loads tied to it start, and its own load if
+that has not started; then compute waits for it. The time of stores that are left at the end is not the
+step's.
+
+[Note: where bytes are]
+A slot has the states of the tensor cache (:class:`infinity.core.lifecycle.SlotState`). Its memory is free
+when its store has ended and forward has used it for the last time, and is taken again as soon as its load is
+asked for. A slot that is asked for before it has left stays, and is not loaded; a store that still waits for
+others is cancelled (here all but the first wait; the cache has a few in flight). Storing what other code
+holds frees nothing. Host memory is taken when a slot is packed, and given back when backward has used it for
+the last time, or when its store is cancelled.
+
+[Note: rates]
+Between two events every rate is constant. A channel moves one transfer after the other, in the order in which
+they were submitted, as the cache's queues do. A transfer's first byte moves ``latency_s`` after it was
+submitted, also if it waited for others meanwhile: the cache has several of them on their way. Compute beside
+transfers loses ``compute_s_per_byte`` for each of their bytes, but never stands still: the operating system
+gives it a share of the cores.
+
+[Note: units go first]
+Bytes of units go before bytes of activations. In a real step both are served in the order of submission, but
+there compute waits for a unit that is late, and here it does not, since the measured step has waited for
+units already. So units come when they came, and activations bear the whole delay. Units slow compute no
+more than they did when it was measured.
+
+[Note: stops]
+The simulator stops only at positions where something is to be done; in between it lets compute run as far as
+transfers allow. With a timeline it stops at every position, which changes nothing else.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, auto
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from infinity.core.errors import RecipeError
+from infinity.core.lifecycle import SlotState
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
+from infinity.core.profile import Profile, Traffic
+from infinity.planner.channels import LEAST_SPEED, LOAD, STORE, Channel, delay_s_per_byte, mixed_rates
+from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
+
+#: As indices: looking a member of an enum up costs more than the arithmetic around it.
+_WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
+#: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
+_NOW_S = 1e-12
+
+
+class Interval(NamedTuple):
+    """Something that took from ``begin_s`` to ``end_s`` of the step (s)."""
+
+    begin_s: float
+    end_s: float
+    name: str
+
+
+class Sample(NamedTuple):
+    """From ``at_s`` on, ``nbytes`` are in device memory."""
+
+    at_s: float
+    nbytes: int
+
+
+@dataclass(slots=True)
+class StepTimeline:
+    """Everything that happens in a simulated micro-batch with its update, for pictures.
+
+    Attributes:
+        memory: Bytes of the step's own storages on the device; a step function.
+        channels: Transfers of each channel that moved something, in order.
+        stalls: When compute waited, and for which slot.
+        recomputed: When a block's forward ran again.
+        backward_s: When backward began (s).
+    """
+
+    memory: list[Sample] = field(default_factory=lambda: [Sample(0.0, 0)])
+    channels: dict[str, list[Interval]] = field(default_factory=dict)
+    stalls: list[Interval] = field(default_factory=list)
+    recomputed: list[Interval] = field(default_factory=list)
+    backward_s: float = 0.0
+
+
+def play(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> Outcome:
+    """Predict what one micro-batch with its update costs under ``plan``.
+
+    Raises:
+        RecipeError: The plan was made for another profile, or needs a channel that ``hardware`` lacks.
+    """
+    return _simulator(profile, plan, hardware).run()
+
+
+def play_in_detail(
+    profile: Profile, plan: ActivationPlan, hardware: Hardware
+) -> tuple[Outcome, StepTimeline]:
+    """Predict the same as :func:`play`, with a timeline; raises the same errors."""
+    timeline = StepTimeline()
+    outcome = _simulator(profile, plan, hardware, timeline).run()
+    labels = [channel.label for channel in Channel]
+    timeline.channels = {name: timeline.channels[name] for name in labels if name in timeline.channels}
+    return outcome, timeline
+
+
+def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
+    """Bound a plan's backlog, so that on a drive slower than measured compute waits and memory holds.
+
+    The backlog is the largest one when nothing is slower than measured, plus the bytes that the budget has to
+    spare. A plan that has a bound keeps it.
+    """
+    if plan.backlog_nbytes is not None:
+        return plan
+    simulator = _simulator(profile, plan, hardware)
+    outcome = simulator.run()
+    most_nbytes = simulator.most_backlog_nbytes
+    spare_nbytes = most_nbytes if plan.capacity_nbytes is None else plan.capacity_nbytes - outcome.peak_nbytes
+    return replace(plan, backlog_nbytes=most_nbytes + max(0, spare_nbytes))
+
+
+def _simulator(
+    profile: Profile, plan: ActivationPlan, hardware: Hardware, timeline: StepTimeline | None = None
+) -> "Simulator":
+    lifetimes = lifetimes_of(profile, plan.recomputed)
+    named = {*plan.places, *(load.slot for load in plan.loads), *(load.after for load in plan.loads)} - {None}
+    lacking = [
+        f"slot {k.region}.{k.ordinal}" for k in sorted(k for k in named if k) if k not in lifetimes.index
+    ]
+    lacking += [f"block {region}" for region in sorted(plan.recomputed - lifetimes.recomputed)]
+    if lacking:
+        raise RecipeError(
+            f"the plan ({plan.policy}) names {', '.join(lacking[:5])}, which this profile lacks: "
+            "it was made for another one; plan again"
+        )
+    return Simulator(lifetimes, plan, hardware, timeline)
+
+
+# --- transfers ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Bytes on their way.
+
+    Attributes:
+        index: Of the slot; None: units.
+        left_nbytes: Not yet moved.
+        ready_s: When its first byte may move.
+        began_s: When its first byte moved; None: it has not.
+    """
+
+    index: int | None
+    left_nbytes: float
+    ready_s: float
+    began_s: float | None = None
+
+
+class TransferQueues:
+    """The transfers of each channel, and time, which passes in :meth:`advance`; see [Note: rates].
+
+    Attributes:
+        now_s: Since the step began (s).
+        rates: Bytes per second of each channel alone.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        host = hardware.host_bytes_per_s
+        self.now_s = 0.0
+        self.rates = (hardware.write_bytes_per_s, hardware.read_bytes_per_s, host, host)
+        self._mixed = mixed_rates(hardware)
+        self._latency_s, self._delay_s_per_byte = hardware.latency_s, delay_s_per_byte(hardware)
+        self._queues: tuple[deque[_Transfer], ...] = tuple(deque() for _ in Channel)
+        self._units = [_Transfer(None, 0.0, 0.0), _Transfer(None, 0.0, 0.0)]  # written and read
+        self._moving: list[tuple[int, _Transfer, float]] | None = None  # with its rate; None: has changed
+        self._next_s = self._speed = 0.0
+
+    def submit(self, channel: Channel, index: int, nbytes: int) -> None:
+        """Queue the transfer of slot ``index``."""
+        self._queues[channel].append(_Transfer(index, float(nbytes), self.now_s + self._latency_s))
+        self._moving = None
+
+    def submit_units(self, traffic: Traffic) -> None:
+        """Queue what units move; see [Note: units go first]."""
+        self._units[_READ].left_nbytes += traffic.nbytes_read
+        self._units[_WRITE].left_nbytes += traffic.nbytes_written
+        self._moving = None
+
+    def cancel(self, channel: Channel, index: int) -> bool:
+        """Take back a transfer that waits for another one; False: it is the first, on its way."""
+        queue = self._queues[channel]
+        for at, transfer in enumerate(queue):
+            if transfer.index == index and at:
+                del queue[at]
+                return True
+        return False
+
+    def speed(self) -> float:
+        """Speed of compute beside what moves now, at most 1."""
+        self._settle()
+        return self._speed
+
+    def next_s(self) -> float:
+        """Seconds until a transfer ends or rates change; infinite if nothing moves."""
+        self._settle()
+        return self._next_s
+
+    def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
+        """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
+        moving, ended = self._settle(), []
+        self.now_s += passed_s
+        if passed_s >= self._next_s:
+            self._moving = None
+        self._next_s -= passed_s
+        for channel, transfer, rate in moving:
+            transfer.left_nbytes -= rate * passed_s
+            # Less than half a byte is nothing, or rounding would leave crumbs that never end.
+            if transfer.left_nbytes <= 0.5:
+                transfer.left_nbytes, self._moving = 0.0, None
+                assert transfer.began_s is not None
+                ended.append((channel, transfer.index, transfer.began_s))
+                if transfer.index is None:
+                    transfer.began_s = None  # units will move again
+                else:
+                    self._queues[channel].popleft()
+        return ended
+
+    def _settle(self) -> list[tuple[int, _Transfer, float]]:
+        """Find what moves now, at which rate; and with it the speed, and the time until that changes."""
+        if self._moving is not None:
+            return self._moving
+        first: list[_Transfer | None] = [queue[0] if queue else None for queue in self._queues]
+        next_s = float("inf")
+        for channel, transfer in enumerate(first):
+            if channel < 2 and self._units[channel].left_nbytes:
+                first[channel] = self._units[channel]
+            elif transfer is not None and transfer.ready_s - self.now_s > _NOW_S:
+                next_s, first[channel] = min(next_s, transfer.ready_s - self.now_s), None
+        read, write = self._mixed
+        both = first[_WRITE] is not None and first[_READ] is not None
+        rates = (write, read, *self.rates[2:]) if both else self.rates
+        self._moving, beside = [], 0.0
+        for channel, transfer in enumerate(first):
+            if transfer is not None and rates[channel] > 0:
+                self._moving.append((channel, transfer, rates[channel]))
+                transfer.began_s = self.now_s if transfer.began_s is None else transfer.began_s
+                next_s = min(next_s, transfer.left_nbytes / rates[channel])
+                beside += rates[channel] if transfer.index is not None else 0.0
+        self._next_s, self._speed = next_s, max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
+        return self._moving
+
+
+# --- the tensor cache --------------------------------------------------------------------------------
+
+
+class _Gauge:
+    """Bytes that rise and fall."""
+
+    def __init__(self) -> None:
+        self.nbytes = self.peak_nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A storage that a plan stores; see [Note: where bytes are].
+
+    Attributes:
+        is_away: Its bytes are not in memory: it is STORED, and forward is done with it.
+        is_wanted: Backward has asked for it; a store that ends now frees nothing.
+        is_released: Backward is done with it, and its store is not.
+    """
+
+    period: InactivePeriod
+    place: Place
+    state: SlotState = SlotState.RESIDENT
+    is_away: bool = False
+    is_wanted: bool = False
+    is_released: bool = False
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.period.nbytes if self.place is Place.HOST else 0
+
+
+class _Slots:
+    """The slots of one simulated step, by index of their inactive period.
+
+    Attributes:
+        all: The slots that the plan stores.
+        away_nbytes: Device memory that slots do not take.
+        changes: The first position that finds each change of ``away_nbytes``, and by how much.
+        backlog: Bytes whose store has not ended.
+        host: Bytes in host memory.
+        nbytes_stored: Written to NVMe.
+        nbytes_loaded: Read from NVMe.
+    """
+
+    def __init__(self, lifetimes: Lifetimes, plan: ActivationPlan, queues: TransferQueues) -> None:
+        index = lifetimes.index
+        self.all = {
+            index[key]: _Slot(lifetimes.periods[index[key]], place)
+            for key, place in plan.places.items()
+            if place is not Place.KEEP
+        }
+        self.loads: defaultdict[int | None, list[int]] = defaultdict(
+            list
+        )  # by the slot whose asking starts them
+        for load in plan.loads:
+            self.loads[None if load.after is None else index[load.after]].append(index[load.slot])
+        self._queues = queues
+        self.backlog, self.host = _Gauge(), _Gauge()
+        self.changes: list[tuple[int, int]] = []
+        self.away_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
+
+    # --- what compute does -------------------------------------------------------------------
+
+    def pack(self, index: int) -> None:
+        """Start to store the slot, which forward saves."""
+        slot = self.all[index]
+        slot.state = SlotState.STORING
+        self.backlog.add(slot.period.nbytes)
+        self.host.add(slot.host_nbytes)
+        self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
+
+    def end_forward_use(self, index: int, at: int) -> None:
+        """Free the slot's memory before position ``at`` if it has been stored."""
+        slot = self.all[index]
+        if slot.state is SlotState.STORED and not slot.is_away:
+            self._leave(slot, at)
+
+    def start_loads(self, after: int | None, at: int) -> None:
+        """Start the loads tied to slot ``after``; None: to the beginning of backward."""
+        for index in self.loads.pop(after, ()):
+            self._fetch(index, at)
+
+    def ask(self, index: int, at: int) -> bool:
+        """Backward needs the slot before position ``at``: return whether it must wait."""
+        self.start_loads(index, at)
+        self._fetch(index, at)
+        return not self.is_resident(index)
+
+    def is_resident(self, index: int) -> bool:
+        """Whether backward can read the slot now."""
+        return index not in self.all or self.all[index].state is not SlotState.LOADING
+
+    def release(self, index: int) -> None:
+        """Give back the slot's host memory, now or when its store ends; backward is done with it."""
+        slot = self.all[index]
+        if slot.state is SlotState.STORING:
+            slot.is_released = True
+        else:
+            self.host.add(-slot.host_nbytes)
+
+    # --- what transfers do -------------------------------------------------------------------
+
+    def end(self, channel: int, index: int, running: int, first: int) -> None:
+        """A transfer has ended while position ``running`` ran; ``first`` is the first that finds it ended."""
+        slot = self.all[index]
+        if channel == LOAD[slot.place]:
+            slot.state = SlotState.RESIDENT
+            self.nbytes_loaded += slot.period.nbytes if slot.place is Place.NVME else 0
+            return
+        self.backlog.add(-slot.period.nbytes)
+        self.nbytes_stored += slot.period.nbytes if slot.place is Place.NVME else 0
+        if slot.is_released:
+            self.host.add(-slot.host_nbytes)
+        if slot.is_wanted or slot.is_released or not slot.period.is_freed:
+            slot.state = SlotState.RESIDENT
+            return
+        slot.state = SlotState.STORED
+        if slot.period.begin <= running:
+            self._leave(slot, first)
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def _fetch(self, index: int, at: int) -> None:
+        slot = self.all.get(index)
+        if slot is None or slot.is_released:
+            return
+        if slot.is_away:
+            slot.state, slot.is_away = SlotState.LOADING, False
+            self._change(at, -slot.period.nbytes)
+            self._queues.submit(LOAD[slot.place], index, slot.period.nbytes)
+        elif slot.state is SlotState.STORED:
+            slot.state = SlotState.RESIDENT
+        elif slot.state is SlotState.STORING:
+            slot.is_wanted = True
+            if self._queues.cancel(STORE[slot.place], index):
+                slot.state = SlotState.RESIDENT
+                self.backlog.add(-slot.period.nbytes)
+                self.host.add(-slot.host_nbytes)
+                slot.place = Place.KEEP
+
+    def _leave(self, slot: _Slot, at: int) -> None:
+        slot.is_away = True
+        self._change(at, slot.period.nbytes)
+
+    def _change(self, at: int, nbytes: int) -> None:
+        self.away_nbytes += nbytes
+        self.changes.append((at, nbytes))
+
+
+# --- compute -----------------------------------------------------------------------------------------
+
+
+class _Do(IntEnum):
+    """What is to be done before a position, in this order."""
+
+    PACK = auto()
+    END_FORWARD_USE = auto()
+    RELEASE = auto()
+    BEGIN_BACKWARD = auto()
+    ASK = auto()
+
+
+class Simulator:
+    """Runs one step under a plan, once; see [Note: a simulated step] and [Note: stops].
+
+    Args:
+        lifetimes: Of the step that recomputes the plan's blocks.
+        plan: Names slots of ``lifetimes`` only.
+        hardware: Rates of the channels.
+        timeline: Filled while the step runs.
+
+    Raises:
+        RecipeError: The plan uses a channel that moves nothing.
+    """
+
+    def __init__(
+        self,
+        lifetimes: Lifetimes,
+        plan: ActivationPlan,
+        hardware: Hardware,
+        timeline: StepTimeline | None = None,
+    ) -> None:
+        self._lifetimes, self._backlog_nbytes, self._timeline = lifetimes, plan.backlog_nbytes, timeline
+        self._queues = TransferQueues(hardware)
+        self._slots = _Slots(lifetimes, plan, self._queues)
+        self._agenda = _agenda(lifetimes, self._slots)
+        self._stall_s = self._recompute_s = 0.0
+        self._peak_nbytes = 0
+        for place in {slot.place for slot in self._slots.all.values()}:
+            for channel in (STORE[place], LOAD[place]):
+                if not self._queues.rates[channel] > 0:
+                    raise RecipeError(
+                        f"the plan moves activations by {channel.label}, whose bandwidth is not above 0; "
+                        "plan again"
+                    )
+
+    @property
+    def most_backlog_nbytes(self) -> int:
+        """The most bytes that have waited to be stored at one time."""
+        return self._slots.backlog.peak_nbytes
+
+    def run(self) -> Outcome:
+        """Run the step."""
+        lifetimes, queues, end = self._lifetimes, self._queues, len(self._lifetimes.times)
+        every = range(0 if self._timeline is None else end)
+        again = (each for at in lifetimes.recomputations for each in (at, at + 1))
+        stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *again, *every})
+        for at, following in pairwise(stops):
+            self._stop(at)
+            began_s = queues.now_s
+            self._compute_positions(at, following)
+            if at in lifetimes.recomputations:
+                self._recompute_s += queues.now_s - began_s
+                if self._timeline is not None:
+                    name = lifetimes.recomputations[at].block.name
+                    self._timeline.recomputed.append(Interval(began_s, queues.now_s, name))
+        self._stop(end)
+        step_s = queues.now_s
+        self._note(0)
+        while queues.next_s() < float("inf"):
+            self._pass(queues.next_s(), end, end, 0)
+        return Outcome(
+            step_s=step_s,
+            stall_s=self._stall_s,
+            recompute_s=self._recompute_s,
+            peak_nbytes=max(self._peak_nbytes, self._highest()),
+            host_peak_nbytes=self._slots.host.peak_nbytes,
+            nbytes_stored=self._slots.nbytes_stored,
+            nbytes_loaded=self._slots.nbytes_loaded,
+        )
+
+    # --- between positions -------------------------------------------------------------------
+
+    def _stop(self, at: int) -> None:
+        """Do what is to be done before position ``at``."""
+        slots = self._slots
+        for do, index in self._agenda.get(at, ()):
+            if do is _Do.PACK:
+                slots.pack(index)
+                self._wait(at, None, self._is_within_backlog)
+            elif do is _Do.END_FORWARD_USE:
+                slots.end_forward_use(index, at)
+            elif do is _Do.RELEASE:
+                slots.release(index)
+            elif do is _Do.BEGIN_BACKWARD:
+                if self._timeline is not None:
+                    self._timeline.backward_s = self._queues.now_s
+                slots.start_loads(None, at)
+            elif slots.ask(index, at):
+                self._note(self._between(at))
+                self._wait(at, index, partial(slots.is_resident, index))
+        if at in self._lifetimes.traffic:
+            self._queues.submit_units(self._lifetimes.traffic[at])
+
+    def _is_within_backlog(self) -> bool:
+        return self._backlog_nbytes is None or self._slots.backlog.nbytes <= self._backlog_nbytes
+
+    def _wait(self, at: int, index: int | None, until: Callable[[], bool]) -> None:
+        queues, between = self._queues, self._between(at)
+        began_s = queues.now_s
+        while not until():
+            assert queues.next_s() < float("inf"), "compute waits, and nothing moves"
+            self._pass(queues.next_s(), at, at, between)
+        if queues.now_s > began_s:
+            self._stall_s += queues.now_s - began_s
+            if self._timeline is not None:
+                name = "stores" if index is None else self._name(index)
+                self._timeline.stalls.append(Interval(began_s, queues.now_s, name))
+
+    def _between(self, at: int) -> int:
+        """Bytes before position ``at`` if nothing were away: no more than its neighbours take."""
+        memory = self._lifetimes.memory
+        return int(min(memory[at - 1], memory[at])) if 0 < at < len(memory) else 0
+
+    # --- compute -----------------------------------------------------------------------------
+
+    def _compute_positions(self, at: int, following: int) -> None:
+        """Compute the positions from ``at`` up to ``following``."""
+        done_s = self._lifetimes.until_s[at]
+        for nbytes, work_s in self._parts(at, following):
+            self._note(nbytes)
+            self._compute(at, following, done_s, done_s + work_s, nbytes)
+            done_s += work_s
+
+    def _parts(self, at: int, following: int) -> Iterator[tuple[int, float]]:
+        """Bytes and seconds of a position, of the operators that it recomputes, or of several positions.
+
+        Bytes of several positions are left out: see :meth:`_highest`.
+        """
+        lifetimes = self._lifetimes
+        if at in lifetimes.recomputations:
+            again = lifetimes.recomputations[at]
+            yield from zip(again.memory.tolist(), again.times.tolist(), strict=True)
+        else:
+            nbytes = int(lifetimes.memory[at]) if following == at + 1 else 0
+            yield nbytes, lifetimes.until_s[following] - lifetimes.until_s[at]
+
+    def _compute(self, at: int, following: int, done_s: float, goal_s: float, nbytes: int) -> None:
+        """Let compute run from ``done_s`` to ``goal_s`` of its time; it holds ``nbytes`` if none is away."""
+        queues, until_s = self._queues, self._lifetimes.until_s
+        while done_s < goal_s:
+            speed, next_s = queues.speed(), queues.next_s()
+            left_s = (goal_s - done_s) / speed
+            done_s = goal_s if left_s <= next_s else done_s + next_s * speed
+            first = bisect_left(until_s, done_s, at, following)
+            self._pass(min(left_s, next_s), max(at, first - 1), first, nbytes)
+
+    def _pass(self, passed_s: float, running: int, first: int, nbytes: int) -> None:
+        """Let time pass while ``running`` runs; ``first`` is the first position that finds what has ended."""
+        before = self._slots.away_nbytes
+        for channel, index, began_s in self._queues.advance(passed_s):
+            if self._timeline is not None:
+                name = "units" if index is None else self._name(index)
+                moved = self._timeline.channels.setdefault(Channel(channel).label, [])
+                moved.append(Interval(began_s, self._queues.now_s, name))
+            if index is not None:
+                self._slots.end(channel, index, running, first)
+        if self._slots.away_nbytes != before:
+            self._note(nbytes)
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def _note(self, nbytes: int) -> None:
+        """The device would hold ``nbytes`` if nothing were away."""
+        there = nbytes - self._slots.away_nbytes
+        self._peak_nbytes = max(self._peak_nbytes, there)
+        if self._timeline is not None and there != self._timeline.memory[-1].nbytes:
+            self._timeline.memory.append(Sample(self._queues.now_s, there))
+
+    def _highest(self) -> int:
+        """The most bytes at the beginning of a position; those of recomputations have been noted."""
+        lifetimes = self._lifetimes
+        away = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
+        for at, nbytes in self._slots.changes:
+            away[at] += nbytes
+        there = lifetimes.memory - np.cumsum(away[:-1])
+        there[list(lifetimes.recomputations)] = 0
+        return int(there.max(initial=0))
+
+    def _name(self, index: int) -> str:
+        key = self._lifetimes.periods[index].key
+        return f"{key.region}.{key.ordinal}"
+
+
+def _agenda(lifetimes: Lifetimes, slots: _Slots) -> dict[int, list[tuple[_Do, int]]]:
+    """What is to be done before each position, in order."""
+    found: dict[int, list[tuple[_Do, int]]] = {}
+    asked = {after for after in slots.loads if after is not None} | slots.all.keys()
+    for index, slot in sorted(slots.all.items(), key=lambda item: item[1].period.key):
+        period = slot.period
+        found.setdefault(period.packed_at + 1, []).append((_Do.PACK, index))
+        found.setdefault(period.begin, []).append((_Do.END_FORWARD_USE, index))
+        if slot.place is Place.HOST:
+            found.setdefault(max(period.packed_at, period.released_at) + 1, []).append((_Do.RELEASE, index))
+    found.setdefault(lifetimes.backward, []).append((_Do.BEGIN_BACKWARD, -1))
+    for index in sorted(asked):
+        found.setdefault(lifetimes.periods[index].end, []).append((_Do.ASK, index))
+    for do in found.values():
+        do.sort(key=lambda each: each[0])
+    return found

@@ -1,0 +1,127 @@
+"""A tensor cache on its own, with real files; and the same computation with it and without it."""
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.activations.blocks import recomputable_blocks, tracked
+from infinity.activations.slots import Slot
+from infinity.activations.store import DirectStore, StagedStore
+from infinity.activations.tensor_cache import (
+    ActivationPolicy,
+    PassRecord,
+    TensorCache,
+    UniformPolicy,
+    storages_of,
+)
+from infinity.core.plan import Place
+from infinity.device.memory import HostPool
+from infinity.nvme.engines.threads_engine import ThreadsEngine
+from infinity.nvme.volume import Volume
+from tests.helpers.faulty import FaultyEngine
+
+CPU = torch.device("cpu")
+STORE = UniformPolicy(Place.NVME)
+
+
+class Stage:
+    """A cache, its files, and what counts what it holds.
+
+    Args:
+        folder: For the files.
+        kind: ``direct``, ``disk`` (staged through host memory, in pieces) or ``host``.
+    """
+
+    def __init__(self, folder: Path, kind: str = "direct") -> None:
+        self.volume = Volume([folder / "a.bin"])
+        self.engine = FaultyEngine(ThreadsEngine(self.volume, threads=2))
+        self.pool = HostPool(2**24, patience_s=2)
+        if kind == "direct":
+            made: Any = DirectStore(self.volume, self.engine)
+        elif kind == "disk":
+            made = StagedStore(CPU, self.pool, self.volume, self.engine, piece_nbytes=8192)
+        else:
+            made = StagedStore(CPU, self.pool)
+        self.store = made
+        self.cache = TensorCache(CPU, {Place.NVME: made, Place.HOST: made}, lambda wait: wait())
+
+    @contextmanager
+    def forward(self, model: torch.nn.Module | None = None, policy: ActivationPolicy = STORE):
+        """One recorded pass."""
+        cache = self.cache
+        if model is not None:
+            cache.exempt = storages_of([*model.parameters(), *model.buffers()])
+        cache.record = PassRecord(policy)
+        try:
+            with (
+                tracked(recomputable_blocks(model) if model is not None else [], cache),
+                torch.autograd.graph.saved_tensors_hooks(cache.pack, cache.unpack),
+            ):
+                yield cache.record
+        finally:
+            cache.record = None
+
+    def all_stored(self) -> None:
+        """Return when everything has been stored."""
+        self.cache.queue.wait_below(0)
+
+    def assert_empty(self) -> None:
+        """Nothing is left of any step; no garbage collection was needed."""
+        self.cache.queue.drain()
+        self.cache.stats.free_deferred()
+        until_s = time.monotonic() + 5
+        while self.volume.allocated_nbytes + self.pool.leased_nbytes and time.monotonic() < until_s:
+            time.sleep(0.001)  # loads that nobody waits for
+        assert self.cache.stats.resident_nbytes == 0
+        assert self.volume.allocated_nbytes == 0
+        assert self.pool.leased_nbytes == 0
+        assert not len(self.cache._slots)
+
+    def close(self) -> None:
+        self.cache.close()
+        self.engine.close()
+        self.volume.close()
+        self.pool.close()
+
+
+def live_slots() -> int:
+    gc.collect()
+    return sum(type(thing) is Slot for thing in gc.get_objects())
+
+
+def gradients(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
+    """Of ``loss(*inputs)``, in plain PyTorch."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    loss(*leaves).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def cached_gradients(stage: Stage, loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
+    """The same, with everything stored before backward begins."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    with stage.forward():
+        value = loss(*leaves)
+    stage.all_stored()
+    value.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def assert_same(ours: list[Tensor | None], plain: list[Tensor | None]) -> None:
+    for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        assert (mine is None) == (theirs is None), number
+        if theirs is not None:
+            assert torch.equal(mine, theirs), number
+
+
+def assert_parity(stage: Stage, loss: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """The same gradients to the bit, something was stored, and nothing is left."""
+    stored = stage.cache.stats.nbytes_stored
+    assert_same(cached_gradients(stage, loss, list(inputs)), gradients(loss, list(inputs)))
+    assert stage.cache.stats.nbytes_stored > stored
+    stage.assert_empty()

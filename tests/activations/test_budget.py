@@ -1,0 +1,181 @@
+"""``memory.device`` holds units and activations: one budget, kept by a plan, and never a wrong bit."""
+
+import contextlib
+import re
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import infinity
+from infinity.activations import tensor_cache
+from infinity.activations.controller import METERED, PROFILED
+from infinity.activations.profiler import Profiler
+from infinity.app.models.config import GPTConfig
+from infinity.app.models.gpt import GPT
+from infinity.engine import runtime as runtime_module
+from infinity.planner.policies import smallest_budget
+from tests.helpers.launch import run_ranks
+from tests.helpers.reference import Rule
+from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
+
+STEPS = METERED + 4
+
+
+LEAST_NBYTES = 32 * 2**10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_slots():
+    """Small models have small activations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_cache, "LEAST_NBYTES", LEAST_NBYTES)
+        yield
+
+
+def factory():
+    """Six blocks; 1,024 tokens make activations of 64 KiB to 256 KiB."""
+    torch.manual_seed(1)
+    return GPT(GPTConfig(vocab_size=96, seq_len=128, n_layers=6, d_model=64, n_heads=2)).train()
+
+
+def batch(step, rank=0, world=1):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(96, (8 // world, 129), generator=generator)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}
+
+
+def steps(overrides, count=STEPS):
+    """The activations of a runtime after some steps, and what its units need (bytes)."""
+    model = build(factory, "bf16", overrides)
+    optimizer = optimizer_for(model, Rule())
+    try:
+        for step in range(count):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+        return optimizer.runtime.activations, optimizer.runtime.executor().budget.division
+    finally:
+        optimizer.close()
+
+
+@pytest.fixture(scope="module")
+def measured(_small_slots, tmp_path_factory):
+    """Peak of what a step makes when all is kept, the least that a plan can do, and what units need."""
+    activations, division = steps(
+        streaming(tmp_path_factory.mktemp("measured"), "memory.activations=plan"), PROFILED + 2
+    )
+    planning = activations.planning
+    return planning.kept.peak_nbytes, smallest_budget(planning.profile, planning.hardware), division.least
+
+
+def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(tmp_path, measured):
+    kept, least, units = measured
+    assert least < kept
+    activations_nbytes = (kept + least) // 2
+    overrides = streaming(tmp_path, f"memory.device={units + activations_nbytes}", "memory.activations=plan")
+    activations, division = steps(overrides)
+    assert activations.planning.predicted.peak_nbytes <= activations_nbytes
+    assert activations.metered_nbytes <= activations_nbytes
+    assert division.total + activations.metered_nbytes <= units + activations_nbytes
+    assert_bitwise(train(factory, batch, overrides, steps=STEPS), reference(factory, batch, steps=STEPS))
+
+
+def test_a_budget_alone_is_enough_to_be_planned_for():
+    for given, policy in (("memory.device=1GiB", "plan"), ("memory.host=1GiB", "keep")):
+        with infinity.Init(infinity.load_recipe(overrides=[given])) as init:
+            assert init.runtime.activations.policy == policy
+        init.runtime.close()
+
+
+def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path, measured):
+    _, least, units = measured
+    overrides = streaming(tmp_path, f"memory.device={units + least // 2}", "memory.activations=plan")
+    with pytest.raises(infinity.BudgetError, match=r"units need at least .* smallest budget") as refused:
+        steps(overrides)
+    [said] = re.findall(r"can be kept is .*?\((\d+) bytes\)", str(refused.value))
+    assert int(said) == pytest.approx(least, rel=0.05)
+    assert "because of operator" in str(refused.value)
+
+
+def test_every_run_packs_the_same_slots(tmp_path):
+    """Else a plan, which names them, would be another run's on every rank but the first."""
+    overrides = streaming(tmp_path, "memory.activations=plan")
+    runs = [steps(overrides, PROFILED + 2)[0].planning.profile for _ in range(2)]
+    first, second = ([(slot.key, slot.nbytes) for slot in profile.slots] for profile in runs)
+    assert first == second
+
+
+def test_recording_does_not_make_the_predicted_step_longer(tmp_path, monkeypatch):
+    """The profiled pass is slowed by 0.3 s; the passes before it tell how long the step takes."""
+    packed = Profiler.packed
+
+    def slowly(profiler, key, tensor):
+        time.sleep(0.01)
+        packed(profiler, key, tensor)
+
+    monkeypatch.setattr(Profiler, "packed", slowly)
+    monkeypatch.setattr(tensor_cache.TensorCache, "_unprofiled", lambda self: contextlib.nullcontext())
+    activations, _ = steps(streaming(tmp_path, "memory.activations=plan"), PROFILED + 2)
+    *_, before, recorded, _ = activations.passes.ended
+    assert recorded.number == PROFILED
+    assert recorded.time_s > 0.3
+    assert activations.planning.kept.step_s <= before.time_s < recorded.time_s
+
+
+def test_a_slow_drive_does_not_make_the_predicted_step_vanish(tmp_path, monkeypatch):
+    """Where bytes are said to cost more than the passes took, half of their time is left."""
+    measure = runtime_module.measure_hardware
+
+    def costly(*args):
+        return replace(measure(*args), compute_s_per_byte=1.0)
+
+    monkeypatch.setattr(runtime_module, "measure_hardware", costly)
+    activations, _ = steps(streaming(tmp_path, "memory.activations=plan"), PROFILED + 2)
+    profile, recorded = activations.planning.profile, activations.passes.ended[PROFILED]
+    assert 0.0 < profile.step_s <= recorded.time_s
+    assert 0.0 < sum(operator.time_s for operator in profile.operators) <= 1.001 * profile.step_s
+
+
+def test_what_a_plan_does_not_need_is_left_to_units(tmp_path, measured):
+    kept, _, units = measured
+    device = 20 * (units + kept)
+    activations, division = steps(streaming(tmp_path, f"memory.device={device}", "memory.activations=plan"))
+    assert activations.planning.plan.places == {}
+    assert units < division.total <= device - activations.planning.predicted.peak_nbytes
+
+
+def test_ranks_play_one_plan(tmp_path, measured):
+    _, least, units = measured
+    overrides = streaming(tmp_path, f"memory.device={2 * units + least + 40_000}", "memory.activations=plan")
+    ranks = run_ranks(_plan_of_rank, 2, overrides)
+    assert ranks[0] == ranks[1]
+
+
+def test_a_budget_that_no_plan_meets_is_the_same_error_on_every_rank(tmp_path, measured):
+    _, least, units = measured
+    overrides = streaming(tmp_path, f"memory.device={2 * units + least // 2}", "memory.activations=plan")
+    ranks = run_ranks(_refusal_of_rank, 2, overrides)
+    assert ranks[0] == ranks[1]
+    assert "smallest budget" in ranks[0]
+
+
+def _refusal_of_rank(overrides):
+    tensor_cache.LEAST_NBYTES = LEAST_NBYTES
+    with pytest.raises(infinity.BudgetError) as refused:
+        steps(overrides)
+    return str(refused.value)
+
+
+def _plan_of_rank(overrides):
+    tensor_cache.LEAST_NBYTES = LEAST_NBYTES
+    activations, _ = steps(overrides)
+    return activations.planning.plan.to_json()
+
+
+def test_a_profile_has_what_units_move_beside_activations(tmp_path):
+    activations, _ = steps(streaming(tmp_path, "memory.activations=plan"))
+    traffic = activations.planning.profile.traffic
+    numel = factory().config.numel  # a step writes 12 bytes a parameter and reads up to 16; updates lag
+    assert 6 * numel <= sum(each.nbytes_written for each in traffic) <= 18 * numel
+    assert 6 * numel <= sum(each.nbytes_read for each in traffic) <= 22 * numel

@@ -1,0 +1,397 @@
+"""Slots go along the edges of their table only; the queue keeps its order; the stats returns to zero."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infinity.activations.slots import ActivationStats, Slot, StoreQueue
+from infinity.activations.store import DirectStore
+from infinity.activations.tensor_cache import PlannedPolicy, UniformPolicy
+from infinity.core.errors import BudgetError, DiskError, StateError
+from infinity.core.extent import BLOCK_NBYTES
+from infinity.core.lifecycle import SLOT_ALLOWED, Lifecycle, SlotState
+from infinity.core.plan import ActivationPlan, Load, Place
+from infinity.core.profile import SlotKey
+from tests.activations.stage import Stage
+from tests.helpers.faulty import Fault
+
+S = SlotState
+
+
+def make_slot(stats: ActivationStats, ordinal: int = 0, nbytes: int = 20_000) -> tuple[Slot, Tensor]:
+    tensor = torch.arange(nbytes, dtype=torch.uint8) + ordinal
+    return Slot(SlotKey(1, ordinal), tensor.untyped_storage(), tensor._version, stats), tensor
+
+
+def values(slot: Slot) -> Tensor:
+    storage, offset = slot.read()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[offset : offset + slot.nbytes]
+
+
+@pytest.mark.parametrize("state", list(S))
+@pytest.mark.parametrize("to", list(S))
+def test_only_the_edges_of_the_table_exist(state, to):
+    lifecycle: Lifecycle[SlotState] = Lifecycle("activation 1.0", state)
+    if to in SLOT_ALLOWED[state]:
+        lifecycle.move(to)
+        assert lifecycle.state is to
+    else:
+        with pytest.raises(StateError, match=rf"activation 1\.0: {state.name} -> {to.name}; allowed: "):
+            lifecycle.move(to)
+
+
+def test_a_slot_goes_all_the_way_and_back(any_stage):
+    stats = ActivationStats()
+    slot, tensor = make_slot(stats)
+    wanted = tensor.clone()
+    slot.reserve(any_stage.store)
+    assert slot.state is S.STORING
+    transfer = slot.start_store()
+    del tensor
+    transfer.wait()
+    slot.end_store(well=True)
+    assert (slot.state, stats.resident_nbytes) == (S.STORED, 0)
+    assert slot.fetch()
+    assert not slot.fetch()
+    assert (slot.state, stats.resident_nbytes) == (S.LOADING, slot.nbytes)
+    assert torch.equal(values(slot), wanted)
+    assert (slot.state, slot.was_loaded) == (S.RESIDENT, True)
+    slot.drop()
+    assert (slot.state, stats.resident_nbytes) == (S.STORED, 0)
+    slot.fetch()
+    assert torch.equal(values(slot), wanted)
+    del slot
+    stats.free_deferred()
+    assert stats.resident_nbytes == 0
+    assert stats.peak_nbytes == 20_000
+    any_stage.assert_empty()
+
+
+def test_a_storage_that_somebody_holds_needs_no_load(stage):
+    slot, tensor = make_slot(stage.cache.stats)
+    stage.cache.queue.put(slot, stage.store)
+    stage.all_stored()
+    assert slot.state is S.STORED
+    assert not slot.fetch()
+    assert slot.state is S.RESIDENT
+    assert values(slot).data_ptr() == tensor.data_ptr()
+
+
+def test_what_is_wanted_while_it_is_stored_stays(stage):
+    stage.engine.delay_s = 0.05
+    slot, _ = make_slot(stage.cache.stats)
+    stage.cache.queue.put(slot, stage.store)
+    assert not slot.fetch()
+    stage.all_stored()
+    assert slot.state is S.RESIDENT
+    assert stage.engine.reads == 0
+
+
+@pytest.mark.parametrize("where", ["waiting", "storing", "stored", "loading", "resident"])
+def test_a_slot_whose_graph_is_dropped_leaves_nothing_wherever_it_is(any_stage, where):
+    any_stage.engine.delay_s = 0.02
+    queue, stats = any_stage.cache.queue, any_stage.cache.stats
+    queue._most_nbytes = 1
+    ahead, _ = make_slot(stats)
+    slot, tensor = make_slot(stats, 1)
+    queue.put(ahead, any_stage.store)
+    queue.put(slot, any_stage.store)
+    del tensor
+    if where != "waiting":
+        queue.wait_below(20_000)
+    if where in ("stored", "loading", "resident"):
+        any_stage.all_stored()
+    if where in ("loading", "resident"):
+        assert slot.fetch()
+    if where == "resident":
+        slot.read()
+    del slot, ahead
+    any_stage.assert_empty()
+
+
+# --- the queue -----------------------------------------------------------------------------------
+
+
+def test_stores_begin_in_the_order_of_packing_and_few_bytes_at_a_time(stage):
+    stage.engine.delay_s = 0.01
+    stats = stage.cache.stats
+    queue = StoreQueue(stats, in_flight_nbytes=50_000)
+    slots, order, most, write = [], [], 0, stage.engine.write
+
+    def noted(extent, memory):
+        order.append(extent.pieces[0].offset)
+        return write(extent, memory)
+
+    stage.engine.write = noted
+    for number in range(8):
+        slots.append(make_slot(stats, number)[0])
+        queue.put(slots[-1], stage.store)
+        most = max(most, queue.in_flight_nbytes)
+    assert queue.nbytes == 8 * 20_000
+    queue.wait_below(60_000)
+    assert queue.nbytes <= 60_000
+    queue.wait_below(0)
+    assert order == sorted(order)
+    assert len(order) == 8
+    assert most == 40_000
+    assert {slot.state for slot in slots} == {S.STORED}
+
+
+def test_what_is_called_off_is_not_stored_and_gives_its_room_back_at_once(stage):
+    stage.engine.delay_s = 0.02
+    queue = stage.cache.queue
+    queue._most_nbytes = 1
+    slots = [make_slot(stage.cache.stats, n)[0] for n in range(3)]
+    for slot in slots:
+        queue.put(slot, stage.store)
+    taken = stage.volume.allocated_nbytes
+    queue.cancel(slots[1])
+    assert slots[1].state is S.RESIDENT
+    assert stage.volume.allocated_nbytes <= taken - 3 * 4096  # whole blocks, wherever they lie
+    queue.cancel(slots[0])  # too late
+    stage.all_stored()
+    assert [slot.state for slot in slots] == [S.STORED, S.RESIDENT, S.STORED]
+    assert stage.engine.writes == 2
+
+
+def test_draining_stores_nothing_more_and_what_waited_can_be_read(stage):
+    stage.engine.delay_s = 0.02
+    queue = stage.cache.queue
+    queue._most_nbytes = 1
+    slots = [make_slot(stage.cache.stats, n)[0] for n in range(3)]
+    for slot in slots:
+        queue.put(slot, stage.store)
+    queue.drain()
+    assert stage.engine.writes == 1
+    for number, slot in enumerate(slots):
+        slot.fetch()
+        assert int(values(slot)[0]) == number
+
+
+class Told:
+    """A transfer that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls, self.ended = [], False
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return self.ended
+
+    def then(self, call) -> None:
+        if self.ended:
+            call()
+        else:
+            self.calls.append(call)
+
+    def end(self) -> None:
+        self.ended = True
+        for call in self.calls:
+            call()
+
+
+def test_a_thousand_stores_that_end_at_once_need_no_deep_stack(stage):
+    queue = StoreQueue(stage.cache.stats, in_flight_nbytes=1)
+    first = Told()
+    stage.engine.write = lambda extent, memory: first
+    slots = [make_slot(stage.cache.stats, n, 100)[0] for n in range(1000)]
+    queue.put(slots[0], stage.store)
+    at_once = Told()
+    at_once.end()
+    stage.engine.write = lambda extent, memory: at_once
+    for slot in slots[1:]:
+        queue.put(slot, stage.store)
+    assert queue.nbytes == 100_000
+    first.end()
+    queue.drain()
+    assert {slot.state for slot in slots} == {S.STORED}
+
+
+def test_a_failed_store_is_told_once_and_ends_the_others(stage):
+    stage.engine.faults, stage.engine.delay_s = (Fault(on="write", nth=2, forever=True),), 0.01
+    queue = stage.cache.queue
+    queue._most_nbytes = 50_000
+    slots = [make_slot(stage.cache.stats, n)[0] for n in range(6)]
+    for slot in slots:
+        queue.put(slot, stage.store)
+    with pytest.raises(DiskError, match=r"write of .* failed"):
+        queue.wait_below(0)
+    queue.check()
+    queue.wait_below(0)
+    assert queue.nbytes == 0
+    for number, slot in enumerate(slots):
+        slot.fetch()
+        assert int(values(slot)[0]) == number
+    stage.engine.faults = ()
+    queue.put(make_slot(stage.cache.stats)[0], stage.store)
+    stage.all_stored()
+
+
+def test_an_error_that_is_not_the_disks_is_told_and_nothing_hangs(tmp_path):
+    stage = Stage(tmp_path, "disk")
+    stage.pool.patience_s = 0.05
+    with stage.pool.lease(stage.pool.capacity_nbytes, who="units"):
+        slot, _ = make_slot(stage.cache.stats)
+        stage.cache.queue.put(slot, stage.store)
+        with pytest.raises(BudgetError, match=r"raise memory\.host"):
+            stage.all_stored()
+    assert slot.state is S.RESIDENT
+    del slot
+    stage.assert_empty()
+    stage.close()
+
+
+def test_an_interrupt_while_a_store_begins_leaves_nobody_waiting(stage):
+    def interrupted(extent, memory):
+        raise KeyboardInterrupt
+
+    slot, _ = make_slot(stage.cache.stats)
+    write, stage.engine.write = stage.engine.write, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        stage.cache.queue.put(slot, stage.store)
+    stage.engine.write = write
+    stage.cache.queue.drain()
+    other, _ = make_slot(stage.cache.stats, 1)
+    stage.cache.queue.put(other, stage.store)
+    stage.all_stored()
+    assert other.state is S.STORED
+
+
+def test_slots_that_die_inside_any_lock_do_not_wait_for_it(stage):
+    stats = stage.cache.stats
+    ring: list = []
+    slot, _ = make_slot(stats)
+    ring += [slot, ring]
+    gone = weakref.ref(slot)
+    del slot, ring
+    with stats._lock, stage.cache.queue._lock:
+        gc.collect()
+        assert gone() is None
+    stats.free_deferred()
+    assert stats.resident_nbytes == 0
+
+
+# --- stores --------------------------------------------------------------------------------------
+
+
+@given(nbytes=st.one_of(st.integers(1, 40_000), st.integers(-2, 2).map(lambda n: 4 * BLOCK_NBYTES + n)))
+@settings(max_examples=30, deadline=None)
+def test_every_size_comes_back_to_the_byte_at_the_same_place_of_a_block(tmp_path_factory, nbytes):
+    stage = Stage(tmp_path_factory.mktemp("store"))
+    try:
+        tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
+        stored = stage.store.reserve(tensor.untyped_storage(), "test")
+        stored.store(tensor.untyped_storage()).wait()
+        loading = stored.load()
+        loading.transfer.wait()
+        back = torch.empty(0, dtype=torch.uint8).set_(loading.storage)[loading.offset_nbytes :][:nbytes]
+        assert torch.equal(back, tensor)
+        assert back.data_ptr() % BLOCK_NBYTES == tensor.data_ptr() % BLOCK_NBYTES
+        stored.free()
+        stored.free()
+        assert stage.volume.allocated_nbytes == 0
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 8191, 8192, 8193, 3 * 8192, 40_001])
+@pytest.mark.parametrize("kind", ["disk", "host"])
+def test_staged_in_pieces(tmp_path, kind, nbytes):
+    stage = Stage(tmp_path, kind)
+    tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    stored = stage.store.reserve(tensor.untyped_storage(), "test")
+    stored.store(tensor.untyped_storage()).wait()
+    loading = stored.load()
+    loading.transfer.wait()
+    assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(loading.storage), tensor)
+    assert stage.pool.peak_nbytes < 8192 * 8 + nbytes * (kind == "host")
+    stored.free()
+    stage.assert_empty()
+    stage.close()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("on", ["write", "read"])
+def test_a_piece_that_fails_gives_back_every_lease(tmp_path, on, nth):
+    stage = Stage(tmp_path, "disk")
+    stage.engine.faults = (Fault(on=on, nth=nth),)
+    tensor = torch.randint(256, (40_001,), dtype=torch.uint8)
+    stored = stage.store.reserve(tensor.untyped_storage(), "test")
+    if on == "read":
+        stored.store(tensor.untyped_storage()).wait()
+    with pytest.raises(DiskError):
+        (stored.load().transfer if on == "read" else stored.store(tensor.untyped_storage())).wait()
+    stored.free()
+    stage.assert_empty()
+    stage.close()
+
+
+def test_room_is_given_back_only_when_nothing_is_in_flight(stage):
+    stage.engine.delay_s = 0.05
+    tensor = torch.zeros(40_000, dtype=torch.uint8)
+    stored = stage.store.reserve(tensor.untyped_storage(), "test")
+    transfer = stored.store(tensor.untyped_storage())
+    stored.free()
+    assert stage.volume.allocated_nbytes > 0
+    transfer.wait()
+    stage.engine.close()
+    assert stage.volume.allocated_nbytes == 0
+
+
+def test_a_store_reserves_all_pieces_or_none(tmp_path):
+    stage = Stage(tmp_path, "disk")
+    allocate, calls = stage.volume.allocate, []
+
+    def full(nbytes, *, what):
+        calls.append(nbytes)
+        if len(calls) == 3:
+            raise DiskError(28, "reservation", "a.bin", offset=0, nbytes=nbytes)
+        return allocate(nbytes, what=what)
+
+    stage.volume.allocate = full
+    with pytest.raises(DiskError):
+        stage.store.reserve(torch.zeros(40_000, dtype=torch.uint8).untyped_storage(), "test")
+    assert stage.volume.allocated_nbytes == 0
+    stage.close()
+
+
+def test_direct_stores_close_nothing_of_others(stage):
+    DirectStore(stage.volume, stage.engine).close()
+    stage.volume.free(stage.volume.allocate(BLOCK_NBYTES, what="still open"))
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_played_as_it_says():
+    first, second, third = SlotKey(0, 0), SlotKey(1, 0), SlotKey(2, 0)
+    plan = ActivationPlan(
+        "plan",
+        {second: Place.NVME, third: Place.HOST},
+        (Load(None, third), Load(third, second)),
+        frozenset({1}),
+    )
+    policy = PlannedPolicy(plan)
+    assert [policy.place(key) for key in (first, second, third)] == [Place.KEEP, Place.NVME, Place.HOST]
+    assert [policy.recomputes(region) for region in range(3)] == [False, True, False]
+    assert (policy.loads(None), policy.loads(third), policy.loads(first)) == ([third], [second], ())
+
+
+def test_one_rule_for_all_spares_what_backward_begins_with():
+    policy = UniformPolicy(Place.NVME, recompute=True, last=3)
+    assert policy.place(SlotKey(2, 9)) is Place.NVME
+    assert policy.place(SlotKey(3, 0)) is Place.KEEP
+    assert policy.loads(None) is None
+    assert UniformPolicy(Place.NVME, last=-1).place(SlotKey(0, 0)) is Place.NVME
+
+
+def test_the_last_block_is_not_recomputed_for_nothing():
+    policy = UniformPolicy(Place.KEEP, recompute=True, last=3)
+    assert [policy.recomputes(region) for region in (1, 3, 5)] == [True, False, False]

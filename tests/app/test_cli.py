@@ -1,0 +1,147 @@
+"""The command line: what it prints, and the exit code of every way to end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity.app import train as train_module
+from infinity.app.recipe import Recipe, load_recipe, recipe_table
+from infinity.cli import main
+from infinity.core.errors import BudgetError
+
+ROOT = Path(__file__).parents[2]
+
+#: Sleeps instead of training, and prints when it begins and ends.
+SLEEPER = """
+import sys, time
+from infinity import cli
+from infinity.app import train
+def sleep(recipe):
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(0.3)
+        print("closed", flush=True)
+train.train = sleep
+sys.exit(cli.main(["train", "configs/quickstart.yaml"]))
+"""
+
+
+def write(tmp_path: Path, text: str = "train: {steps: 3}") -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_train_gets_the_file_with_the_overrides_on_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Recipe] = []
+    monkeypatch.setattr(train_module, "train", seen.append)
+    assert main(["train", write(tmp_path), "memory.nvme=[/a,/b]", "train.batch_size=2"]) == 0
+    assert seen == [load_recipe(None, ["train.steps=3", "memory.nvme=[/a,/b]", "train.batch_size=2"])]
+
+
+def test_an_error_is_one_message_with_the_rank_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(recipe: Recipe) -> None:
+        raise BudgetError("memory.host=1MiB; at least 3 MiB is required")
+
+    monkeypatch.setattr(train_module, "train", refuse)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
+    assert main(["train", write(tmp_path)]) == 1
+    message = "BudgetError: memory.host=1MiB; at least 3 MiB is required\n"
+    assert capsys.readouterr().err == f"infinity: {message}"
+    monkeypatch.setenv("RANK", "3")
+    assert main(["train", write(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"infinity: rank 3: {message}"
+    monkeypatch.setenv("INFINITY_TRACEBACK", "1")
+    with pytest.raises(BudgetError):
+        main(["train", write(tmp_path)])
+
+
+def test_an_interrupted_run_says_whether_its_model_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for text, more in (("", ""), ("no model was saved", "; no model was saved")):
+
+        def stop(recipe: Recipe, text: str = text) -> None:
+            raise KeyboardInterrupt(text) if text else KeyboardInterrupt
+
+        monkeypatch.setattr(train_module, "train", stop)
+        assert main(["train", write(tmp_path)]) == 130
+        assert capsys.readouterr().err == f"infinity: interrupted; the run's files are closed{more}\n"
+
+
+def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "train: {stepz: 3}")
+    assert main(["train", path]) == 1
+    assert f"train.stepz in {path}: unknown key; did you mean train.steps?" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "none.yaml")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["train"], ["fly"]])
+def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(argv)
+    assert raised.value.code == 2
+    assert "usage: infinity" in capsys.readouterr().err
+
+
+def test_the_recipe_command_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe"]) == 0
+    text = capsys.readouterr().out
+    for row in recipe_table():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{row.key} ")]
+        assert row.meaning in line
+        assert row.type in line
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out.startswith("infinity ")
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "infinity", "train", "none.yaml"],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": "1"}, check=False,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert run.stderr.startswith("infinity: rank 1: RecipeError: none.yaml: No such file")
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT, signal.SIGTERM], 130),  # a launcher's, after Ctrl-C, while files are closed
+    ],
+    ids=["Ctrl-C", "SIGTERM", "both"],
+)
+def test_a_signal_closes_files_and_is_the_exit_code(signals: list[signal.Signals], code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.1)
+    out, error = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("closed\n", code)
+    assert "Traceback" not in error
+    assert ("interrupted" in error) == (code == 130)

@@ -1,0 +1,117 @@
+"""What a run keeps of its plan for activations, and how it reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infinity.core.errors import RecipeError
+from infinity.core.plan import ActivationPlan, Hardware, Place
+from infinity.core.profile import Phase, Profile, SlotKey
+from infinity.planner.lifetimes import operator_times
+from infinity.planner.planning import (
+    MEASURED,
+    PLAN,
+    PROFILE,
+    BlockCounts,
+    Planning,
+    load_measured,
+    plan_rows,
+    save_measured,
+)
+from infinity.planner.policies import POLICIES, smallest_budget
+from infinity.planner.simulator import play
+from tests.helpers.profiles import hardware, transformer
+
+
+def planning_for(profile: Profile, channels: Hardware, budget_nbytes: int | None = None) -> Planning:
+    plan = POLICIES["plan"](profile, channels, budget_nbytes)
+    kept, predicted = (play(profile, each, channels) for each in (ActivationPlan("keep"), plan))
+    return Planning(profile, channels, plan, kept, predicted, 0.25)
+
+
+def test_what_is_kept_is_read_back_equal(tmp_path: Path) -> None:
+    planning = planning_for(transformer(layers=3), hardware(1.0))
+    planning.save(tmp_path / "activations")
+    assert Planning.load(tmp_path / "activations") == planning
+    assert load_measured(tmp_path / "activations") is None
+    save_measured(tmp_path / "activations", planning.predicted, planning.kept)
+    assert load_measured(tmp_path / "activations") == planning.kept
+
+
+@pytest.mark.parametrize("name", [PROFILE, PLAN, MEASURED])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}'])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, text: str) -> None:
+    planning = planning_for(transformer(layers=1), hardware())
+    planning.save(tmp_path)
+    save_measured(tmp_path, planning.predicted, planning.kept)
+    (tmp_path / name).write_text(text)
+    read = load_measured if name == MEASURED else Planning.load
+    with pytest.raises(RecipeError, match=name):
+        read(tmp_path)
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    planning_for(transformer(layers=1), hardware()).save(tmp_path)
+    (tmp_path / PLAN).unlink()
+    with pytest.raises(RecipeError, match=PLAN):
+        Planning.load(tmp_path)
+
+
+def test_a_plan_is_told_in_blocks_peak_and_time() -> None:
+    planning = planning_for(transformer(layers=4), hardware(4.0))
+    assert planning.describe() == (
+        "activations: 4 of 4 blocks to NVMe: peak 188 MiB -> 48 MiB, predicted 0.252 s a micro-batch"
+    )
+
+
+def test_each_block_has_one_fate() -> None:
+    profile = transformer(layers=5)
+    regions = [block.region for block in profile.blocks]
+    places = {
+        SlotKey(regions[0], 0): Place.NVME,
+        SlotKey(regions[0], 1): Place.HOST,  # a block on both is one to NVMe
+        SlotKey(regions[1], 0): Place.HOST,
+        SlotKey(regions[2], 0): Place.NVME,  # the input of a recomputed block
+        SlotKey(0, 0): Place.NVME,  # outside blocks
+    }
+    plan = ActivationPlan("plan", places, recomputed=frozenset([regions[2]]))
+    counts = BlockCounts.of(profile, plan)
+    assert counts == BlockCounts(kept=2, host=1, nvme=1, recomputed=1)
+    assert str(counts) == "1 of 5 blocks to NVMe, 1 to host memory, 1 recomputed, 2 kept"
+    assert str(BlockCounts.of(profile, ActivationPlan("keep"))) == "5 of 5 blocks kept"
+    assert str(BlockCounts(0, 0, 0, 0)) == "no blocks"
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_rows_account_for_every_saved_byte_and_every_second_but_the_update(policy: str) -> None:
+    profile, channels = transformer(layers=4, update_s=0.5), hardware(1.0)
+    budget = smallest_budget(profile, channels) if policy == "plan" else None
+    rows = plan_rows(profile, POLICIES[policy](profile, channels, budget))
+    assert [row.name for row in rows] == [
+        "before the blocks", *(f"layers.{i}" for i in range(4)), "after the blocks",
+    ]  # fmt: skip
+    assert sum(row.saved_nbytes for row in rows) == sum(slot.nbytes for slot in profile.slots)
+    for row in rows:
+        parts = (row.kept_nbytes, row.host_nbytes, row.nvme_nbytes, row.recomputed_nbytes)
+        assert sum(parts) == row.saved_nbytes
+    assert any(row.recomputed_nbytes for row in rows) is (policy == "recompute")
+    update_s = operator_times(profile)[[o.phase is Phase.UPDATE for o in profile.operators]].sum()
+    total_s = sum(row.forward_s + row.backward_s for row in rows)
+    assert total_s == pytest.approx(profile.step_s - update_s)
+    assert rows[1].backward_s == pytest.approx(2 * rows[1].forward_s)
+
+
+def test_a_model_without_blocks_has_rows_too() -> None:
+    profile = transformer(layers=0)
+    rows = plan_rows(profile, ActivationPlan("keep"))
+    assert [row.name for row in rows] == ["before the blocks", "after the blocks"]
+    assert sum(row.saved_nbytes for row in rows) == sum(slot.nbytes for slot in profile.slots)
+
+
+def test_measured_lies_beside_predicted_as_json(tmp_path: Path) -> None:
+    planning = planning_for(transformer(layers=1), hardware())
+    save_measured(tmp_path, planning.predicted, planning.kept)
+    given = json.loads((tmp_path / MEASURED).read_text())
+    assert given["predicted"]["peak_nbytes"] == planning.predicted.peak_nbytes
+    assert given["measured"]["peak_nbytes"] == planning.kept.peak_nbytes
