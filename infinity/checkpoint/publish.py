@@ -105,7 +105,7 @@ def check_free(out: Path) -> None:
 
 
 def publish_directory(source: Path, out: Path, token: str) -> None:
-    """Let a saved model at ``source`` appear as ``out``, too.
+    """Publish a saved model at ``source`` as ``out``, too.
 
     Weights become hard links where the file system allows it, and copies elsewhere; small files are
     copied, so that they may be edited.

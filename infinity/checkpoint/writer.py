@@ -234,9 +234,9 @@ class RangeWriter:
     def __init__(self) -> None:
         self.nbytes = 0
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
-        self._free = [_Block() for _ in range(_DEPTH)]
-        self._filling: _Block | None = None
-        self._writing: deque[tuple[_Block, TransferFuture]] = deque()
+        self._free = [_WriteBuffer() for _ in range(_DEPTH)]
+        self._filling: _WriteBuffer | None = None
+        self._writing: deque[tuple[_WriteBuffer, TransferFuture]] = deque()
         self._error: BaseException | None = None
 
     def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
@@ -283,7 +283,7 @@ class RangeWriter:
             self._writing.append((block, written))
             self._threads.submit(written.run, block.put)
 
-    def _take_free(self) -> "_Block":
+    def _take_free(self) -> "_WriteBuffer":
         if not self._free:
             self._end_oldest()
         return self._free.pop()
@@ -303,7 +303,7 @@ class RangeWriter:
         self._threads.shutdown(cancel_futures=True)
 
 
-class _Block:
+class _WriteBuffer:
     """Page-aligned memory that begins with the page of ``start``, for bytes ``[start, stop)`` of ``file``."""
 
     def __init__(self) -> None:
