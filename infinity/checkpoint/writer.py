@@ -31,7 +31,7 @@ from torch import Tensor
 from infinity.checkpoint.directory import DTYPES
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.extent import BLOCK_NBYTES, aligned
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 
 #: A block, and how many of them are filled or being written at one time.
 _WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
@@ -236,7 +236,7 @@ class RangeWriter:
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
         self._free = [_WriteBuffer() for _ in range(_DEPTH)]
         self._filling: _WriteBuffer | None = None
-        self._writing: deque[tuple[_WriteBuffer, TransferFuture]] = deque()
+        self._writing: deque[tuple[_WriteBuffer, Transfer]] = deque()
         self._error: BaseException | None = None
 
     def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
@@ -279,7 +279,7 @@ class RangeWriter:
     def _submit(self) -> None:
         block, self._filling = self._filling, None
         if block is not None:
-            written = TransferFuture()
+            written = Transfer()
             self._writing.append((block, written))
             self._threads.submit(written.run, block.put)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import BLOCK_NBYTES, Extent
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 from infinity.nvme.volume import Volume
 
 #: A request that is interrupted or moves nothing this often in a row is an error.
@@ -34,7 +34,7 @@ _PATIENCE = 1000
 Memory: TypeAlias = memoryview | Tensor
 
 
-class Move(TransferFuture):
+class Move(Transfer):
     """A transfer that ends with the last of its requests; its error is a :class:`DiskError`."""
 
     __slots__ = ("error", "memory", "nbytes", "pending", "writes")
