@@ -93,7 +93,8 @@ class QueuedEngine:
         self._idle = threading.Condition(self._lock)
         self._urgent: deque[Request] = deque()
         self._queue: deque[Request] = deque()
-        self._taken_nbytes = self._nbytes_read = self._nbytes_written = 0
+        self._taken_nbytes = 0
+        self.nbytes_read = self.nbytes_written = 0  # of moves that ended well
         self._closed = self._stopping = False
 
     # --- the protocol ------------------------------------------------------------------------
@@ -105,14 +106,6 @@ class QueuedEngine:
     def write(self, extent: Extent, memory: Memory) -> Move:
         """Start writing ``memory`` to ``extent``; see the protocol."""
         return self._start(extent, memory, self._queue, writes=True)
-
-    @property
-    def nbytes_read(self) -> int:
-        return self._nbytes_read
-
-    @property
-    def nbytes_written(self) -> int:
-        return self._nbytes_written
 
     def close(self) -> None:
         """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
@@ -163,9 +156,9 @@ class QueuedEngine:
             ended = not move.pending
             if ended and move.error is None:
                 if move.writes:
-                    self._nbytes_written += move.nbytes
+                    self.nbytes_written += move.nbytes
                 else:
-                    self._nbytes_read += move.nbytes
+                    self.nbytes_read += move.nbytes
         if ended:
             move.end()
         if self._closed:
