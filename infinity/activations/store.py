@@ -28,7 +28,7 @@ from torch import Tensor
 
 from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.plan import Hardware, Place
-from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine, TransferFuture
+from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
 
@@ -275,7 +275,7 @@ class CopyThread:
         self._thread.shutdown()
 
 
-class _Copy(TransferFuture):
+class _Copy(Transfer):
     """A move of a copy thread; once it has ended it holds nothing of what it moved."""
 
     __slots__ = ("_move",)

@@ -45,10 +45,10 @@ def export(
     Args:
         model: Built under :class:`infinity.Init`. If it is not a model of transformers, its config is
             written when it is a dataclass, and keys are those of ``state_dict``.
-        out: Must not exist, or be empty; rank 0's counts.
+        out: Must not exist, or be empty; rank 0's value is used.
         max_shard_nbytes: Values in one file, at most (bytes); a larger tensor has a file to itself.
         tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object
-            with ``save_pretrained``; rank 0's counts.
+            with ``save_pretrained``; rank 0's value is used.
 
     Raises:
         CheckpointError: ``out`` is not free, there is no tokenizer, or the model cannot be saved.
@@ -85,7 +85,7 @@ def check_room(model: nn.Module, folder: Path) -> None:
 
 
 def export_run(run: str | Path, out: str | Path) -> None:
-    """Let the model, or the adapters, that a run of ``infinity train`` kept appear as ``out``.
+    """Publish the model, or the adapters, that a run of ``infinity train`` kept, as ``out``.
 
     Raises:
         CheckpointError: The run has none, or ``out`` is not free.
@@ -120,7 +120,7 @@ def _read_weights(
     Raises:
         DiskError: They cannot be read.
     """
-    reading: deque[_Piece] = deque()
+    reading: deque[_WeightRead] = deque()
     try:
         for unit in units:
             for piece in _start(unit, tiers, wanted):
@@ -137,7 +137,7 @@ def _read_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _WeightRead:
     """Weights from element ``start`` of a unit's flat buffer on, in memory or on their way there.
 
     Attributes:
@@ -157,13 +157,13 @@ class _Piece:
         return self.unit, self.start, self.values
 
 
-def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -> Iterator[_Piece]:
+def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -> Iterator[_WeightRead]:
     """Start reading what is wanted of ``unit``, chunk by chunk."""
     first = unit.shard_start
     resident = tiers.residents.get(unit.index)
     if resident is not None:
         if wanted(unit, first, first + unit.shard_numel):
-            yield _Piece(unit, first, resident.weight)
+            yield _WeightRead(unit, first, resident.weight)
         return
     engine, store = tiers.engine, tiers.store
     assert engine is not None, "a unit that is not resident is on NVMe"
@@ -175,7 +175,7 @@ def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -
                 lease = held.enter_context(tiers.pool.lease(chunk.weight.nbytes, who="exporting weights"))
                 transfer = engine.read(chunk.weight, lease.memory)
                 held.callback(_settle, transfer)
-                yield _Piece(unit, start, lease.tensor.view(unit.dtype), transfer, held.pop_all())
+                yield _WeightRead(unit, start, lease.tensor.view(unit.dtype), transfer, held.pop_all())
 
 
 def _settle(transfer: Transfer) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from infinity.api.init import Init
 from infinity.checkpoint.directory import Checkpoint, stamp_files
-from infinity.checkpoint.load import Loading, OnProgress
+from infinity.checkpoint.load import CheckpointValues, OnProgress
 from infinity.checkpoint.model import build_model, read_config
 from infinity.comm.ranks import Ranks
 from infinity.engine.config import EngineConfig, HasEngineConfig
@@ -71,7 +71,7 @@ def from_pretrained(
             if frozen:  # looks at files that are not open yet
                 base = _shared_base(path, config, runtime.storage, runtime.ranks)
             checkpoint = files.enter_context(Checkpoint(path))
-            loading = Loading(checkpoint, new, ignore, on_progress)
+            loading = CheckpointValues(checkpoint, new, ignore, on_progress)
             runtime.construction.late = loading
             if base is not None:
                 loading.sharing, runtime.tiers.shared_base = base.sharing, base

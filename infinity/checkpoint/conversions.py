@@ -267,7 +267,7 @@ def saved_tensors(model: nn.Module, named: Mapping[str, Tensor]) -> list[SavedTe
         for name, tensor in named.items():
             first.setdefault(id(tensor), name)
         return [_as_it_is(_spec(name, named[name]), name) for name in first.values()]
-    traced = {name: _Origin.of(name, named[name]) for name in _without_aliases(model, named)}
+    traced = {name: _OriginTensor.of(name, named[name]) for name in _without_aliases(model, named)}
     own = {id(tensor) for tensor in traced.values()}
     saved: list[SavedTensor] = []
     conversions: list[tuple[frozenset[str], list[TensorSpec]]] = []
@@ -338,13 +338,13 @@ def _located(model: nn.Module, named: Mapping[str, Tensor], specs: list[TensorSp
     return [SavedTensor(spec, frozenset(named), parts[spec.key] if whole else None) for spec in specs]
 
 
-class _Origin(Tensor):
+class _OriginTensor(Tensor):
     """A tensor of the meta device that knows which named tensors it was made of."""
 
     sources: frozenset[str]
 
     @classmethod
-    def of(cls, name: str, like: Tensor) -> "_Origin":
+    def of(cls, name: str, like: Tensor) -> "_OriginTensor":
         traced = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(cls)
         traced.sources = frozenset([name])
         return traced

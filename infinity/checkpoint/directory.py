@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, Self
@@ -71,7 +71,7 @@ class Stored(Protocol):
         ...
 
 
-class Checkpoint(Mapping[str, Stored]):
+class Checkpoint(dict[str, Stored]):
     """Every tensor of a directory by key; close it when they are read.
 
     Args:
@@ -82,24 +82,15 @@ class Checkpoint(Mapping[str, Stored]):
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self.pickled = False
         self._files: list[TensorFile] = []
-        self._tensors: dict[str, Stored] = {}
         try:
             self._open()
         except BaseException:
             self.close()
             raise
-
-    def __getitem__(self, key: str) -> Stored:
-        return self._tensors[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +100,7 @@ class Checkpoint(Mapping[str, Stored]):
 
     def close(self) -> None:
         """Give the files back; may be called twice."""
-        self._tensors = {}
+        self.clear()
         for file in self._files:
             file.close()
 
@@ -156,11 +147,11 @@ class Checkpoint(Mapping[str, Stored]):
             self._add(name, held)
 
     def _add(self, name: str, held: Mapping[str, Stored]) -> None:
-        if twice := sorted(set(held) & set(self._tensors)):
+        if twice := sorted(set(held) & set(self)):
             raise CheckpointError(
                 f"{self.path / name} holds keys that another file holds, too: {', '.join(twice)}"
             )
-        self._tensors |= held
+        self.update(held)
 
     def _open_file(self, name: str) -> Mapping[str, Stored]:
         if self.pickled:
@@ -239,7 +230,7 @@ class TensorFile:
         self.nbytes_read += values.nbytes
 
     def _read(self, offset: int, memory: memoryview) -> None:
-        """Whatever the system gives at one time, every byte comes or an error."""
+        """Fill ``memory``, in as many calls as the system needs, or raise."""
         done = 0
         while done < memory.nbytes:
             try:

@@ -54,23 +54,23 @@ Gathered: TypeAlias = Callable[[Sequence[Any]], contextlib.AbstractContextManage
 # --- the plan: which tensor goes where, decided before the first byte moves ---------------------------
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """Where values belong: a file by number, and the first byte in it."""
 
     file: int
     start: int
 
 
-class Span(NamedTuple):
+class SavedRange(NamedTuple):
     """Elements ``[offset, stop)`` of a unit's flat buffer, or of a whole tensor, and where they belong."""
 
     offset: int
     stop: int
-    place: Place
+    place: FilePosition
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ConversionGroup:
     """Tensors that are converted together, by the model's own names, and those that are made of them."""
 
     sources: frozenset[str]
@@ -87,11 +87,11 @@ class UnitPlan:
         groups: Those of which it holds the last member.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[SavedRange, ...]
     members: tuple[str, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[ConversionGroup, ...]
 
-    def within(self, start: int, stop: int) -> tuple[Span, ...]:
+    def within(self, start: int, stop: int) -> tuple[SavedRange, ...]:
         """The spans that elements ``[start, stop)`` of the flat buffer meet; spans meet no other span."""
         first = bisect_right(self.spans, start, key=lambda span: span.stop)
         return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span.offset)]
@@ -109,10 +109,10 @@ class ExportPlan:
     """
 
     files: tuple[FilePlan, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, FilePosition]
     units: tuple[UnitPlan, ...]
-    whole: Mapping[str, tuple[Span, ...]]
-    groups: tuple[Group, ...]
+    whole: Mapping[str, tuple[SavedRange, ...]]
+    groups: tuple[ConversionGroup, ...]
 
     @property
     def values_nbytes(self) -> int:
@@ -120,7 +120,7 @@ class ExportPlan:
         return sum(file.nbytes - len(file.header) for file in self.files)
 
 
-class _Home(NamedTuple):
+class _Location(NamedTuple):
     """Where a tensor's values are: in a unit, or (unit -1) whole on every rank."""
 
     unit: int = -1
@@ -141,22 +141,24 @@ def plan_export(
     Raises:
         CheckpointError: The model cannot be saved.
     """
-    sharded = {id(s.param): _Home(unit.index, s.offset, s.stop) for unit in units for s in unit.segments}
-    homes = {name: sharded.get(id(tensor), _Home()) for name, tensor in named.items()}
+    sharded = {id(s.param): _Location(unit.index, s.offset, s.stop) for unit in units for s in unit.segments}
+    homes = {name: sharded.get(id(tensor), _Location()) for name, tensor in named.items()}
     saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[name] for name in item.sources))
     files = plan_files([item.spec for item in saved], max_shard_nbytes)
-    places = {key: Place(i, start) for i, file in enumerate(files) for key, start in file.starts.items()}
+    places = {
+        key: FilePosition(i, start) for i, file in enumerate(files) for key, start in file.starts.items()
+    }
 
-    spans: list[list[Span]] = [[] for _ in units]
-    whole: dict[str, list[Span]] = {}
+    spans: list[list[SavedRange]] = [[] for _ in units]
+    whole: dict[str, list[SavedRange]] = {}
     for item in saved:
         place = places[item.spec.key]
         for part in item.parts or ():
             home = homes[part.source]
             target = whole.setdefault(part.source, []) if home.unit < 0 else spans[home.unit]
             start = home.offset + part.offset
-            at = Place(place.file, place.start + part.start * item.spec.dtype.itemsize)
-            target.append(Span(start, start + part.numel, at))
+            at = FilePosition(place.file, place.start + part.start * item.spec.dtype.itemsize)
+            target.append(SavedRange(start, start + part.numel, at))
     members, groups = _conversions(saved, homes, len(units))
     of_units = zip(spans, members[:-1], groups[:-1], strict=True)
     plans = (UnitPlan(tuple(sorted(s)), tuple(m), tuple(g)) for s, m, g in of_units)
@@ -164,17 +166,17 @@ def plan_export(
 
 
 def _conversions(
-    saved: Sequence[SavedTensor], homes: Mapping[str, _Home], units: int
-) -> tuple[list[list[str]], list[list[Group]]]:
+    saved: Sequence[SavedTensor], homes: Mapping[str, _Location], units: int
+) -> tuple[list[list[str]], list[list[ConversionGroup]]]:
     """For each unit, and then for whole tensors: the members of conversions, and those that end there."""
     members: list[list[str]] = [[] for _ in range(units + 1)]
-    groups: list[list[Group]] = [[] for _ in members]
+    groups: list[list[ConversionGroup]] = [[] for _ in members]
     specs: dict[frozenset[str], list[TensorSpec]] = {}
     for item in saved:
         if item.parts is None:
             specs.setdefault(item.sources, []).append(item.spec)
     for sources, made in specs.items():
-        groups[max(homes[name] for name in sources).unit].append(Group(sources, tuple(made)))
+        groups[max(homes[name] for name in sources).unit].append(ConversionGroup(sources, tuple(made)))
         for name in sorted(sources):
             members[homes[name].unit].append(name)
     return members, groups
@@ -216,7 +218,7 @@ def export_model(
                 _write_companions(model, plan, folder, tokenizer)
                 for file in plan.files:
                     OutputFile.create(folder, file)
-        with _Values(plan, named, model, ranks) as values:
+        with _ValueWriter(plan, named, model, ranks) as values:
             with all_ranks_or_raise(ranks, f"writing {out}"):
                 values.open(folder)
                 values.write_as_they_are(read_weights)
@@ -229,7 +231,7 @@ def export_model(
                 publication.publish()
 
 
-class _Values:
+class _ValueWriter:
     """Brings values to their places; a context manager."""
 
     def __init__(self, plan: ExportPlan, named: Mapping[str, Tensor], model: nn.Module, ranks: Ranks) -> None:
@@ -297,7 +299,7 @@ class _Values:
                     aside = {name: value for name, value in aside.items() if name not in done}
                 self._writer.check()
 
-    def _convert(self, group: Group, values: Mapping[str, Tensor]) -> None:
+    def _convert(self, group: ConversionGroup, values: Mapping[str, Tensor]) -> None:
         """Write this rank's part of what comes of ``group``."""
         rank, ranks = self._ranks.rank, self._ranks.world_size
         sources = {n: values[n] if n in values else self._named[n].detach().cpu() for n in group.sources}
@@ -306,7 +308,7 @@ class _Values:
             start, stop = len(flat) * rank // ranks, len(flat) * (rank + 1) // ranks
             self._write(self._plan.places[key], start, flat[start:stop])
 
-    def _write(self, place: Place, start: int, values: Tensor) -> None:
+    def _write(self, place: FilePosition, start: int, values: Tensor) -> None:
         """Hand over ``values`` for the elements of a tensor from ``start`` on."""
         self._writer.write(self._files[place.file], place.start + start * values.itemsize, values)
 

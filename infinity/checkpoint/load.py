@@ -267,7 +267,7 @@ def _complaint(
 # --- the load ----------------------------------------------------------------------------------------
 
 
-class Loading:
+class CheckpointValues:
     """Values of one model from one checkpoint; see :class:`infinity.partition.init_context.LateValues`.
 
     Args:

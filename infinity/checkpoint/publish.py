@@ -2,8 +2,8 @@
 
 [Note: where it is made]
 Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, brought to the drive, and renamed.
-Whoever makes it holds ``flock`` on the sibling itself, which the kernel gives back however the process
-ends: so what a killed export left behind is recognised, and removed by the next one to the same place.
+The process that makes it holds a lock on the sibling itself: see :mod:`infinity.core.files`. So what a killed
+export left behind is recognised, and removed by the next one to the same place.
 """
 
 import errno as errno_names
@@ -58,7 +58,7 @@ class Publication:
         """Bring everything to the drive, then let ``out`` appear.
 
         Raises:
-            CheckpointError: Somebody else put something there meanwhile.
+            CheckpointError: Something has appeared there meanwhile.
             WriteError: The drive refuses.
         """
         with writing(f"publishing {self.out}", self.path):
@@ -105,7 +105,7 @@ def check_free(out: Path) -> None:
 
 
 def publish_directory(source: Path, out: Path, token: str) -> None:
-    """Let a saved model at ``source`` appear as ``out``, too.
+    """Publish a saved model at ``source`` as ``out``, too.
 
     Weights become hard links where the file system allows it, and copies elsewhere; small files are
     copied, so that they may be edited.

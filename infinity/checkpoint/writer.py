@@ -31,7 +31,7 @@ from torch import Tensor
 from infinity.checkpoint.directory import DTYPES
 from infinity.core.errors import CheckpointError, DiskError, free_space
 from infinity.core.extent import BLOCK_NBYTES, aligned
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 
 #: A block, and how many of them are filled or being written at one time.
 _WRITE_NBYTES, _DEPTH = 4 * 2**20, 4
@@ -234,9 +234,9 @@ class RangeWriter:
     def __init__(self) -> None:
         self.nbytes = 0
         self._threads = ThreadPoolExecutor(_DEPTH - 1, "infinity-export")
-        self._free = [_Block() for _ in range(_DEPTH)]
-        self._filling: _Block | None = None
-        self._writing: deque[tuple[_Block, TransferFuture]] = deque()
+        self._free = [_WriteBuffer() for _ in range(_DEPTH)]
+        self._filling: _WriteBuffer | None = None
+        self._writing: deque[tuple[_WriteBuffer, Transfer]] = deque()
         self._error: BaseException | None = None
 
     def write(self, file: OutputFile, offset: int, values: Tensor) -> None:
@@ -279,11 +279,11 @@ class RangeWriter:
     def _submit(self) -> None:
         block, self._filling = self._filling, None
         if block is not None:
-            written = TransferFuture()
+            written = Transfer()
             self._writing.append((block, written))
             self._threads.submit(written.run, block.put)
 
-    def _take_free(self) -> "_Block":
+    def _take_free(self) -> "_WriteBuffer":
         if not self._free:
             self._end_oldest()
         return self._free.pop()
@@ -303,7 +303,7 @@ class RangeWriter:
         self._threads.shutdown(cancel_futures=True)
 
 
-class _Block:
+class _WriteBuffer:
     """Page-aligned memory that begins with the page of ``start``, for bytes ``[start, stop)`` of ``file``."""
 
     def __init__(self) -> None:

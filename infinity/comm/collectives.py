@@ -40,7 +40,7 @@ from torch import Tensor
 
 from infinity.comm.peers import Peers
 from infinity.core.errors import DivergenceError, InfinityError, PeerError
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 #: Once another rank has left, what it still takes part in ends within this time (s).
@@ -52,7 +52,7 @@ _SLICE_S = 0.25
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Pending(TransferFuture):
+class Pending(Transfer):
     """A collective in flight on this rank.
 
     ``wait`` raises ``DivergenceError`` if ranks asked for different things, ``PeerError`` if another rank

@@ -8,39 +8,14 @@ from typing import Any, Protocol
 
 from infinity.core.extent import Extent
 
-
-class Transfer(Protocol):
-    """A move in flight."""
-
-    def wait(self) -> None:
-        """Return when every byte has moved. May be called again, from any thread.
-
-        Raises:
-            DiskError: A request failed, or moved fewer bytes than it was asked to.
-        """
-        ...
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return (or raise) at once."""
-        ...
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Run ``call`` once, when the move has ended, well or not; at once if it has.
-
-        ``call`` runs on the thread that saw the end. It must be short, must not wait, and
-        learns how the move ended by calling ``wait`` (which then returns at once).
-        """
-        ...
-
-
 #: Waits are cut into slices, so that Ctrl-C gets through wherever the signal was delivered (s).
 _SLICE_S = 0.5
 
 
-class TransferFuture:
-    """A transfer whose owner says when it has ended; see :class:`Transfer`.
+class Transfer:
+    """A move in flight: submitted by one thread, ended by another, waited for by any.
 
-    All transfers of the package are of this class. Once it has ended it holds neither what it moved nor the
+    All moves of the package are of this class. Once it has ended it holds neither what it moved nor the
     calls that were to follow it.
     """
 
@@ -55,6 +30,11 @@ class TransferFuture:
         self._event: threading.Event | None = None  # made by the first that waits: most never do
 
     def wait(self) -> None:
+        """Return when every byte has moved. May be called again, from any thread.
+
+        Raises:
+            DiskError: A request failed, or moved fewer bytes than it was asked to.
+        """
         event = None
         with self._lock:
             if not self._done:
@@ -66,12 +46,18 @@ class TransferFuture:
             raise self._error.with_traceback(self._traceback)
 
     def _while_waiting(self) -> None:
-        """Raise if the end will not come; called about once a second while a thread waits."""
+        """Raise if the end will not come; called again and again while a thread waits."""
 
     def done(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once."""
         return self._done
 
     def then(self, call: Callable[[], None]) -> None:
+        """Run ``call`` once, when the move has ended, well or not; at once if it has.
+
+        ``call`` runs on the thread that ends the move. It must be short, must not wait, and learns how
+        the move ended by calling ``wait`` (which then returns at once).
+        """
         with self._lock:
             if not self._done:
                 self._calls.append(call)
@@ -108,7 +94,7 @@ class TransferFuture:
             self.finish()
 
 
-class ChainedTransfer(TransferFuture):
+class ChainedTransfer(Transfer):
     """A second transfer that begins when a first one has ended well; ends with it, or with either's error.
 
     Args:

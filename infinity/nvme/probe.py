@@ -1,5 +1,6 @@
 """How fast a directory's drive is, to share bytes among several in proportion."""
 
+import contextlib
 import os
 import threading
 import time
@@ -24,7 +25,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one drive moves, and what that costs of a core."""
+    """Speed of one drive, and the time of a core that each byte costs."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -50,25 +51,20 @@ def measure(directory: Path, nbytes: int = 64 * 2**20, *, in_allocated: bool = F
         DiskError: The file system is full, or the drive reports an error.
     """
     path = Path(directory) / f".probe-{os.getpid()}-{threading.get_ident()}"
-    volume = Volume([path])
-    try:
-        engine = make_engine("auto", volume)
-        try:
-            extent = volume.allocate(nbytes, what="the probe of the drive's speed")
-            memory = _allocated(nbytes) if in_allocated else _huge(nbytes)
-            engine.write(extent, memory).wait()  # finds the blocks their place: not timed
-            processor_s = -time.process_time()
-            began = time.perf_counter()
-            engine.write(extent, memory).wait()
-            written = time.perf_counter()
-            engine.read(extent, memory).wait()
-            ended = time.perf_counter()
-            processor_s += time.process_time()
-        finally:
-            engine.close()
-    finally:
-        volume.close()
-        path.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        volume = stack.enter_context(contextlib.closing(Volume([path])))
+        stack.callback(path.unlink, missing_ok=True)
+        engine = stack.enter_context(contextlib.closing(make_engine("auto", volume)))
+        extent = volume.allocate(nbytes, what="the probe of the drive's speed")
+        memory = _allocated(nbytes) if in_allocated else _huge(nbytes)
+        engine.write(extent, memory).wait()  # finds the blocks their place: not timed
+        processor_s = -time.process_time()
+        began = time.perf_counter()
+        engine.write(extent, memory).wait()
+        written = time.perf_counter()
+        engine.read(extent, memory).wait()
+        ended = time.perf_counter()
+        processor_s += time.process_time()
     return Speed(nbytes / (ended - written), nbytes / (written - began), processor_s / (2 * nbytes))
 
 

@@ -58,7 +58,7 @@ class SharedBase:
         self._storage, self._rank, self._world_size = storage, rank, world_size
         self._stamp, self._began = stamp, stamp()
         self._wanted: Mapping[int, Unit] = {}
-        self._part: _Reader | _Writer | None = None
+        self._part: _BaseReader | _BaseWriter | None = None
         self._notes: list[str] = []
 
     def notes(self) -> list[str]:
@@ -83,9 +83,9 @@ class SharedBase:
                 part.close()
 
     def place(self, unit: Unit) -> bool:
-        """Whether a new unit now has its extents in the base.
+        """Place a new unit in the base; False if it has no place there.
 
-        If the store calls it shared, its values are there, too, and were compared with their digests.
+        If the store calls the unit shared, its values are there, too, and were compared with their digests.
 
         Raises:
             DiskError: There is no room.
@@ -97,11 +97,11 @@ class SharedBase:
         return self._part.place(unit)
 
     def wrote(self, unit: Unit, memory: Sequence[memoryview]) -> None:
-        """The next chunk of ``unit`` is ``memory``, which is on its way to the disk; blocking."""
-        if isinstance(self._part, _Writer):
+        """Take in the next chunk of ``unit``, which is on its way to the disk; blocking."""
+        if isinstance(self._part, _BaseWriter):
             self._part.wrote(unit, memory)
 
-    def _find(self) -> "_Reader | _Writer":
+    def _find(self) -> "_BaseReader | _BaseWriter":
         """The base to read or to write; blocking while another run writes it."""
         storage = self._storage
         assert storage.store is not None
@@ -112,11 +112,11 @@ class SharedBase:
             log.warning("%s; it is written anew", error)
             sealed = None
         if sealed is not None:
-            return _Reader(storage, files, sealed, self._wanted)
-        return _Writer(storage, files, lambda: self._stamp() == self._began)
+            return _BaseReader(storage, files, sealed, self._wanted)
+        return _BaseWriter(storage, files, lambda: self._stamp() == self._began)
 
     def _make_key(self, store: ShardStore) -> str:
-        """See [Note: what is hashed, and what is trusted]; 32 hexadecimal digits."""
+        """Return the base's key, 32 hexadecimal digits: see [Note: what is hashed, and what is trusted]."""
         units = [
             [unit.index, unit.numel, *([s.name, s.offset, list(s.shape)] for s in unit.segments)]
             for unit in self._wanted.values()
@@ -126,7 +126,7 @@ class SharedBase:
         return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:32]
 
 
-class _Reader:
+class _BaseReader:
     """Shares what a sealed base holds, once it was compared with its digests.
 
     Args:
@@ -185,7 +185,7 @@ class _Reader:
         self._compared.close()
 
     def _version(self, unit: Unit, chunks: Chunks, first: int) -> Version | None:
-        """Where the base has ``unit``; None: what it has there is something else."""
+        """Return the version of ``unit`` in the base; None where its chunks are not those of this run."""
         places = self._store.places(unit.shard_numel)
         version = Version(
             tuple(
@@ -196,7 +196,7 @@ class _Reader:
         return version if len(chunks) == len(places) and self._store.fits(version) else None
 
 
-class _Writer:
+class _BaseWriter:
     """Takes in units while they are loaded; seals the base at the end.
 
     Args:
@@ -274,11 +274,9 @@ def _compare(
             errors = []
             for number, sha256 in enumerate(digests[index]):
                 while to_read and len(reading) < _READ_AHEAD:
-                    nbytes, who = (
-                        to_read[0].weight.nbytes + to_read[0].exact.nbytes,
-                        "comparing the frozen base",
-                    )
-                    lease = pool.try_lease(nbytes, who=who) if reading else pool.lease(nbytes, who=who)
+                    nbytes = to_read[0].weight.nbytes + to_read[0].exact.nbytes
+                    take = pool.try_lease if reading else pool.lease
+                    lease = take(nbytes, who="comparing the frozen base")
                     if lease is None:
                         break
                     reading.append(hashers.submit(_hash_stored, engine, lease, to_read.popleft()))
@@ -291,7 +289,7 @@ def _compare(
 
 
 def _hash_stored(engine: TransferEngine, lease: Lease, chunk: ChunkExtents) -> str:
-    """The SHA-256 of a chunk on disk, read into ``lease``, which is given back; blocking.
+    """Return the SHA-256 of a chunk on disk, read into ``lease``, which is released; blocking.
 
     Raises:
         DiskError: It cannot be read.

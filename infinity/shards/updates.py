@@ -36,7 +36,7 @@ from infinity.comm.collectives import Pending
 from infinity.core.errors import InfinityError, StateError
 from infinity.core.files import sync
 from infinity.core.lifecycle import Tier
-from infinity.core.transfer import ChainedTransfer, Lease, Transfer, TransferFuture
+from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
@@ -116,7 +116,7 @@ class Commits:
     def __init__(self, path: Path, sync: Callable[[], None]) -> None:
         self.path, self._sync = path, sync
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
-        self._last: TransferFuture | None = None
+        self._last: Transfer | None = None
 
     @classmethod
     def open(cls, storage: Storage) -> "Commits | None":
@@ -128,7 +128,7 @@ class Commits:
     def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
         """Write ``record`` as soon as every update has landed; never, if one fails."""
         self.wait()
-        written = self._last = TransferFuture()
+        written = self._last = Transfer()
         left = [len(updates) + 1]
         lock = threading.Lock()
 
@@ -178,7 +178,7 @@ class Weights:
     stay: bool = False
 
 
-class UpdateFuture(TransferFuture):
+class UpdateFuture(Transfer):
     """An update in flight; ends when its last write has landed.
 
     Attributes:

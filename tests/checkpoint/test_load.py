@@ -371,15 +371,15 @@ def test_progress_ends_with_every_byte_of_the_checkpoint(saved, load):
 
 def test_values_are_asked_for_once_and_never_more_than_a_chunk_at_a_time(saved, load, monkeypatch):
     directory, _, _ = saved("llama")
-    from infinity.checkpoint.load import Loading
+    from infinity.checkpoint.load import CheckpointValues
 
-    ranges, real = [], Loading._range
+    ranges, real = [], CheckpointValues._range
 
     def spy(self, unit, start, stop):
         ranges.append((unit.index, start, stop))
         return real(self, unit, start, stop)
 
-    monkeypatch.setattr(Loading, "_range", spy)
+    monkeypatch.setattr(CheckpointValues, "_range", spy)
     model = load(directory)
     runtime = runtime_of(model)
     assert max(stop - start for _, start, stop in ranges) <= runtime.tiers.chunk_numel

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infinity.core.transfer import ChainedTransfer, TransferFuture
+from infinity.core.transfer import ChainedTransfer, Transfer
 
 
 def test_every_call_runs_once_whenever_the_transfer_ends():
     for _ in range(200):
-        transfer, ran, start = TransferFuture(), [], threading.Barrier(4)
+        transfer, ran, start = Transfer(), [], threading.Barrier(4)
 
         def register(number, transfer=transfer, ran=ran, start=start):
             start.wait()
@@ -31,7 +31,7 @@ def test_every_call_runs_once_whenever_the_transfer_ends():
 
 
 def test_an_error_surfaces_at_every_wait_and_nowhere_else():
-    transfer, ran = TransferFuture(), []
+    transfer, ran = Transfer(), []
     transfer.then(lambda: ran.append(1))
     transfer.finish(OSError("disk"))
     assert transfer.done()
@@ -42,7 +42,7 @@ def test_an_error_surfaces_at_every_wait_and_nowhere_else():
 
 
 def test_only_the_first_end_counts():
-    transfer, ran = TransferFuture(), []
+    transfer, ran = Transfer(), []
     transfer.then(lambda: ran.append(1))
     transfer.finish()
     transfer.finish(OSError("late"))
@@ -54,7 +54,7 @@ def test_waiting_again_shows_where_the_error_was_raised_and_nothing_of_earlier_w
     def fails_here():
         raise OSError("disk")
 
-    transfer, frames = TransferFuture(), []
+    transfer, frames = Transfer(), []
     transfer.run(fails_here)
     for _ in range(3):
         with pytest.raises(OSError, match="disk") as raised:
@@ -71,7 +71,7 @@ def test_every_call_runs_and_a_mistake_in_one_is_shown_as_that_of_a_thread(monke
     def mistake():
         raise ValueError("mistake")
 
-    transfer = TransferFuture()
+    transfer = Transfer()
     transfer.then(mistake)
     transfer.then(lambda: ran.append(1))
     transfer.finish()
@@ -79,7 +79,7 @@ def test_every_call_runs_and_a_mistake_in_one_is_shown_as_that_of_a_thread(monke
 
 
 def test_run_ends_with_what_becomes_of_the_call():
-    well, failed = TransferFuture(), TransferFuture()
+    well, failed = Transfer(), Transfer()
     well.run(lambda: None)
     well.wait()
     failed.run(lambda: [][0])
@@ -91,12 +91,12 @@ def test_ctrl_c_gets_through_to_a_thread_that_waits():
     timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        TransferFuture().wait()
+        Transfer().wait()
     timer.join()
 
 
 def test_a_chained_transfer_begins_only_when_the_first_has_ended():
-    first, second, begun = TransferFuture(), TransferFuture(), []
+    first, second, begun = Transfer(), Transfer(), []
     chained = ChainedTransfer(first, lambda: begun.append(1) or second)
     called = []
     chained.then(lambda: called.append(1))
@@ -114,7 +114,7 @@ def test_a_chained_transfer_begins_only_when_the_first_has_ended():
 
 @pytest.mark.parametrize("where", ["first", "begin", "second"])
 def test_an_error_anywhere_in_a_chain_is_raised_by_wait(where):
-    first, second, begun, called = TransferFuture(), TransferFuture(), [], []
+    first, second, begun, called = Transfer(), Transfer(), [], []
 
     def begin():
         begun.append(1)
@@ -135,7 +135,7 @@ def test_an_error_anywhere_in_a_chain_is_raised_by_wait(where):
 
 def test_waiting_for_a_chain_that_has_not_begun_ends_with_it():
     for _ in range(200):
-        first, second, start = TransferFuture(), TransferFuture(), threading.Barrier(3)
+        first, second, start = Transfer(), Transfer(), threading.Barrier(3)
         chained = ChainedTransfer(first, lambda second=second: second)
         called = threading.Event()
 

@@ -3,31 +3,16 @@
 import mmap
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from infinity.core.errors import BudgetError, DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
-
-
-class FakeTransfer:
-    """A move on a worker thread."""
-
-    def __init__(self, future: "Future[None]") -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def then(self, call: Callable[[], None]) -> None:
-        self._future.add_done_callback(lambda _: call())
+from infinity.core.transfer import Transfer
 
 
 class FakeEngine:
@@ -77,13 +62,13 @@ class FakeEngine:
         (piece,) = extent.pieces
         return bytes(self.files[piece.file][piece.offset : piece.offset + piece.nbytes])
 
-    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> FakeTransfer:
+    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
         return self._submit("read", extent, memory)
 
-    def write(self, extent: Extent, memory: memoryview) -> FakeTransfer:
+    def write(self, extent: Extent, memory: memoryview) -> Transfer:
         return self._submit("write", extent, memory)
 
-    def _submit(self, action: str, extent: Extent, memory: memoryview) -> FakeTransfer:
+    def _submit(self, action: str, extent: Extent, memory: memoryview) -> Transfer:
         assert memory.nbytes == extent.nbytes
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         assert address % BLOCK_NBYTES == 0, "staging memory is not aligned"
@@ -93,7 +78,9 @@ class FakeEngine:
             self.in_flight += 1
             self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
             self.log.append((action, extent.pieces[0].file, extent.pieces[0].offset))
-        return FakeTransfer(self._workers.submit(self._move, action, count, extent, memory))
+        transfer = Transfer()
+        self._workers.submit(transfer.run, partial(self._move, action, count, extent, memory))
+        return transfer
 
     def _move(self, action: str, count: int, extent: Extent, memory: memoryview) -> None:
         time.sleep(self._seconds)

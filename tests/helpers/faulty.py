@@ -87,43 +87,23 @@ class FaultyEngine:
             moved = int(extent.nbytes * fault.share) // BLOCK_NBYTES * BLOCK_NBYTES
             error = DiskError(fault.errno, on, "faulty.bin", offset=0, nbytes=extent.nbytes, moved=moved)
         inner = [start(extent.head(moved), memory[:moved])] if moved else []
-        return _Late(inner, error, self.delay_s)
+        return _late(inner, error, self.delay_s)
 
 
-class _Late:
+def _late(inner: Sequence[Transfer], error: DiskError | None, delay_s: float) -> Transfer:
     """Ends ``delay_s`` after ``inner``, with ``error`` if there is one."""
 
-    def __init__(self, inner: Sequence[Transfer], error: DiskError | None, delay_s: float) -> None:
-        self._inner, self._error = inner, error
-        self._lock, self._event = threading.Lock(), threading.Event()
-        self._calls: list[Callable[[], None]] = []
-        timer = threading.Timer(delay_s, self._end)
-        timer.daemon = True
-        if inner:
-            inner[0].then(timer.start)
-        else:
-            timer.start()
-
-    def _end(self) -> None:
-        with self._lock:
-            self._event.set()
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
-
-    def wait(self) -> None:
-        self._event.wait()
-        for transfer in self._inner:
+    def end() -> None:
+        for transfer in inner:
             transfer.wait()
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
 
-    def done(self) -> bool:
-        return self._event.is_set()
-
-    def then(self, call: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._event.is_set():
-                self._calls.append(call)
-                return
-        call()
+    late = Transfer()
+    timer = threading.Timer(delay_s, late.run, [end])
+    timer.daemon = True
+    if inner:
+        inner[0].then(timer.start)
+    else:
+        timer.start()
+    return late

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 from infinity.optim.layout import GRAIN_NUMEL
 from infinity.optim.pipeline import RESERVE, Expected, StateLayout
 from tests.helpers.fakes import FakeEngine
@@ -73,7 +73,7 @@ def test_what_is_read_ahead_leaves_buffers_for_jobs_that_come_in_another_order(d
 def test_nothing_is_read_before_the_update_that_writes_it_has_landed():
     engine = FakeEngine()
     [shard] = shards_of(engine, 1)
-    earlier = TransferFuture()
+    earlier = Transfer()
     with playing(engine, LAYOUT, depth=5) as (pipeline, _):
         pipeline.expect([expected(shard, earlier)])
         time.sleep(0.05)

@@ -6,7 +6,7 @@ from torch import nn
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakePool
@@ -16,11 +16,11 @@ class FakeShards:
     """Shards whose fetches end when the test says so."""
 
     def __init__(self) -> None:
-        self.fetches: list[tuple[int, memoryview, TransferFuture]] = []
+        self.fetches: list[tuple[int, memoryview, Transfer]] = []
         self.residents: dict[int, torch.Tensor] = {}
 
     def fetch(self, unit, memory, start=0):
-        self.fetches.append((unit.index, memory, TransferFuture()))
+        self.fetches.append((unit.index, memory, Transfer()))
         return self.fetches[-1][2]
 
     def resident(self, unit):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 from infinity.shards.updates import CommitRecord, CorruptRecordError, read_commit, write_commit
 from tests.helpers import models
 from tests.helpers.reference import Rule
@@ -55,7 +55,7 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
     from infinity.shards.updates import Commits
 
     commits = Commits(tmp_path / "record", lambda: None)
-    good, bad = TransferFuture(), TransferFuture()
+    good, bad = Transfer(), Transfer()
     good.finish(None)
     commits.add(CommitRecord(1, (0,)), [good])
     commits.wait()

@@ -1,4 +1,4 @@
-"""What engines share: a transfer is cut into requests, queued, and ends with its last request.
+"""The base of every engine: a transfer is cut into requests, queued, and ends with its last request.
 
 [Note: the life of a request]
 ``queued`` (in one of two queues, urgent first) -> ``with the kernel`` -> ``settled``. An engine takes
@@ -17,27 +17,24 @@ import errno
 import resource
 import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import BLOCK_NBYTES, Extent
-from infinity.core.transfer import TransferFuture
+from infinity.core.transfer import Transfer
 from infinity.nvme.volume import Volume
 
 #: A request that is interrupted or moves nothing this often in a row is an error.
 _PATIENCE = 1000
 
 
-class Memory(Protocol):
-    """Bytes that can be cut: a memoryview, or with ``gds`` a uint8 tensor on the device."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __getitem__(self, key: slice, /) -> Any: ...
+#: Bytes that are read into or written from: with ``gds`` also a uint8 tensor on the device.
+Memory: TypeAlias = memoryview | Tensor
 
 
-class Move(TransferFuture):
+class Move(Transfer):
     """A transfer that ends with the last of its requests; its error is a :class:`DiskError`."""
 
     __slots__ = ("error", "memory", "nbytes", "pending", "writes")
@@ -67,7 +64,7 @@ class Request:
         self.note = ""  # what a library said beyond an errno
 
     def memory(self) -> Any:
-        """What of the move's memory is still to be moved."""
+        """The part of the move's memory that is still to be moved."""
         assert self.move.memory is not None
         return self.move.memory[self.start + self.moved : self.start + self.nbytes]
 
@@ -96,7 +93,8 @@ class QueuedEngine:
         self._idle = threading.Condition(self._lock)
         self._urgent: deque[Request] = deque()
         self._queue: deque[Request] = deque()
-        self._taken_nbytes = self._nbytes_read = self._nbytes_written = 0
+        self._taken_nbytes = 0
+        self.nbytes_read = self.nbytes_written = 0  # of moves that ended well
         self._closed = self._stopping = False
 
     # --- the protocol ------------------------------------------------------------------------
@@ -108,20 +106,6 @@ class QueuedEngine:
     def write(self, extent: Extent, memory: Memory) -> Move:
         """Start writing ``memory`` to ``extent``; see the protocol."""
         return self._start(extent, memory, self._queue, writes=True)
-
-    @property
-    def nbytes_read(self) -> int:
-        return self._nbytes_read
-
-    @property
-    def nbytes_written(self) -> int:
-        return self._nbytes_written
-
-    @property
-    def in_flight_nbytes(self) -> int:
-        """Bytes of requests that are queued or with the kernel."""
-        with self._lock:
-            return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._queue) for r in queue)
 
     def close(self) -> None:
         """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
@@ -172,9 +156,9 @@ class QueuedEngine:
             ended = not move.pending
             if ended and move.error is None:
                 if move.writes:
-                    self._nbytes_written += move.nbytes
+                    self.nbytes_written += move.nbytes
                 else:
-                    self._nbytes_read += move.nbytes
+                    self.nbytes_read += move.nbytes
         if ended:
             move.end()
         if self._closed:
@@ -239,19 +223,18 @@ class QueuedEngine:
 
     def _cut(self, move: Move, extent: Extent) -> list[Request]:
         """Requests in the order of their bytes; those of different files take turns."""
-        start, by_piece = 0, []
+        start, step, by_piece = 0, self._request_nbytes, []
         for piece in extent.pieces:
-            by_piece.append(self._cut_piece(move, piece.file, piece.offset, start, piece.nbytes))
+            file, fd = piece.file, self._volume.fd(piece.file)
+            by_piece.append(
+                [
+                    Request(move, file, fd, piece.offset + at, start + at, min(step, piece.nbytes - at))
+                    for at in range(0, piece.nbytes, step)
+                ]
+            )
             start += piece.nbytes
         if len(by_piece) == 1:
             return by_piece[0]
         # Every drive gets work at once; all of one before the next would leave the others idle.
         longest = max(map(len, by_piece), default=0)
         return [piece[i] for i in range(longest) for piece in by_piece if i < len(piece)]
-
-    def _cut_piece(self, move: Move, file: int, offset: int, start: int, nbytes: int) -> list[Request]:
-        fd, step = self._volume.fd(file), self._request_nbytes
-        return [
-            Request(move, file, fd, offset + at, start + at, min(step, nbytes - at))
-            for at in range(0, nbytes, step)
-        ]

@@ -47,7 +47,7 @@ class LibaioEngine(QueuedEngine):
         self._c: Any = load()
         self._context = self._c.io_context_t()
         self._c.io_queue_init(depth, ctypes.byref(self._context))
-        self._slots = _Slots(self._c, depth)
+        self._slots = _KernelSlots(self._c, depth)
         self._submitting = threading.Lock()
         self._work = threading.Condition(self._lock)  # something is queued
         self._results = threading.Condition(self._lock)  # the kernel has something
@@ -140,11 +140,11 @@ class LibaioEngine(QueuedEngine):
         with self._lock:
             self._slots.with_kernel -= count
             done = [(self._slots.clear(event.data - 1), event.res) for event in events[:count]]
-        self._submit_all()  # first keep the drive busy, then tell who waits
+        self._submit_all()  # first keep the drive busy, then wake waiters
         return done
 
 
-class _Slots:
+class _KernelSlots:
     """The C structures of the requests that are with the kernel; made once, used again."""
 
     def __init__(self, c: Any, count: int) -> None:

@@ -54,7 +54,7 @@ class ThreadsEngine(QueuedEngine):
                 result = self._move(request)
             except OSError as error:
                 result = -(error.errno or errno.EIO)
-            except Exception as error:  # a library's own; who waits must hear of it
+            except Exception as error:  # a library's own: wait() raises it
                 request.note, result = f"{type(error).__name__}: {error}", -errno.EIO
             self._settle(request, result)
 
