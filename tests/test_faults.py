@@ -428,7 +428,7 @@ def leftovers_are_told(folder: Path) -> None:
     [left] = find_leftovers(folder)
     lines: list[str] = []
     model = build(models.build("gpt", seed=0)[0], "bf16", streaming(folder))
-    infinity.engine.runtime.runtime_of(model).say.attend(lines.append)
+    infinity.engine.runtime.runtime_of(model).say.attach(lines.append)
     infinity.close(model)
     assert len(lines) == 1
     assert f"rm -r {left}" in lines[0]

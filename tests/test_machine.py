@@ -349,7 +349,7 @@ def test_what_no_display_shows_is_logged_and_never_a_warning(
 def test_a_display_that_comes_late_shows_what_was_said_before() -> None:
     listener, shown = MessageBuffer(), list[str]()
     listener("early")
-    listener.attend(shown.append)
+    listener.attach(shown.append)
     listener("late")
     assert shown == ["early", "late"]
 

@@ -305,7 +305,7 @@ def test_pickled_weights_are_loaded_and_people_are_told(saved, load):
     model = load(directory)
     assert_equal(model, expected)
     said = []
-    runtime_of(model).say.attend(said.append)
+    runtime_of(model).say.attach(said.append)
     assert any("pickled" in line for line in said)
 
 
@@ -332,7 +332,7 @@ def test_a_new_head_is_drawn_as_transformers_draws_it(saved, load, tmp_path, nam
     assert torch.equal(torch.get_rng_state(), after)
     assert_equal(model, expected)
     said = []
-    runtime_of(model).say.attend(said.append)
+    runtime_of(model).say.attach(said.append)
     assert any("initialised, as the checkpoint lacks them" in line for line in said)
 
 

@@ -99,7 +99,7 @@ def written_nbytes(model: Any) -> int:
 
 def said(model: Any) -> str:
     lines: list[str] = []
-    runtime_of(model).say.attend(lines.append)
+    runtime_of(model).say.attach(lines.append)
     return "\n".join(lines)
 
 
