@@ -77,7 +77,7 @@ class Encoder(nn.Module):
 
     def forward(self, x, y):
         h = self.encoder(self.first(x.to(self.first.weight.dtype))[None])
-        h = h + self.attach(h, h, h)[0]
+        h = h + self.attend(h, h, h)[0]
         return SimpleNamespace(loss=nn.functional.mse_loss(self.last(h[0]).float(), y))
 
 
