@@ -50,7 +50,7 @@ test: $(VENV)/.dev  ## the fast suite
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 slow: $(VENV)/.dev  ## the long tests
-	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu" --timeout 1800
 
 bare: $(VENV)/.dev  ## the core of the suite and the quickstart on poor machines, one condition at a time
 	$(BIN)/python tests/bare.py

@@ -11,10 +11,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.helpers import forks
 
 forks.own()  # before xdist starts its workers, which inherit it
+
+# A busy machine is slow at everything, and no timing fails a test.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)

@@ -144,6 +144,42 @@ def test_imports_point_down_only() -> None:
     assert violations(ROOT) == []
 
 
+def unsaid_encodings(tree: ast.AST) -> list[int]:
+    """Lines where text is read or written in the locale's encoding."""
+    lines = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        mode = "".join(str(arg.value) for arg in call.args if isinstance(arg, ast.Constant))
+        said = any(keyword.arg == "encoding" for keyword in call.keywords) or "utf-8" in mode
+        opens = name == "open" and isinstance(call.func, ast.Name) and "b" not in mode
+        opens |= name == "open" and mode in ("r", "w", "a", "x")
+        if not said and (opens or name in ("read_text", "write_text")):
+            lines.append(call.lineno)
+    return lines
+
+
+def test_text_files_are_utf8_whatever_the_locale() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in sorted(ROOT.rglob("*.py"))
+        for line in unsaid_encodings(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("path.read_text()", True), ("path.write_text(text)", True), ("open(path)", True),
+        ("open(path, 'w')", True), ("path.open('a')", True), ("path.read_text('utf-8')", False),
+        ("path.write_text(text, encoding='utf-8')", False), ("open(path, 'rb')", False),
+        ("open(path, encoding='ascii')", False), ("path.open('xb')", False), ("cache.open(frame)", False),
+    ],
+)  # fmt: skip
+def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> None:
+    assert bool(unsaid_encodings(ast.parse(source))) is wrong
+
+
 WRONG = {
     "a neighbour on the same floor": ("nvme/a.py", "from infinity.optim import rules\n"),
     "a higher floor": ("partition/a.py", "from infinity.engine import hooks\n"),

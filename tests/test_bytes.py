@@ -155,8 +155,11 @@ def test_one_rank_moves_the_planned_bytes_exactly(tmp_path, name, clip, tight):
 
 #: 12.6 M parameters: 151 MB of states at 12 bytes, in budgets of 24 + 24 MiB.
 GROWTH = """
-import sys, torch, torch._dynamo, infinity  # what hooks import later: before the baseline
+import sys, threading, torch, torch._dynamo, infinity  # what hooks import later: before the baseline
 from infinity.app.models.gpt import GPT, GPTConfig
+from infinity.optim.rules import prepare
+prepare(torch.bfloat16, torch.bfloat16)  # numba and LLVM, too, which take the same whatever the model
+[thread.join() for thread in threading.enumerate() if thread.name == "infinity-compile"]
 torch.set_num_threads(1)
 def rss():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.activations import cache
+from infinity.activations import tensor_cache as cache
 from infinity.activations.controller import METERED
 from tests.helpers import models
 from tests.helpers.launch import run_ranks

@@ -184,7 +184,8 @@ def draw(shown: ShownPlan) -> str:
     except ImportError:
         return "the picture needs matplotlib: pip install 'infinity-offload[plots]'"
     except OSError as error:
-        raise InfinityError(f"{shown.picture}: the picture cannot be written: {error.strerror}") from error
+        why = error.strerror or error  # matplotlib's own errors have no number
+        raise InfinityError(f"{shown.picture}: the picture cannot be written: {why}") from error
     return f"memory over the step, without and with the plan: {shown.picture}"
 
 

@@ -232,6 +232,10 @@ def _parse_overrides(overrides: Sequence[str]) -> Any:
             raise RecipeError(f"{override!r} {COMMAND_LINE}: wanted section.key=value, as in train.steps=10")
         try:
             OmegaConf.from_dotlist([override])
+        except UnicodeEncodeError as error:
+            raise RecipeError(
+                f"{override!a} {COMMAND_LINE}: not text in the locale's encoding; set PYTHONUTF8=1"
+            ) from error
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             raise RecipeError(
                 f"{override!r} {COMMAND_LINE}: the value is not valid YAML; quote text that contains "

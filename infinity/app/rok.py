@@ -218,6 +218,8 @@ def _draw(path: Path, points: Sequence[RokPoint], title: str) -> str:
         draw_rok(path, points, title=title)
     except ImportError:
         return "the picture needs matplotlib: pip install 'infinity-offload[plots]'"
+    except OSError as error:  # the file's, or matplotlib's, which wants a cache
+        return f"the picture cannot be written: {error}"
     return f"throughput against activation peak: {path}"
 
 

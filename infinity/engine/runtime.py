@@ -113,7 +113,8 @@ class Runtime:
         """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
         chosen, line = choose_dtype(self.config.dtype, self.ranks.device, self._least_ratio)
         self.dtype, self.config = DTYPES[chosen], replace(self.config, dtype=chosen)
-        prepare(self.dtype, reduction_dtype(self.config, self.dtype))
+        several = self.ranks.world_size > 1
+        prepare(self.dtype, reduction_dtype(self.config, self.dtype) if several else self.dtype)
         if line:
             self._note(line)
 

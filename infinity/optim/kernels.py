@@ -12,10 +12,12 @@ bits: bfloat16 as int16, float16 as uint16. :func:`widen` tells them apart by th
 
 [Note: in place] LLVM makes vector instructions of a loop if what it writes overlaps nothing that it reads;
 it checks the addresses first. Weights that are updated in place would fail that check, so such an update
-runs a copy of the loop in which both are one array, known when it is compiled.
+runs a copy of the loop in which both are one array: numba's own inlining makes it, and a flag chooses it
+(of addresses that were compared, LLVM would take one for the other, and check them again).
 """
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +52,7 @@ def run(loop: Callable[..., object], tensors: Sequence[Tensor], threads: int, *n
     in_slices(lambda begin, end: loop(*(a[begin:end] for a in arrays), *numbers), len(arrays[0]), threads)
 
 
+@functools.cache
 def converts_half() -> bool:
     """Whether the CPU has instructions for float16, as all x86 since 2012 have and all Arm of 64 bits.
 
@@ -184,7 +187,7 @@ def adamw(p, m, v, g, decay, toward, beta2, fresh, rate, correction, eps, scale)
     return p, m, v
 
 
-@inlined
+@numba.njit(inline="always")
 def _adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper):
     for i in range(weight.size):
         p = join(weight[i], remainder[i])
@@ -193,21 +196,21 @@ def _adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper):
 
 
 @jit
-def adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper):
-    if weight.ctypes.data == out.ctypes.data:  # [Note: in place]
+def adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper, in_place):
+    if in_place:
         _adamw_bfloat16(weight, grad, weight, remainder, exp_avg, exp_avg_sq, hyper)
     else:
         _adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper)
 
 
 @jit
-def adamw_float16(weight, grad, out, master, exp_avg, exp_avg_sq, hyper):
+def adamw_float16(weight, grad, out, master, exp_avg, exp_avg_sq, hyper, in_place):
     for i in range(master.size):
         p, exp_avg[i], exp_avg_sq[i] = adamw(master[i], exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper)
         master[i], out[i] = p, half(p)
 
 
-@inlined
+@numba.njit(inline="always")
 def _adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper):
     for i in range(weight.size):
         out[i], exp_avg[i], exp_avg_sq[i] = adamw(
@@ -216,8 +219,8 @@ def _adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper):
 
 
 @jit
-def adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper):
-    if weight.ctypes.data == out.ctypes.data:  # [Note: in place]
+def adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper, in_place):
+    if in_place:
         _adamw_float32(weight, grad, weight, exp_avg, exp_avg_sq, hyper)
     else:
         _adamw_float32(weight, grad, out, exp_avg, exp_avg_sq, hyper)

@@ -23,6 +23,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from infinity.optim.threads import compiling
+
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20
 
@@ -123,11 +125,11 @@ def master_of(
     With float32 weights that is ``weight`` itself, with float16 the field ``master``; not copies.
 
     Args:
-        eager: By torch on the CPU, too.
+        eager: By torch on the CPU, too, as while numba compiles: a model's construction does not wait for it.
     """
     if layout.dtype != torch.bfloat16:
         return state[0] if layout.dtype == torch.float16 else weight
-    if eager or weight.device.type != "cpu":
+    if eager or weight.device.type != "cpu" or compiling():
         return join(weight, state[0])
     from infinity.optim import kernels
 
@@ -144,7 +146,7 @@ def store_master(
         weight.copy_(master)
         if layout.dtype == torch.float16:
             state[0].copy_(master)
-    elif eager or weight.device.type != "cpu":
+    elif eager or weight.device.type != "cpu" or compiling():
         for target, value in zip((weight, state[0]), split(master), strict=True):
             target.copy_(value)
     else:

@@ -113,7 +113,8 @@ class AdamWRule:
             if torch.float16 not in (weight.dtype, grad.dtype) or kernels.converts_half():
                 tensors = (weight, grad, weight_out, *state)
                 loop = kernels.adamw_loops[weight.dtype]
-                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()))
+                in_place = weight.data_ptr() == weight_out.data_ptr()
+                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()), in_place)
                 return
         with torch.no_grad():
             adamw_by_torch(weight, grad, state, weight_out, hyper)
@@ -123,11 +124,14 @@ def prepare(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     """Compile all that training in ``dtype`` calls, or load it from numba's cache, in the background."""
 
     def call_all() -> None:
+        from infinity.optim import kernels
+
         weight, grad = torch.empty(0, dtype=dtype), torch.empty(0, dtype=grad_dtype)
         state = tuple(torch.empty(0, dtype=field.dtype) for field in StateLayout.of(dtype).fields)
-        store_master(StateLayout.of(dtype), torch.empty(0), weight, state)  # first: a model is built with it
-        sum_of_squares(grad)
         AdamWRule(dtype).update(weight, grad, state, weight, Hyper(lr=0.0).tensor())
-        master_of(StateLayout.of(dtype), weight, state)
+        sum_of_squares(grad)
+        if dtype == torch.bfloat16:
+            kernels.run(kernels.join_all, (weight, state[0], torch.empty(0)), 1)
+            kernels.run(kernels.split_all, (torch.empty(0), weight, state[0]), 1)
 
     compile_ahead((dtype, grad_dtype), call_all)

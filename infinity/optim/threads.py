@@ -61,6 +61,11 @@ def compile_ahead(key: object, run: Callable[[], object]) -> None:
             _compiling[key].start()
 
 
+def compiling() -> bool:
+    """Whether jitted functions may not be there yet: who has another form of one need not wait for it."""
+    return any(thread.is_alive() for thread in list(_compiling.values()))
+
+
 def _quietly(run: Callable[[], object]) -> None:
     try:
         run()

@@ -1,5 +1,6 @@
 """Errors of a recipe name the key, its origin, its value and what is accepted; recipes round-trip."""
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -98,6 +99,14 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, key:
     assert refused(path) == f"{key} in {path}: unknown key; {near}"
 
 
+def test_a_key_that_recipes_had_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    wanted = "updates are always compiled (by numba, which needs no C++ compiler); drop the key"
+    path = write(tmp_path, "optim: {compile: false}")
+    assert refused(path) == f"optim.compile in {path}: no longer a key; {wanted}"
+    said = refused(None, "optim.compile=true")
+    assert said == f"optim.compile on the command line: no longer a key; {wanted}"
+
+
 def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> None:
     assert refused(write(tmp_path, "lr: 3")).endswith("unknown key; did you mean optim.lr?")
 
@@ -161,6 +170,11 @@ def test_files_that_cannot_be_read_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"run: {name: \xff}")
     assert "not UTF-8 text at byte 12" in refused(path)
+
+
+def test_what_the_locale_cannot_read_is_an_error_and_no_traceback() -> None:
+    with pytest.raises(RecipeError, match=r"run\.name=.*on the command line: .*set PYTHONUTF8=1"):
+        load_recipe(overrides=[os.fsdecode(b"run.name=\xff\xfe")])
 
 
 @pytest.mark.parametrize("override", ["train", "train=3", "=3", "steps=3"])

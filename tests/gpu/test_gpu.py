@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.activations import cache
+from infinity.activations import tensor_cache as cache
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import reference, streaming, train

@@ -15,6 +15,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -142,6 +143,9 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     while True:
         ready = wait([listener, owner_fd], timeout=0.01 if forks else None)
         if owner_fd in ready:
+            for pid in forks:  # the suite was killed: its ranks would wait for ever
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             shutil.rmtree(folder, ignore_errors=True)
             return None
         if listener in ready:

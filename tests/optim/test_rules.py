@@ -314,11 +314,13 @@ def test_a_cpu_without_instructions_for_float16_updates_and_sums_by_torch(
     called: list[object] = []
     run = kernels.run
     monkeypatch.setattr(kernels, "cpu_target", fake)
+    kernels.converts_half.cache_clear()
     monkeypatch.setattr(kernels, "run", lambda *args: (called.append(args), run(*args)))
     assert kernels.converts_half() == converts
     assert shard.update(AdamWRule(torch.float16), HYPER.tensor()).bits() == wanted.bits()
     assert sum_of_squares(shard.grad) == norm
     assert bool(called) == converts
+    kernels.converts_half.cache_clear()
 
 
 MACHINE_CODE = r"""
