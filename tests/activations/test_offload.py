@@ -47,8 +47,8 @@ def engines(monkeypatch) -> list[FaultyEngine]:
     """Those that are made."""
     made, make = [], offloading.make_engine
 
-    def faulty(name, volume):
-        made.append(FaultyEngine(make(name, volume)))
+    def faulty(name, volume, *note):
+        made.append(FaultyEngine(make(name, volume, *note)))
         made[-1].volume = volume
         return made[-1]
 
