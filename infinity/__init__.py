@@ -89,6 +89,8 @@ __version__ = version("infinity-offload")
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "from_pretrained":
+        import_module("infinity.app.models.gpt")  # registers the built-in model, which a checkpoint may name
     globals()[name] = value = getattr(import_module(_HOMES[name]), name)
     return value
 

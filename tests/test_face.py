@@ -41,3 +41,12 @@ def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, infinity, infinity.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_checkpoint_of_the_built_in_model_is_known_without_a_recipe() -> None:
+    code = (
+        "import infinity; infinity.from_pretrained; from infinity.core.architectures import ARCHITECTURES; "
+        "print('GPT' in ARCHITECTURES)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
