@@ -152,22 +152,8 @@ class PassTimer:
         self._mark = None
         self.ended.append(PassTime(self.begun - 1, time_s, int(stored), int(loaded), waited_s, updates))
 
-    def typical(self, first: int, *, updates: bool) -> PassTime | None:
-        """A pass of the medians of those from number ``first`` on that end so; None: there is none."""
-        alike = self.alike(first, updates=updates)
-        if not alike:
-            return None
-        return PassTime(
-            alike[-1].number,
-            median(each.time_s for each in alike),
-            round(median(each.nbytes_stored for each in alike)),
-            round(median(each.nbytes_loaded for each in alike)),
-            median(each.waited_s for each in alike),
-            updates,
-        )
-
     def alike(self, first: int, *, updates: bool) -> list[PassTime]:
-        """Passes from number ``first`` on that end so."""
+        """Passes from number ``first`` on that ended with their step (``updates``), or without it."""
         return [each for each in self.ended if each.number >= first and each.updates is updates]
 
     def _figures(self) -> tuple[float, int, int, float]:
@@ -248,15 +234,15 @@ class Activations:
         Time and bytes are medians, see [Note: passes that can be compared]; the peak is that of the metered
         pass. Stalls and recomputation cannot be told from other compute here: they are the predicted ones.
         """
-        typical = self.passes.typical(METERED + 1, updates=self._profile_updates)
-        if self.planning is None or self.metered_nbytes is None or typical is None:
+        alike = self.passes.alike(METERED + 1, updates=self._profile_updates)
+        if self.planning is None or self.metered_nbytes is None or not alike:
             return None
         return replace(
             self.planning.predicted,
-            step_s=typical.time_s,
+            step_s=median(each.time_s for each in alike),
             peak_nbytes=self.metered_nbytes,
-            nbytes_stored=typical.nbytes_stored,
-            nbytes_loaded=typical.nbytes_loaded,
+            nbytes_stored=round(median(each.nbytes_stored for each in alike)),
+            nbytes_loaded=round(median(each.nbytes_loaded for each in alike)),
         )
 
     def close(self) -> None:

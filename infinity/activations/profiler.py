@@ -48,7 +48,7 @@ from infinity.core.profile import (
 _NO_NODE = -1
 
 
-# --- what is recorded --------------------------------------------------------------------------------
+# --- records -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -157,52 +157,54 @@ class _SlotMark:
     nodes: list[int] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Marks:
-    """Marks that the tensor cache set, in the order of execution."""
+class _Recording:
+    """The operators, storages and marks of one step, and the profile that follows from them.
 
-    phase: Phase = Phase.FORWARD
-    region: int = 0
-    regions: list[_RegionMark] = field(default_factory=list)
-    saved: dict[SlotKey, _SlotMark] = field(default_factory=dict)
-    forward_end_node: int = 0
-    backward_end: int | None = None
-    alive_after: frozenset[int] = frozenset()  # storages, when backward had ended
-    #: Of units: operators that had ended, bytes read, bytes written.
-    traffic: list[tuple[int, int, int]] = field(default_factory=list)
+    Attributes:
+        alive_after: Storages that were in memory when backward had ended.
+        backward_end: Operators that had ended then; below 0: it has not ended.
+        traffic: Of units: operators that had ended, bytes read, bytes written.
+    """
 
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.storages = _Storages(self.calls.__len__)
+        self.phase, self.region = Phase.FORWARD, 0
+        self.regions: list[_RegionMark] = []
+        self.slots: dict[SlotKey, _SlotMark] = {}
+        self.forward_end_node, self.backward_end = 0, -1
+        self.alive_after: frozenset[int] = frozenset()
+        self.traffic: list[tuple[int, int, int]] = []
 
-class _ProfileBuilder:
-    """Makes a profile of a recorded step."""
-
-    def __init__(self, calls: Sequence[_Call], lives: Sequence[_Life], marks: _Marks) -> None:
-        self.calls, self.lives, self.marks = calls, lives, marks
-        self.last = max(0, len(calls) - 1)
-        self.backward_end = len(calls) if marks.backward_end is None else marks.backward_end
+    @property
+    def last(self) -> int:
+        """Index of the last operator."""
+        return max(0, len(self.calls) - 1)
 
     def profile(self, seconds: list[float], step_s: float) -> Profile:
+        """The profile of a step of ``step_s`` whose operators took ``seconds``; backward has ended."""
         slots = self._slots()
         return Profile(
             max(step_s, sum(seconds)),
-            tuple(self._operator(call, s) for call, s in zip(self.calls, seconds)),
+            tuple(
+                Operator(call.name, time_s, call.inputs, call.outputs, call.phase, call.region)
+                for call, time_s in zip(self.calls, seconds)
+            ),
             tuple(self._lifetimes(slots)),
             tuple(slots),
             tuple(self._blocks()),
             tuple(self._traffic()),
         )
 
-    def _operator(self, call: _Call, time_s: float) -> Operator:
-        return Operator(call.name, time_s, call.inputs, call.outputs, call.phase, call.region)
-
     def _slots(self) -> list[SlotUse]:
         """Slots that backward asked for; the others need not be loaded."""
         reads, ends = self._last_reads(), {call.node: at for at, call in enumerate(self.calls)}
         slots = []
-        for key, saved in self.marks.saved.items():
+        for key, saved in self.slots.items():
             if saved.unpacked is None:
                 continue
-            life, unpacked_at = self.lives[saved.storage], min(saved.unpacked, self.last)
-            held = life.held or life.kind is not Kind.WORKING or saved.storage in self.marks.alive_after
+            life, unpacked_at = self.storages.lives[saved.storage], min(saved.unpacked, self.last)
+            held = life.held or life.kind is not Kind.WORKING or saved.storage in self.alive_after
             given_back = [e - 1 for e in (life.died, life.returned) if e and e <= self.backward_end]
             node_ends = [ends.get(node, 0) for node in saved.nodes if node != _NO_NODE]
             needed = [unpacked_at, reads.get(saved.storage, 0), *node_ends]
@@ -222,8 +224,8 @@ class _ProfileBuilder:
 
     def _lifetimes(self, slots: Sequence[SlotUse]) -> Iterator[StorageUse]:
         saved = {slot.storage: slot for slot in slots}
-        packed = {saved.storage for saved in self.marks.saved.values()}
-        for index, life in enumerate(self.lives):
+        packed = {saved.storage for saved in self.slots.values()}
+        for index, life in enumerate(self.storages.lives):
             dies = self.last if life.died is None else max(life.born, life.died - 1)
             slot = saved.get(index)
             if slot is not None:
@@ -236,7 +238,7 @@ class _ProfileBuilder:
     def _traffic(self) -> Iterator[Traffic]:
         """Bytes that units move, by the operator beside which the move began."""
         read, written = Counter[int](), Counter[int]()
-        for position, nbytes_read, nbytes_written in self.marks.traffic:
+        for position, nbytes_read, nbytes_written in self.traffic:
             at = min(position, self.last)
             read[at] += nbytes_read
             written[at] += nbytes_written
@@ -245,12 +247,12 @@ class _ProfileBuilder:
 
     def _blocks(self) -> Iterator[BlockCall]:
         """Calls of blocks that backward goes through; see [Note: the block of a backward operator]."""
-        regions = [mark for mark in self.marks.regions if mark.end]
+        regions = [mark for mark in self.regions if mark.end]
         first_nodes = [mark.first_node for mark in regions]
         spans: dict[int, tuple[int, int]] = {}
         current = -1
         for at, call in enumerate(self.calls[: self.backward_end]):
-            if 0 <= call.node < self.marks.forward_end_node:
+            if 0 <= call.node < self.forward_end_node:
                 current = bisect_right(first_nodes, call.node) - 1
                 if current >= 0 and call.node >= regions[current].end_node:
                     current = -1
@@ -296,9 +298,7 @@ class Profiler(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._states = list(weights), list(states)
         self._cuda = torch.device(device).type == "cuda"
-        self._calls: list[_Call] = []
-        self._storages = _Storages(self._calls.__len__)
-        self._marks = _Marks()
+        self._recorded = _Recording()
         self._signatures: dict[Any, _Signature] = {}
         self._pauses = 0
         self._own_s = 0.0  # seconds that a plain step would not take
@@ -307,7 +307,7 @@ class Profiler(TorchDispatchMode):
     def __enter__(self) -> "Profiler":
         for kind, tensors in ((Kind.WEIGHT, self._weights), (Kind.STATE, self._states)):
             for tensor in tensors:
-                self._storages.find(tensor, kind, kind.value)
+                self._recorded.storages.find(tensor, kind, kind.value)
         self._find_gradients()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._wall_s -= self._now_s()
@@ -324,7 +324,7 @@ class Profiler(TorchDispatchMode):
         if self._pauses:
             return func(*args, **kwargs)
         came_s = time.perf_counter()
-        if self._marks.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1:
+        if self._recorded.phase is Phase.FORWARD and torch._C._current_graph_task_id() != -1:
             self.backward_begins()
         signature = self._signatures.get(func) or self._learn(func)
         read, written = self._arguments(signature, args, kwargs)
@@ -333,11 +333,11 @@ class Profiler(TorchDispatchMode):
         times = begin, self._tick()
         made = self._indices((result,), Kind.WORKING, signature.name)
         if written or not made or not set(made) <= set(read):
-            node = _node() if self._marks.phase is Phase.BACKWARD else _NO_NODE
-            region = self._marks.region if self._marks.phase is Phase.FORWARD else -1
+            node = _node() if self._recorded.phase is Phase.BACKWARD else _NO_NODE
+            region = self._recorded.region if self._recorded.phase is Phase.FORWARD else -1
             outputs = tuple(dict.fromkeys((*written, *made)))
-            phase = self._marks.phase
-            self._calls.append(_Call(signature.name, times, read, outputs, phase, region, node))
+            phase = self._recorded.phase
+            self._recorded.calls.append(_Call(signature.name, times, read, outputs, phase, region, node))
         self._own_s += time.perf_counter() - came_s - (0.0 if self._cuda else times[1] - times[0])
         return result
 
@@ -345,50 +345,50 @@ class Profiler(TorchDispatchMode):
 
     def enter_region(self, region: int, name: str) -> None:
         """The forward of block ``name`` begins."""
-        self._marks.region = region
-        self._marks.regions.append(_RegionMark(region, name, len(self._calls), _nodes_made()))
+        self._recorded.region = region
+        self._recorded.regions.append(_RegionMark(region, name, len(self._recorded.calls), _nodes_made()))
 
     def leave_region(self, region: int, inputs: Sequence[Tensor]) -> None:
         """The forward of the block ended; ``inputs`` came from outside, in the order of a plan's ordinals."""
-        mark = next(mark for mark in reversed(self._marks.regions) if mark.region == region)
-        mark.end, mark.end_node = len(self._calls), _nodes_made()
+        mark = next(mark for mark in reversed(self._recorded.regions) if mark.region == region)
+        mark.end, mark.end_node = len(self._recorded.calls), _nodes_made()
         found = self._indices(inputs, Kind.INPUT, "input")
-        mark.inputs = tuple(i for i in found if self._storages.lives[i].kind is not Kind.WEIGHT)
-        self._marks.region = region + 1
+        mark.inputs = tuple(i for i in found if self._recorded.storages.lives[i].kind is not Kind.WEIGHT)
+        self._recorded.region = region + 1
 
     def packed(self, key: SlotKey, tensor: Tensor) -> None:
         """Autograd saves ``tensor``, whose storage is slot ``key``; only the first time counts."""
-        if key not in self._marks.saved:
-            index = self._storages.find(tensor, Kind.INPUT, "input")
-            self._marks.saved[key] = _SlotMark(index, len(self._calls))
+        if key not in self._recorded.slots:
+            index = self._recorded.storages.find(tensor, Kind.INPUT, "input")
+            self._recorded.slots[key] = _SlotMark(index, len(self._recorded.calls))
 
     def unpacked(self, key: SlotKey) -> None:
         """The next operator of backward needs slot ``key``."""
-        saved = self._marks.saved.get(key)
+        saved = self._recorded.slots.get(key)
         if saved is not None:
             saved.nodes.append(_node())
             if saved.unpacked is None:
-                saved.unpacked = len(self._calls)
+                saved.unpacked = len(self._recorded.calls)
 
     def loaded(self, key: SlotKey, tensor: Tensor) -> None:
         """The storage of ``tensor`` is slot ``key`` from now on; call before backward reads it."""
-        if key in self._marks.saved:
-            self._storages.stand_in(tensor, self._marks.saved[key].storage)
+        if key in self._recorded.slots:
+            self._recorded.storages.stand_in(tensor, self._recorded.slots[key].storage)
 
     def units_move(self, nbytes_read: int, nbytes_written: int) -> None:
         """Units begin to move bytes on the channels that activations share; on any thread."""
-        self._marks.traffic.append((len(self._calls), nbytes_read, nbytes_written))
+        self._recorded.traffic.append((len(self._recorded.calls), nbytes_read, nbytes_written))
 
     def backward_begins(self) -> None:
         """The backward pass begins; the first operator of one tells it too."""
-        if self._marks.phase is Phase.FORWARD:
-            self._marks.forward_end_node = _nodes_made()
-        self._marks.phase = Phase.BACKWARD
+        if self._recorded.phase is Phase.FORWARD:
+            self._recorded.forward_end_node = _nodes_made()
+        self._recorded.phase = Phase.BACKWARD
 
     def update_begins(self) -> None:
         """The backward pass has ended."""
         self._end_backward()
-        self._marks.phase = Phase.UPDATE
+        self._recorded.phase = Phase.UPDATE
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -407,25 +407,23 @@ class Profiler(TorchDispatchMode):
 
         The step takes the time inside ``with``, less the time spent in the recording and the pauses.
         """
-        if self._marks.backward_end is None:
+        if self._recorded.backward_end < 0:
             self._end_backward()
-        return _ProfileBuilder(self._calls, self._storages.lives, self._marks).profile(
-            self._seconds(), self._wall_s - self._own_s
-        )
+        return self._recorded.profile(self._seconds(), self._wall_s - self._own_s)
 
     # --- recording ---------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
-        lives = self._storages.lives
-        self._marks.backward_end = len(self._calls)
-        self._marks.alive_after = frozenset(i for i, life in enumerate(lives) if life.died is None)
+        lives = self._recorded.storages.lives
+        self._recorded.backward_end = len(self._recorded.calls)
+        self._recorded.alive_after = frozenset(i for i, life in enumerate(lives) if life.died is None)
         self._find_gradients()
 
     def _find_gradients(self) -> None:
         for weight in self._weights:
             if type(weight.grad) is Tensor:  # not a placeholder of one that is elsewhere
-                index = self._storages.find(weight.grad, Kind.GRADIENT, "gradient")
-                self._storages.lives[index].kind = Kind.GRADIENT
+                index = self._recorded.storages.find(weight.grad, Kind.GRADIENT, "gradient")
+                self._recorded.storages.lives[index].kind = Kind.GRADIENT
 
     def _learn(self, func: Any) -> _Signature:
         schema = getattr(func, "_schema", None)  # operators of higher order, as flex_attention, have none
@@ -459,7 +457,7 @@ class Profiler(TorchDispatchMode):
             if isinstance(value, Tensor):
                 if value.layout is torch.strided:
                     weight = kind is Kind.INPUT and isinstance(value, nn.Parameter)
-                    found[self._storages.find(value, Kind.WEIGHT if weight else kind, name)] = None
+                    found[self._recorded.storages.find(value, Kind.WEIGHT if weight else kind, name)] = None
             elif isinstance(value, (list, tuple)):
                 found.update(dict.fromkeys(self._indices(value, kind, name)))
         return tuple(found)
@@ -479,9 +477,9 @@ class Profiler(TorchDispatchMode):
     def _seconds(self) -> list[float]:
         """How long each operator took."""
         if not self._cuda:
-            return [call.times[1] - call.times[0] for call in self._calls]
+            return [call.times[1] - call.times[0] for call in self._recorded.calls]
         torch.cuda.synchronize()
-        return [call.times[0].elapsed_time(call.times[1]) / 1e3 for call in self._calls]
+        return [call.times[0].elapsed_time(call.times[1]) / 1e3 for call in self._recorded.calls]
 
 
 def _nodes_made() -> int:

@@ -51,7 +51,7 @@ def untraced(function: F) -> F:
     return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
-# --- what is decided ---------------------------------------------------------------------------------
+# --- policies ----------------------------------------------------------------------------------------
 
 
 class ActivationPolicy(Protocol):
@@ -110,7 +110,7 @@ class UniformPolicy:
         return self._last is not None and 0 <= self._last <= region
 
 
-# --- what is packed ----------------------------------------------------------------------------------
+# --- records and handles -----------------------------------------------------------------------------
 
 
 class PassRecord:

@@ -34,11 +34,11 @@ from infinity.app.data.sequences import Batch
 from infinity.app.plan import print_line
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import RECIPE, Loop, built, make_folder, open_inputs, set_threads, write_recipe
-from infinity.app.views import Views
+from infinity.app.views import ActivationView, Views
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport
-from infinity.planner.planning import FOLDER, PLAN, Planning, save_measured
+from infinity.planner.planning import FOLDER, PLAN, Planning
 from infinity.planner.policies import smallest_budget
 
 #: Budgets of the plans, as fractions of the way from the smallest possible budget to the peak of "keep".
@@ -246,28 +246,32 @@ def measure(folder: Path) -> RokPoint:
         activations.meters = True
         if point.budget_nbytes is not None:
             activations.budget = FixedBudget(point.budget_nbytes)
-        steps = StepMedians(warmup_steps(recipe.train.accumulate), activations)
-        loop = Loop(recipe, model, optimizer, data, Views([steps]))
+        steps = StepMedians(warmup_steps(recipe.train.accumulate))
+        moved = ActivationView(activations, folder, recipe.train.accumulate, lambda line: None)
+        loop = Loop(recipe, model, optimizer, data, Views([steps, moved]))
         loop.run()
-        _save_plan(folder, activations)
-        flops = _flops(loop, model, next(iter(data.train)), recipe)
-        return replace(steps.result(point), peak_nbytes=activations.metered_nbytes or 0, flops=flops)
+        figures = moved.result()
+        return replace(
+            point,
+            step_s=steps.step_s,
+            tokens=steps.tokens,
+            flops=_flops(loop, model, next(iter(data.train)), recipe),
+            peak_nbytes=activations.metered_nbytes or 0,
+            nbytes_stored=0 if figures is None else figures.nbytes_stored,
+            nbytes_loaded=0 if figures is None else figures.nbytes_loaded,
+        )
 
 
 class StepMedians:
     """View that takes medians over the steps after a warm-up."""
 
-    def __init__(self, warmup: int, activations: Activations) -> None:
-        self._warmup, self._stats = warmup, activations.cache.stats
-        self._moved = 0, 0
-        self._taken: list[tuple[float, int, int, int]] = []
+    def __init__(self, warmup: int) -> None:
+        self._warmup = warmup
+        self._steps: list[tuple[float, int]] = []
 
     def step(self, report: StepReport) -> None:
-        moved = self._stats.nbytes_stored, self._stats.nbytes_loaded
-        stored, loaded = (now - before for now, before in zip(moved, self._moved))
-        self._moved = moved
         if report.step > self._warmup:
-            self._taken.append((report.step_s, report.tokens, stored, loaded))
+            self._steps.append((report.step_s, report.tokens))
 
     def evaluated(self, step: int, loss: float) -> None:
         pass
@@ -275,19 +279,13 @@ class StepMedians:
     def close(self) -> None:
         pass
 
-    def result(self, point: RokPoint) -> RokPoint:
-        """Return ``point`` with its figures."""
-        step_s, tokens, stored, loaded = (median(figures) for figures in zip(*self._taken))
-        whole = {"tokens": tokens, "nbytes_stored": stored, "nbytes_loaded": loaded}
-        return replace(point, step_s=step_s, **{name: round(figure) for name, figure in whole.items()})
+    @property
+    def step_s(self) -> float:
+        return median(step_s for step_s, _ in self._steps)
 
-
-def _save_plan(folder: Path, activations: Activations) -> None:
-    planning, measured = activations.planning, activations.measured()
-    if planning is not None:
-        planning.save(folder / FOLDER)
-        if measured is not None:
-            save_measured(folder / FOLDER, planning.predicted, measured)
+    @property
+    def tokens(self) -> int:
+        return round(median(tokens for _, tokens in self._steps))
 
 
 def _flops(loop: Loop, model: Any, batch: Batch, recipe: Recipe) -> int:

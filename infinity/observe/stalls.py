@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from infinity.core.transfer import Lease, Pool
 from infinity.observe.timeline import Timeline
@@ -36,21 +37,6 @@ class CountingPool:
     def __init__(self, pool: Pool, stalls: Stalls) -> None:
         self._pool, self._stalls = pool, stalls
 
-    @property
-    def capacity_nbytes(self) -> int:
-        return self._pool.capacity_nbytes
-
-    @property
-    def leased_nbytes(self) -> int:
-        return self._pool.leased_nbytes
-
-    @property
-    def peak_nbytes(self) -> int:
-        return self._pool.peak_nbytes
-
-    def try_lease(self, nbytes: int, *, who: str) -> Lease | None:
-        return self._pool.try_lease(nbytes, who=who)
-
     def lease(self, nbytes: int, *, who: str) -> Lease:
         found = [self._pool.try_lease(nbytes, who=who)]
         if found[0] is None:
@@ -58,8 +44,5 @@ class CountingPool:
         assert found[-1] is not None
         return found[-1]
 
-    def fail(self, error: BaseException) -> None:
-        self._pool.fail(error)
-
-    def close(self) -> None:
-        self._pool.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)

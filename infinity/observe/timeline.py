@@ -77,50 +77,32 @@ class Timeline:
 
 
 class WatchedEngine:
-    """Transfer engine that reports the bytes of every request to ``listener``.
+    """Transfer engine that records its transfers as spans, and reports the bytes of every request.
 
     Attributes:
         listener: Called with bytes read and bytes written, on any thread; None: nothing is reported.
     """
 
-    def __init__(self, engine: TransferEngine) -> None:
-        self._engine, self.name = engine, engine.name
+    def __init__(self, engine: TransferEngine, timeline: Timeline) -> None:
+        self._engine, self.name, self._timeline = engine, engine.name, timeline
         self.listener: Callable[[int, int], object] | None = None
 
     def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
         if self.listener is not None:
             self.listener(extent.nbytes, 0)
-        return self._engine.read(extent, memory, urgent=urgent)
+        begin_s = self._timeline.clock()
+        transfer = self._engine.read(extent, memory, urgent=urgent)
+        return self._record("read", "weights" if urgent else "state", begin_s, transfer)
 
     def write(self, extent: Extent, memory: memoryview) -> Transfer:
         if self.listener is not None:
             self.listener(0, extent.nbytes)
-        return self._engine.write(extent, memory)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-class TimedEngine:
-    """Transfer engine that records each transfer as a span of lane ``read`` or ``write``."""
-
-    def __init__(self, engine: TransferEngine, timeline: Timeline) -> None:
-        self._engine, self._timeline = engine, timeline
-        self.name = engine.name
-
-    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
-        return self._record("read", "weights" if urgent else "state", extent, memory, urgent)
-
-    def write(self, extent: Extent, memory: memoryview) -> Transfer:
-        return self._record("write", "state", extent, memory, False)
-
-    def _record(self, lane: str, name: str, extent: Extent, memory: memoryview, urgent: bool) -> Transfer:
         begin_s = self._timeline.clock()
-        if lane == "read":
-            transfer = self._engine.read(extent, memory, urgent=urgent)
-        else:
-            transfer = self._engine.write(extent, memory)
-        transfer.then(lambda: self._timeline.add(lane, name, begin_s, self._timeline.clock()))
+        return self._record("write", "state", begin_s, self._engine.write(extent, memory))
+
+    def _record(self, lane: str, name: str, begin_s: float, transfer: Transfer) -> Transfer:
+        if self._timeline.enabled:
+            transfer.then(lambda: self._timeline.add(lane, name, begin_s, self._timeline.clock()))
         return transfer
 
     def __getattr__(self, name: str) -> Any:

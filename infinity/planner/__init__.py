@@ -1,1 +1,1 @@
-"""Pure decisions about activations: what is kept, stored or computed again. No torch."""
+"""Plan activations from a profile: keep, store or recompute each of them. Pure, without torch."""

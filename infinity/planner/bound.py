@@ -93,6 +93,8 @@ class _PlaceVariables:
 
 
 class _Model:
+    """The linear program of one profile, machine and budget; bytes are shares of ``_unit``."""
+
     def __init__(self, profile: Profile, hardware: Hardware, capacity_nbytes: int) -> None:
         self._profile, self._hardware, self._capacity = profile, hardware, capacity_nbytes
         self._lifetimes = lifetimes_of(profile)
@@ -168,7 +170,7 @@ class _Model:
         return sums
 
     def _time_terms(self, j: int, factor: float) -> list[tuple[float, int]]:
-        """``factor`` times what a stretch lasts beyond the time of its operators."""
+        """``factor`` times the seconds of a stretch beyond the time of its operators."""
         terms = [(factor, self._stalls[j]), (factor, self._delays[j])]
         begun = range(self._edges[j], self._edges[j + 1])
         blocks = [block for block in self._profile.blocks if block.backward[0] in begun]
@@ -255,7 +257,7 @@ class _Model:
             self._rows.row(terms, high=0)
 
     def _limit_memory(self, places: Sequence[_PlaceVariables]) -> None:
-        """At the fullest operator of each stretch, and where blocks are computed again."""
+        """At the fullest operator of each stretch, and where blocks are recomputed."""
         memory = self._lifetimes.memory
         room = self._capacity / self._unit
         again = self._recomputations()
@@ -275,7 +277,7 @@ class _Model:
                 self._rows.row([*own, grown], high=room - before / self._unit)
 
     def _recomputations(self) -> dict[int, list[tuple[BlockCall, int, int]]]:
-        """By the operator before: a block, bytes before its backward, and what running it again adds."""
+        """By the operator before: a block, bytes before its backward, and bytes that recomputing it adds."""
         redone = lifetimes_of(self._profile, frozenset(self._redone))
         found: dict[int, list[tuple[BlockCall, int, int]]] = {}
         for block in self._profile.blocks:

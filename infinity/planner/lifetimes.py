@@ -198,7 +198,7 @@ class _Builder:
             recomputations=recomputations,
         )
 
-    # --- what is packed ----------------------------------------------------------------------
+    # --- packing -----------------------------------------------------------------------------
 
     def _pack_all(self) -> None:
         by_region: dict[int, list[SlotUse]] = {}

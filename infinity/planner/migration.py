@@ -10,8 +10,7 @@ Source: TeraIO (arXiv:2506.06472), section 3.3, algorithm 1.
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -127,19 +126,21 @@ def _hidden(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> d
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """An inactive period that a storage spends away from device memory.
+    """An inactive period that a storage can spend away from device memory.
 
     Attributes:
         period: Its index among those that were given.
         place: Where the storage is meanwhile.
         gone: The first operator that finds its memory free.
         back: The operator with which it starts to come back; its memory is taken from then on.
+        value: Its benefit per cost when it was chosen.
     """
 
     period: int
     place: Place
     gone: int
     back: int
+    value: float = field(default=0.0, compare=False)
 
 
 def migrate(
@@ -168,14 +169,14 @@ def migrate(
     chosen = []
     while heap and pressure.is_high():
         _, index = heapq.heappop(heap)
-        choice = chooser.best(index)
-        if choice is None:
+        migration = chooser.best(index)
+        if migration is None:
             continue
-        if heap and choice.value < -NEARLY_BEST * heap[0][0]:
-            heapq.heappush(heap, (-choice.value, index))
+        if heap and migration.value < -NEARLY_BEST * heap[0][0]:
+            heapq.heappush(heap, (-migration.value, index))
             continue
-        chooser.take(choice.migration)
-        chosen.append(choice.migration)
+        chooser.take(migration)
+        chosen.append(migration)
     return chosen
 
 
@@ -249,13 +250,6 @@ def _least_above(excess: np.ndarray) -> int:
     return int(above.min()) if len(above) else int(np.iinfo(np.int64).max)
 
 
-class _Choice(NamedTuple):
-    """A migration that is possible now, and its benefit per cost."""
-
-    value: float
-    migration: Migration
-
-
 class _Chooser:
     """Values periods as memory and channels are now."""
 
@@ -277,14 +271,14 @@ class _Chooser:
             least_cost_s = min(least_cost_s, self._cost_s(Place.HOST, period.nbytes))
         return period.nbytes * self._pressure.high_s(period.begin, period.end) / least_cost_s
 
-    def best(self, index: int) -> _Choice | None:
+    def best(self, index: int) -> Migration | None:
         """The period on NVMe; where the drive has no time for it, on the host, if that has room."""
         found = self._on(index, Place.NVME)
         if found is None and self._periods[index].nbytes <= self._host_left:
             found = self._on(index, Place.HOST)
         return found
 
-    def _on(self, index: int, place: Place) -> _Choice | None:
+    def _on(self, index: int, place: Place) -> Migration | None:
         period = self._periods[index]
         gone = self._timelines[STORE[place]].earliest_end(period.begin, period.nbytes)
         if gone is None or gone >= period.end:
@@ -295,7 +289,7 @@ class _Chooser:
         benefit = period.nbytes * self._pressure.high_s(gone, back)
         if benefit <= 0:
             return None
-        return _Choice(benefit / self._cost_s(place, period.nbytes), Migration(index, place, gone, back))
+        return Migration(index, place, gone, back, benefit / self._cost_s(place, period.nbytes))
 
     def _cost_s(self, place: Place, nbytes: int) -> float:
         return self._timelines[STORE[place]].time_s(nbytes) + self._timelines[LOAD[place]].time_s(nbytes)

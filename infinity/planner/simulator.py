@@ -298,6 +298,7 @@ class _Slots:
 
     Attributes:
         all: The slots that the plan stores.
+        loads: Slots to load, by the slot whose asking starts the loads; None: the beginning of backward.
         away_nbytes: Device memory that slots do not take.
         changes: The first position that finds each change of ``away_nbytes``, and by how much.
         backlog: Bytes whose store has not ended.
@@ -313,9 +314,7 @@ class _Slots:
             for key, place in plan.places.items()
             if place is not Place.KEEP
         }
-        self.loads: defaultdict[int | None, list[int]] = defaultdict(
-            list
-        )  # by the slot whose asking starts them
+        self.loads: defaultdict[int | None, list[int]] = defaultdict(list)
         for load in plan.loads:
             self.loads[None if load.after is None else index[load.after]].append(index[load.slot])
         self._queues = queues
@@ -323,7 +322,7 @@ class _Slots:
         self.changes: list[tuple[int, int]] = []
         self.away_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
 
-    # --- what compute does -------------------------------------------------------------------
+    # --- called by compute -------------------------------------------------------------------
 
     def pack(self, index: int) -> None:
         """Start to store the slot, which forward saves."""
@@ -362,7 +361,7 @@ class _Slots:
         else:
             self.host.add(-slot.host_nbytes)
 
-    # --- what transfers do -------------------------------------------------------------------
+    # --- called when a transfer has ended ----------------------------------------------------
 
     def end(self, channel: int, index: int, running: int, first: int) -> None:
         """A transfer has ended while position ``running`` ran; ``first`` is the first that finds it ended."""

@@ -15,7 +15,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory
 from infinity.nvme.volume import Volume
-from infinity.observe.timeline import TimedEngine, Timeline, WatchedEngine
+from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
 from infinity.shards.store import ShardStore
 
@@ -83,9 +83,9 @@ class Storage:
                 note(line)
         self.engine = make_engine(self.memory.engine, self.volume, note)
         self._stack.callback(self.engine.close)
+        self.units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
-            self.engine = TimedEngine(self.engine, timeline)
-        self.units_engine = WatchedEngine(self.engine)
+            self.engine = WatchedEngine(self.engine, timeline)
         self.store = ShardStore(
             self.volume, weight_itemsize=self.layout.weight_nbytes(1),
             state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,

@@ -320,7 +320,7 @@ def test_a_slow_disk_is_no_error_and_what_waits_is_bounded(tmp_path, engines):
     model = Model()
     plain = loop(copy.deepcopy(model))
     with infinity.offload_activations(model, policy="offload", nvme=tmp_path) as activations:
-        engines[0].delay_s = 0.01
+        engines[0].delay_s = 0.1
         stats = activations.cache.stats
         assert_same(loop(model), plain)
         assert stats.forwarded > 0

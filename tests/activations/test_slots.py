@@ -5,17 +5,11 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.activations.slots import ActivationStats, Slot, StoreQueue
-from infinity.activations.store import DirectStore
-from infinity.activations.tensor_cache import PlannedPolicy, UniformPolicy
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.core.extent import BLOCK_NBYTES
 from infinity.core.lifecycle import SLOT_ALLOWED, Lifecycle, SlotState
-from infinity.core.plan import ActivationPlan, Load, Place
 from infinity.core.profile import SlotKey
 from tests.activations.stage import Stage
 from tests.helpers.faulty import Fault
@@ -276,122 +270,3 @@ def test_slots_that_die_inside_any_lock_do_not_wait_for_it(stage):
         assert gone() is None
     stats.free_deferred()
     assert stats.resident_nbytes == 0
-
-
-# --- stores --------------------------------------------------------------------------------------
-
-
-@given(nbytes=st.one_of(st.integers(1, 40_000), st.integers(-2, 2).map(lambda n: 4 * BLOCK_NBYTES + n)))
-@settings(max_examples=30, deadline=None)
-def test_every_size_comes_back_to_the_byte_at_the_same_place_of_a_block(tmp_path_factory, nbytes):
-    stage = Stage(tmp_path_factory.mktemp("store"))
-    try:
-        tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
-        stored = stage.store.reserve(tensor.untyped_storage(), "test")
-        stored.store(tensor.untyped_storage()).wait()
-        loading = stored.load()
-        loading.transfer.wait()
-        back = torch.empty(0, dtype=torch.uint8).set_(loading.storage)[loading.offset_nbytes :][:nbytes]
-        assert torch.equal(back, tensor)
-        assert back.data_ptr() % BLOCK_NBYTES == tensor.data_ptr() % BLOCK_NBYTES
-        stored.free()
-        stored.free()
-        assert stage.volume.allocated_nbytes == 0
-    finally:
-        stage.close()
-
-
-@pytest.mark.parametrize("nbytes", [1, 8191, 8192, 8193, 3 * 8192, 40_001])
-@pytest.mark.parametrize("kind", ["disk", "host"])
-def test_staged_in_pieces(tmp_path, kind, nbytes):
-    stage = Stage(tmp_path, kind)
-    tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
-    stored = stage.store.reserve(tensor.untyped_storage(), "test")
-    stored.store(tensor.untyped_storage()).wait()
-    loading = stored.load()
-    loading.transfer.wait()
-    assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(loading.storage), tensor)
-    assert stage.pool.peak_nbytes < 8192 * 8 + nbytes * (kind == "host")
-    stored.free()
-    stage.assert_empty()
-    stage.close()
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3])
-@pytest.mark.parametrize("on", ["write", "read"])
-def test_a_piece_that_fails_gives_back_every_lease(tmp_path, on, nth):
-    stage = Stage(tmp_path, "disk")
-    stage.engine.faults = (Fault(on=on, nth=nth),)
-    tensor = torch.randint(256, (40_001,), dtype=torch.uint8)
-    stored = stage.store.reserve(tensor.untyped_storage(), "test")
-    if on == "read":
-        stored.store(tensor.untyped_storage()).wait()
-    with pytest.raises(DiskError):
-        (stored.load().transfer if on == "read" else stored.store(tensor.untyped_storage())).wait()
-    stored.free()
-    stage.assert_empty()
-    stage.close()
-
-
-def test_room_is_given_back_only_when_nothing_is_in_flight(stage):
-    stage.engine.delay_s = 0.05
-    tensor = torch.zeros(40_000, dtype=torch.uint8)
-    stored = stage.store.reserve(tensor.untyped_storage(), "test")
-    transfer = stored.store(tensor.untyped_storage())
-    stored.free()
-    assert stage.volume.allocated_nbytes > 0
-    transfer.wait()
-    stage.engine.close()
-    assert stage.volume.allocated_nbytes == 0
-
-
-def test_a_store_reserves_all_pieces_or_none(tmp_path):
-    stage = Stage(tmp_path, "disk")
-    allocate, calls = stage.volume.allocate, []
-
-    def full(nbytes, *, what):
-        calls.append(nbytes)
-        if len(calls) == 3:
-            raise DiskError(28, "reservation", "a.bin", offset=0, nbytes=nbytes)
-        return allocate(nbytes, what=what)
-
-    stage.volume.allocate = full
-    with pytest.raises(DiskError):
-        stage.store.reserve(torch.zeros(40_000, dtype=torch.uint8).untyped_storage(), "test")
-    assert stage.volume.allocated_nbytes == 0
-    stage.close()
-
-
-def test_direct_stores_close_nothing_of_others(stage):
-    DirectStore(stage.volume, stage.engine).close()
-    stage.volume.free(stage.volume.allocate(BLOCK_NBYTES, what="still open"))
-
-
-# --- policies ------------------------------------------------------------------------------------
-
-
-def test_a_plan_is_played_as_it_says():
-    first, second, third = SlotKey(0, 0), SlotKey(1, 0), SlotKey(2, 0)
-    plan = ActivationPlan(
-        "plan",
-        {second: Place.NVME, third: Place.HOST},
-        (Load(None, third), Load(third, second)),
-        frozenset({1}),
-    )
-    policy = PlannedPolicy(plan)
-    assert [policy.place(key) for key in (first, second, third)] == [Place.KEEP, Place.NVME, Place.HOST]
-    assert [policy.recomputes(region) for region in range(3)] == [False, True, False]
-    assert (policy.loads(None), policy.loads(third), policy.loads(first)) == ([third], [second], ())
-
-
-def test_one_rule_for_all_spares_what_backward_begins_with():
-    policy = UniformPolicy(Place.NVME, recompute=True, last=3)
-    assert policy.place(SlotKey(2, 9)) is Place.NVME
-    assert policy.place(SlotKey(3, 0)) is Place.KEEP
-    assert policy.loads(None) is None
-    assert UniformPolicy(Place.NVME, last=-1).place(SlotKey(0, 0)) is Place.NVME
-
-
-def test_the_last_block_is_not_recomputed_for_nothing():
-    policy = UniformPolicy(Place.KEEP, recompute=True, last=3)
-    assert [policy.recomputes(region) for region in (1, 3, 5)] == [True, False, False]

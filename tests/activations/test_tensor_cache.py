@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from infinity.activations.tensor_cache import KeptTensor, is_plain, storages_of
+from infinity.activations.tensor_cache import (
+    KeptTensor,
+    PlannedPolicy,
+    UniformPolicy,
+    is_plain,
+    storages_of,
+)
+from infinity.core.plan import ActivationPlan, Load, Place
+from infinity.core.profile import SlotKey
 from tests.activations.stage import assert_parity, cached_gradients, gradients
 
 N = 64
@@ -285,3 +293,33 @@ def test_writes_of_every_alias_are_counted(stage):
     view.add_(1)
     with pytest.raises(RuntimeError, match=r"at version 1; wanted version 0"):
         packed.check()
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_played_as_it_says():
+    first, second, third = SlotKey(0, 0), SlotKey(1, 0), SlotKey(2, 0)
+    plan = ActivationPlan(
+        "plan",
+        {second: Place.NVME, third: Place.HOST},
+        (Load(None, third), Load(third, second)),
+        frozenset({1}),
+    )
+    policy = PlannedPolicy(plan)
+    assert [policy.place(key) for key in (first, second, third)] == [Place.KEEP, Place.NVME, Place.HOST]
+    assert [policy.recomputes(region) for region in range(3)] == [False, True, False]
+    assert (policy.loads(None), policy.loads(third), policy.loads(first)) == ([third], [second], ())
+
+
+def test_one_rule_for_all_spares_what_backward_begins_with():
+    policy = UniformPolicy(Place.NVME, recompute=True, last=3)
+    assert policy.place(SlotKey(2, 9)) is Place.NVME
+    assert policy.place(SlotKey(3, 0)) is Place.KEEP
+    assert policy.loads(None) is None
+    assert UniformPolicy(Place.NVME, last=-1).place(SlotKey(0, 0)) is Place.NVME
+
+
+def test_the_last_block_is_not_recomputed_for_nothing():
+    policy = UniformPolicy(Place.KEEP, recompute=True, last=3)
+    assert [policy.recomputes(region) for region in (1, 3, 5)] == [True, False, False]

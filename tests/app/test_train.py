@@ -26,7 +26,7 @@ from tests.helpers.launch import run_ranks
 KEPT = SimpleNamespace(
     policy="keep",
     planning=None,
-    cache=SimpleNamespace(ledger=SimpleNamespace(nbytes_stored=0, nbytes_loaded=0)),
+    cache=SimpleNamespace(stats=SimpleNamespace(nbytes_stored=0, nbytes_loaded=0)),
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.activations import tensor_cache as cache
+from infinity.activations import tensor_cache
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import reference, streaming, train
@@ -47,7 +47,7 @@ def test_the_accelerator_is_within_rounding_of_the_plain_loop_on_the_cpu(tmp_pat
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("policy", ["offload", "recompute", "plan"])
 def test_activations_that_leave_the_accelerator_come_back_to_the_bit(tmp_path, monkeypatch, name, policy):
-    monkeypatch.setattr(cache, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
     factory, batch = models.build(name, seed=3, dropout=0.1 if name == "gpt2" else 0.0)
     place = streaming(tmp_path, "memory.host=4MiB", "memory.engine=threads")
     kept = train(factory, on_gpu(batch), place, steps=8)
@@ -57,7 +57,7 @@ def test_activations_that_leave_the_accelerator_come_back_to_the_bit(tmp_path, m
 
 
 def test_activations_of_a_plain_model_wait_in_pinned_memory_or_on_nvme(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
     factory, batch = models.build("llama", seed=4)
     model, given = factory().cuda(), on_gpu(batch)(0)
     losses = []

@@ -1,4 +1,4 @@
-"""Profiles of steps that nobody measured: transformer-like ones, and random ones for property tests."""
+"""Made-up profiles of steps: transformer-like ones, and random ones for property tests."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from infinity.core.plan import Hardware
+from infinity.core.plan import ActivationPlan, Hardware
 from infinity.core.profile import (
     BlockCall,
     Kind,
@@ -18,6 +18,8 @@ from infinity.core.profile import (
     StorageUse,
     Traffic,
 )
+from infinity.planner.policies import smallest_budget
+from infinity.planner.simulator import play
 
 MIB = 1 << 20
 
@@ -187,6 +189,13 @@ def hardware(
     gib = float(1 << 30)
     both = 2 * gib_per_s if mixed is None else mixed
     return Hardware(gib_per_s * gib, gib_per_s * gib, both * gib, host * gib, 20e-6, host_nbytes)
+
+
+def budget_between(profile: Profile, channels: Hardware, share: float) -> int:
+    """Bytes between the smallest budget that a plan keeps (0) and the peak of keeping everything (1)."""
+    least = smallest_budget(profile, channels)
+    most = play(profile, ActivationPlan("keep"), channels).peak_nbytes
+    return least + int(share * (most - least))
 
 
 @st.composite

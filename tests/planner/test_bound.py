@@ -8,23 +8,24 @@ from infinity.core.errors import BudgetError
 from infinity.core.plan import Hardware
 from infinity.core.profile import Profile
 from infinity.planner.bound import bound
-from infinity.planner.policies import keep_all, plan, smallest_budget
+from infinity.planner.policies import plan
 from infinity.planner.simulator import play
-from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
+from tests.helpers.profiles import (
+    MIB,
+    budget_between,
+    hardware,
+    random_hardware,
+    random_profiles,
+    transformer,
+)
 
 pytest.importorskip("scipy", reason="an extra: bound")
-
-
-def budget(profile: Profile, channels: Hardware, share: float) -> int:
-    least = smallest_budget(profile, channels)
-    most = play(profile, keep_all(profile, channels), channels).peak_nbytes
-    return least + int(share * (most - least))
 
 
 @given(random_profiles(), random_hardware(), st.floats(0, 1))
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: float) -> None:
-    capacity = budget(profile, channels, share)
+    capacity = budget_between(profile, channels, share)
     outcome = play(profile, plan(profile, channels, capacity), channels)
     assert outcome.step_s >= bound(profile, channels, capacity) * (1 - 1e-6) - 1e-9
 
@@ -36,7 +37,7 @@ def test_plans_for_transformers_are_within_a_twentieth_of_the_bound(
     layers: int, gib_per_s: float, share: float
 ) -> None:
     profile, channels = transformer(layers), hardware(gib_per_s)
-    capacity = budget(profile, channels, share)
+    capacity = budget_between(profile, channels, share)
     planned = play(profile, plan(profile, channels, capacity), channels)
     least_s = bound(profile, channels, capacity)
     print(f"{planned.step_s / least_s - 1:.1%} above the bound")
@@ -45,7 +46,7 @@ def test_plans_for_transformers_are_within_a_twentieth_of_the_bound(
 
 def test_the_bound_grows_where_a_drive_slows_down_and_a_budget_shrinks() -> None:
     profile = transformer(8)
-    capacity = budget(profile, hardware(), 0.2)
+    capacity = budget_between(profile, hardware(), 0.2)
     seconds = [bound(profile, hardware(rate), capacity) for rate in (8.0, 1.0, 0.5, 0.1)]
     assert seconds[0] == pytest.approx(profile.step_s)
     assert seconds == sorted(seconds)

@@ -20,16 +20,16 @@ from infinity.planner.policies import (
     smallest_budget,
 )
 from infinity.planner.simulator import bounded, play, play_in_detail
-from tests.helpers.profiles import MIB, hardware, random_hardware, random_profiles, transformer
+from tests.helpers.profiles import (
+    MIB,
+    budget_between,
+    hardware,
+    random_hardware,
+    random_profiles,
+    transformer,
+)
 
 fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-
-
-def budget(profile: Profile, channels: Hardware, share: float) -> int:
-    """Between the smallest budget (0) and what keeping everything takes (1)."""
-    least = smallest_budget(profile, channels)
-    most = play(profile, keep_all(profile, channels), channels).peak_nbytes
-    return least + int(share * (most - least))
 
 
 def well_formed(profile: Profile, made: ActivationPlan) -> None:
@@ -61,7 +61,7 @@ def test_every_policys_plan_is_well_formed_and_survives_json(
 @given(random_profiles(), random_hardware(), st.floats(0, 1))
 @fast
 def test_memory_is_never_above_the_budget(profile: Profile, channels: Hardware, share: float) -> None:
-    capacity = budget(profile, channels, share)
+    capacity = budget_between(profile, channels, share)
     made = plan(profile, channels, capacity)
     well_formed(profile, made)
     outcome, timeline = play_in_detail(profile, made, channels)
@@ -78,7 +78,7 @@ def test_memory_is_never_above_the_budget(profile: Profile, channels: Hardware, 
 def test_a_larger_budget_is_never_slower(
     profile: Profile, channels: Hardware, first: float, second: float
 ) -> None:
-    less, more = sorted(budget(profile, channels, share) for share in (first, second))
+    less, more = sorted(budget_between(profile, channels, share) for share in (first, second))
     slow, quick = (play(profile, plan(profile, channels, size), channels).step_s for size in (less, more))
     assert quick <= slow * (1 + 2e-6)
 
@@ -108,7 +108,7 @@ def test_a_budget_that_no_plan_keeps_is_an_error_that_says_what_holds_it() -> No
 def test_a_policy_that_does_not_keep_a_budget_says_that_a_plan_does() -> None:
     profile = transformer(8)
     with pytest.raises(BudgetError, match="activations: plan keeps it"):
-        keep_all(profile, hardware(), budget(profile, hardware(), 0.5))
+        keep_all(profile, hardware(), budget_between(profile, hardware(), 0.5))
 
 
 def test_keep_and_recompute_are_what_they_say() -> None:
@@ -155,7 +155,7 @@ def test_the_adaptive_rule_offloads_as_much_as_the_drive_can_take_and_no_more() 
 def test_a_slow_drive_is_helped_by_the_host_and_by_recomputation() -> None:
     profile = transformer(6)
     slow = hardware(0.2)
-    capacity = budget(profile, slow, 0.4)
+    capacity = budget_between(profile, slow, 0.4)
     alone = plan(profile, slow, capacity)
     beside = replace(slow, host_nbytes=4096 * MIB)
     helped = plan(profile, beside, capacity)
@@ -186,7 +186,7 @@ def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> 
 def test_units_traffic_leaves_less_of_the_drive_to_activations() -> None:
     channels = hardware(1.5)
     free, busy = transformer(6), transformer(6, weight_nbytes=8 * MIB)
-    capacity = budget(free, channels, 0.3)
+    capacity = budget_between(free, channels, 0.3)
     slower, quicker = (play(p, plan(p, channels, capacity), channels).step_s for p in (busy, free))
     assert slower > 1.01 * quicker
 

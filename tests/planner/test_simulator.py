@@ -4,9 +4,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.core.lifecycle import SLOT_ALLOWED, SlotState
 from infinity.core.plan import ActivationPlan, Hardware, Load, Place
 from infinity.core.profile import (
     BlockCall,
@@ -19,8 +20,9 @@ from infinity.core.profile import (
     StorageUse,
     Traffic,
 )
+from infinity.planner import simulator
 from infinity.planner.channels import Channel
-from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
+from infinity.planner.lifetimes import InactivePeriod, lifetimes_of
 from infinity.planner.migration import least_memory
 from infinity.planner.search import with_loads, within
 from infinity.planner.simulator import Simulator, StepTimeline, TransferQueues, bounded, play, play_in_detail
@@ -56,6 +58,11 @@ def random_plans(draw: st.DrawFn, profile: Profile) -> ActivationPlan:
 def cases(draw: st.DrawFn) -> tuple[Profile, ActivationPlan, Hardware]:
     profile = draw(random_profiles())
     return profile, draw(random_plans(profile)), draw(random_hardware())
+
+
+def sizes_of(profile: Profile, plan: ActivationPlan, place: Place) -> list[int]:
+    """Bytes of each slot that the plan sends to ``place``."""
+    return [slot.nbytes for slot in saved_under(profile, plan) if plan.place(slot.key) is place]
 
 
 def kept_peak(profile: Profile) -> int:
@@ -125,6 +132,9 @@ def test_bytes_are_conserved(case: tuple[Profile, ActivationPlan, Hardware]) -> 
     assert outcome.nbytes_stored == sum(moved.get("NVMe write", ()))
     assert outcome.nbytes_loaded == sum(moved.get("NVMe read", ())) <= outcome.nbytes_stored
     assert sum(moved.get("host to device", ())) <= sum(moved.get("device to host", ()))
+    on_host = sum(sizes_of(profile, plan, Place.HOST))
+    assert sum(moved.get("device to host", ())) <= on_host
+    assert outcome.host_peak_nbytes <= on_host
     for moves in timeline.channels.values():
         assert len({i.name for i in moves}) == len(moves)  # each slot once
         for before, after in itertools.pairwise(moves):
@@ -424,46 +434,39 @@ def test_a_transfer_that_waits_for_others_can_be_cancelled_and_the_first_one_can
     assert [index for _, index, _, _ in pass_all(queues)] == [0, 2]
 
 
-def all_leave(lifetimes: Lifetimes, *places: Place) -> dict[int, Place]:
-    """All storages that can leave, to the places in turn."""
-    return {i: places[i % len(places)] for i, period in enumerate(lifetimes.periods) if period.can_leave}
-
-
-@st.composite
-def plays(draw: st.DrawFn) -> tuple[Lifetimes, ActivationPlan, Hardware]:
-    profile, channels = draw(random_profiles()), draw(random_hardware())
-    lifetimes = lifetimes_of(profile, frozenset(b.region for b in profile.blocks if draw(st.booleans())))
-    places = all_leave(lifetimes, Place.NVME, *([Place.HOST] if draw(st.booleans()) else []))
-    plan = with_loads(lifetimes, places, channels, None)
-    return lifetimes, replace(plan, backlog_nbytes=draw(st.sampled_from([None, 0, 50_000]))), channels
-
-
-@given(plays())
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-def test_a_play_that_is_looked_at_is_the_same(case: tuple[Lifetimes, ActivationPlan, Hardware]) -> None:
-    quick, looked_at = Simulator(*case).run(), Simulator(*case, StepTimeline()).run()
-    assert looked_at.step_s == pytest.approx(quick.step_s)
-    assert looked_at.stall_s == pytest.approx(quick.stall_s, abs=1e-9)
-    assert (looked_at.nbytes_stored, looked_at.nbytes_loaded) == (quick.nbytes_stored, quick.nbytes_loaded)
-    assert (looked_at.peak_nbytes, looked_at.host_peak_nbytes) == (quick.peak_nbytes, quick.host_peak_nbytes)
-
-
-@given(plays())
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-def test_what_is_stored_and_not_forwarded_is_loaded_once(
-    case: tuple[Lifetimes, ActivationPlan, Hardware],
+@given(cases())
+def test_a_simulation_with_a_timeline_has_the_same_outcome(
+    case: tuple[Profile, ActivationPlan, Hardware],
 ) -> None:
-    lifetimes, plan, _ = case
-    outcome = Simulator(*case).run()
-    nbytes = {period.key: period.nbytes for period in lifetimes.periods if period.is_named}
-    on_nvme = sum(nbytes[key] for key, place in plan.places.items() if place is Place.NVME)
-    assert outcome.nbytes_loaded <= outcome.nbytes_stored <= on_nvme
-    assert outcome.host_peak_nbytes <= sum(nbytes[key] for key in plan.places) - on_nvme
+    quick, (detailed, _) = play(*case), play_in_detail(*case)
+    assert detailed.step_s == pytest.approx(quick.step_s)
+    assert detailed.stall_s == pytest.approx(quick.stall_s, abs=1e-9)
+    assert (detailed.nbytes_stored, detailed.nbytes_loaded) == (quick.nbytes_stored, quick.nbytes_loaded)
+    assert (detailed.peak_nbytes, detailed.host_peak_nbytes) == (quick.peak_nbytes, quick.host_peak_nbytes)
+
+
+class CheckedSlot(simulator._Slot):
+    """A simulated slot that goes along the edges of the tensor cache's table only."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "state" and isinstance(before := getattr(self, "state", None), SlotState):
+            assert value in SLOT_ALLOWED[before], f"{before} -> {value}"
+        super().__setattr__(name, value)
+
+
+@given(cases())
+def test_simulated_slots_have_the_states_of_the_tensor_cache(
+    case: tuple[Profile, ActivationPlan, Hardware],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "_Slot", CheckedSlot)
+        checked = play(*case)
+    assert checked == play(*case)
 
 
 def test_a_backlog_keeps_a_budget_that_stores_are_too_slow_for() -> None:
     lifetimes, slow = lifetimes_of(transformer(8)), hardware(0.2)
-    places = all_leave(lifetimes, Place.NVME)
+    places = {i: Place.NVME for i, period in enumerate(lifetimes.periods) if period.can_leave}
     capacity = int(least_memory(lifetimes, places).max()) * 3 // 2
     plan = with_loads(lifetimes, places, slow, capacity)
     free = Simulator(lifetimes, plan, slow).run()

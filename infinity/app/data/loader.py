@@ -7,7 +7,7 @@ rank knows the number of targets on all ranks without communication.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +275,17 @@ class _Split:
 
     def sequences(self) -> tuple[Sequences, Sequences | None]:
         """Return training and held-out sequences, which share no token."""
-        return self._streams() if self.packing is None else self._rows(packing=self.packing)
+        tokens, held_out = self._divide()
+        train = self._sequences("data.files", self.config.files, tokens)
+        if held_out is None:
+            return train, None
+        evaluated = self._sequences("data.eval_files", self.config.eval_files, held_out)
+        if not len(evaluated):
+            raise DataError(
+                "the held-out data has no target that counts in the loss, in sequences of "
+                f"{self.seq_len} tokens; give more of it or raise model.seq_len"
+            )
+        return train, evaluated
 
     def notes(self, *all_sequences: Sequences | None) -> tuple[str, ...]:
         notes = []
@@ -294,47 +304,30 @@ class _Split:
                 notes.append(f"{name} data: {sequences.describe()}")
         return tuple(notes)
 
-    def _streams(self) -> tuple[Sequences, Sequences | None]:
-        values = self.tokens.values
-        self._require("data.files", self.config.files, self.tokens)
-        if self.held_out is not None:
-            self._require("data.eval_files", self.config.eval_files, self.held_out)
-            return TokenStream(values, self.seq_len), TokenStream(self.held_out.values, self.seq_len)
+    def _divide(self) -> tuple[Tokens, Tokens | None]:
+        """Return the tokens to train on and those that are held out."""
+        tokens = self.tokens
         if not self._is_fraction:
-            return TokenStream(values, self.seq_len), None
-        count = self._held_out_count
-        if len(values) - count < self.seq_len + 1:
-            raise DataError(
-                f"{len(values)} tokens are too few to hold {count} out and train on a sequence of "
-                f"{self.seq_len}; give more data, lower data.eval_fraction (0: hold nothing out), "
-                "or lower model.seq_len"
-            )
-        return TokenStream(values[:-count], self.seq_len), TokenStream(values[-count:], self.seq_len)
+            return tokens, self.held_out
+        total, count = self._count, self._held_out_count
+        if self.packing is not None and total > count:
+            return tokens.part(0, total - count), tokens.part(total - count, total)
+        if self.packing is None and total - count > self.seq_len:
+            values = tokens.values
+            return replace(tokens, values=values[:-count]), replace(tokens, values=values[-count:])
+        kind = "documents" if self.packing is not None else "tokens"
+        raise DataError(
+            f"data.files ({', '.join(self.config.files)}): {total} {kind} are too few to hold {count} out "
+            f"and train on a sequence of {self.seq_len}; give more data, lower data.eval_fraction (0: hold "
+            "nothing out), or lower model.seq_len"
+        )
 
-    def _require(self, key: str, names: tuple[str, ...], tokens: Tokens) -> None:
-        if len(tokens.values) < self.seq_len + 1:
+    def _sequences(self, key: str, names: tuple[str, ...], tokens: Tokens) -> Sequences:
+        if self.packing is not None:
+            return DocumentRows(tokens, self.seq_len, packing=self.packing)
+        if len(tokens.values) <= self.seq_len:
             raise DataError(
                 f"{key} ({', '.join(names)}): {len(tokens.values)} tokens, fewer than one sequence of "
                 f"{self.seq_len} and its target; give more data or lower model.seq_len"
             )
-
-    def _rows(self, *, packing: bool) -> tuple[Sequences, Sequences | None]:
-        tokens, held_out = self.tokens, self.held_out
-        if self._is_fraction:
-            total, count = self._count, self._held_out_count
-            if total <= count:
-                raise DataError(
-                    f"data.files ({', '.join(self.config.files)}): {total} documents are too few to hold "
-                    f"{count} out; give more data, or data.eval_fraction=0 to hold nothing out"
-                )
-            held_out, tokens = tokens.part(total - count, total), tokens.part(0, total - count)
-        rows = DocumentRows(tokens, self.seq_len, packing=packing)
-        if held_out is None:
-            return rows, None
-        held_out_rows = DocumentRows(held_out, self.seq_len, packing=packing)
-        if not len(held_out_rows):
-            raise DataError(
-                "the held-out data has no target that counts in the loss, in sequences of "
-                f"{self.seq_len} tokens; give more of it or raise model.seq_len"
-            )
-        return rows, held_out_rows
+        return TokenStream(tokens.values, self.seq_len)

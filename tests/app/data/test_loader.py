@@ -141,7 +141,7 @@ def test_nothing_is_held_out_with_a_fraction_of_0(tmp_path: Path) -> None:
 
 def test_files_shorter_than_a_sequence_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"3 tokens, fewer than one sequence of 4"):
-        open_text(tmp_path, "ab")
+        open_text(tmp_path, "ab", eval_fraction=0.0)
     with pytest.raises(DataError, match=r"7 tokens are too few to hold 5 out and train"):
         open_text(tmp_path, "abcdef")
 

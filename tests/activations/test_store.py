@@ -1,0 +1,98 @@
+"""Stores: every byte there and back at the same place of a block, and all room given back."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.activations.store import DirectStore
+from infinity.core.errors import DiskError
+from infinity.core.extent import BLOCK_NBYTES
+from tests.activations.stage import Stage
+from tests.helpers.faulty import Fault
+
+
+@given(nbytes=st.one_of(st.integers(1, 40_000), st.integers(-2, 2).map(lambda n: 4 * BLOCK_NBYTES + n)))
+@settings(max_examples=30, deadline=None)
+def test_every_size_comes_back_to_the_byte_at_the_same_place_of_a_block(tmp_path_factory, nbytes):
+    stage = Stage(tmp_path_factory.mktemp("store"))
+    try:
+        tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
+        stored = stage.store.reserve(tensor.untyped_storage(), "test")
+        stored.store(tensor.untyped_storage()).wait()
+        loading = stored.load()
+        loading.transfer.wait()
+        back = torch.empty(0, dtype=torch.uint8).set_(loading.storage)[loading.offset_nbytes :][:nbytes]
+        assert torch.equal(back, tensor)
+        assert back.data_ptr() % BLOCK_NBYTES == tensor.data_ptr() % BLOCK_NBYTES
+        stored.free()
+        stored.free()
+        assert stage.volume.allocated_nbytes == 0
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 8191, 8192, 8193, 3 * 8192, 40_001])
+@pytest.mark.parametrize("kind", ["disk", "host"])
+def test_staged_in_pieces(tmp_path, kind, nbytes):
+    stage = Stage(tmp_path, kind)
+    tensor = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    stored = stage.store.reserve(tensor.untyped_storage(), "test")
+    stored.store(tensor.untyped_storage()).wait()
+    loading = stored.load()
+    loading.transfer.wait()
+    assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(loading.storage), tensor)
+    assert stage.pool.peak_nbytes < 8192 * 8 + nbytes * (kind == "host")
+    stored.free()
+    stage.assert_empty()
+    stage.close()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("on", ["write", "read"])
+def test_a_piece_that_fails_gives_back_every_lease(tmp_path, on, nth):
+    stage = Stage(tmp_path, "disk")
+    stage.engine.faults = (Fault(on=on, nth=nth),)
+    tensor = torch.randint(256, (40_001,), dtype=torch.uint8)
+    stored = stage.store.reserve(tensor.untyped_storage(), "test")
+    if on == "read":
+        stored.store(tensor.untyped_storage()).wait()
+    with pytest.raises(DiskError):
+        (stored.load().transfer if on == "read" else stored.store(tensor.untyped_storage())).wait()
+    stored.free()
+    stage.assert_empty()
+    stage.close()
+
+
+def test_room_is_given_back_only_when_nothing_is_in_flight(stage):
+    stage.engine.delay_s = 0.05
+    tensor = torch.zeros(40_000, dtype=torch.uint8)
+    stored = stage.store.reserve(tensor.untyped_storage(), "test")
+    transfer = stored.store(tensor.untyped_storage())
+    stored.free()
+    assert stage.volume.allocated_nbytes > 0
+    transfer.wait()
+    stage.engine.close()
+    assert stage.volume.allocated_nbytes == 0
+
+
+def test_a_store_reserves_all_pieces_or_none(tmp_path):
+    stage = Stage(tmp_path, "disk")
+    allocate, calls = stage.volume.allocate, []
+
+    def full(nbytes, *, what):
+        calls.append(nbytes)
+        if len(calls) == 3:
+            raise DiskError(28, "reservation", "a.bin", offset=0, nbytes=nbytes)
+        return allocate(nbytes, what=what)
+
+    stage.volume.allocate = full
+    with pytest.raises(DiskError):
+        stage.store.reserve(torch.zeros(40_000, dtype=torch.uint8).untyped_storage(), "test")
+    assert stage.volume.allocated_nbytes == 0
+    stage.close()
+
+
+def test_direct_stores_close_nothing_of_others(stage):
+    DirectStore(stage.volume, stage.engine).close()
+    stage.volume.free(stage.volume.allocate(BLOCK_NBYTES, what="still open"))
