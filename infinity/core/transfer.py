@@ -85,11 +85,14 @@ class Transfer:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
     def run(self, call: Callable[[], None]) -> None:
-        """Run ``call``, and end with the error that it raises, or without one."""
+        """Run ``call``, and end with the error that it raises, or without one.
+
+        The error's traceback is dropped: its frames would keep alive what was moved.
+        """
         try:
             call()
         except BaseException as error:  # surfaces at wait
-            self.finish(error)
+            self.finish(error.with_traceback(None))
         else:
             self.finish()
 

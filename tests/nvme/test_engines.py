@@ -292,7 +292,7 @@ def test_close_waits_for_what_is_in_flight_and_gives_threads_back(
     moves = [engine.write(volume.allocate(64 * MIB, what="unit"), out.memory) for _ in range(2)]
     engine.close()
     assert all(move.done() for move in moves)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("infinity-")]
+    assert not any(thread.is_alive() for thread in engine._threads)
     engine.close()
     with pytest.raises(StateError, match="closed"):
         engine.read(Extent((Piece(0, 0, 4096),)), lease(4096).memory)

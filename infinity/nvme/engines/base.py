@@ -107,6 +107,12 @@ class QueuedEngine:
         """Start writing ``memory`` to ``extent``; see the protocol."""
         return self._start(extent, memory, self._queue, writes=True)
 
+    @property
+    def in_flight_nbytes(self) -> int:
+        """Bytes of requests that are queued or with the kernel."""
+        with self._lock:
+            return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._queue) for r in queue)
+
     def close(self) -> None:
         """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
         with self._lock:
