@@ -18,7 +18,13 @@ from tests.helpers import forks
 forks.own()  # before xdist starts its workers, which inherit it
 
 # A busy machine is slow at everything, and no timing fails a test.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The gate draws the same examples each time, as hypothesis itself does in CI; other runs draw new ones.
+settings.register_profile(
+    "suite",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")),
+)
 settings.load_profile("suite")
 
 

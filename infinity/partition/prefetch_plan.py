@@ -325,6 +325,8 @@ def make_plan(
     keeping.lap(events)
     filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
     begin = filling.begin()
-    stays = frozenset(unit for unit in begin if filling.first[unit] not in keeping.fetched)
     actions = tuple(filling.play(i, event) for i, event in enumerate(events))
+    # the second walk may have dropped a unit that the first one kept to the end
+    kept = (unit for unit in begin if filling.first[unit] not in keeping.fetched)
+    stays = frozenset(unit for unit in kept if unit in filling.present)
     return Plan(tuple(events), begin, actions, filling.peak_nbytes, stays)

@@ -161,6 +161,17 @@ def test_what_stays_for_the_next_pass_is_there_at_its_end(case):
     assert not (plan.stays & updated) - case.can_stay
 
 
+def test_a_unit_that_the_second_walk_drops_does_not_count_as_staying():
+    use, unpin = (lambda unit: Event(Kind.USE, unit)), (lambda unit: Event(Kind.UNPIN, unit))
+    events = (
+        use(4), unpin(4), use(2), use(0), use(2), use(3), unpin(3), use(0), unpin(0), use(2), unpin(2),
+        use(0), unpin(0), use(1), unpin(1), unpin(2), unpin(0), unpin(2),
+    )  # fmt: skip
+    case = Case(events, dict.fromkeys(range(5), 1), 4)
+    *_, last = (present for _, _, _, present, _ in replay(case, case.plan()))
+    assert case.plan().stays <= last
+
+
 # --- how few ----------------------------------------------------------------------------------
 
 
