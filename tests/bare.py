@@ -305,6 +305,7 @@ def become(names: list[str], folder: Path, command: list[str]) -> None:
             except NotHereError as why:
                 print(f"{NOT_HERE}{CONDITIONS[name].__doc__} ({why})", flush=True)
     scene.environment["TMPDIR"] = str(scene.files)
+    scene.environment["HYPOTHESIS_STORAGE_DIRECTORY"] = str(scene.files / "hypothesis")
     os.chdir(ROOT)
     os.execve(command[0], [word.replace("{}", str(scene.files)) for word in command], scene.environment)
 

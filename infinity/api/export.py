@@ -80,7 +80,8 @@ def check_room(model: nn.Module, folder: Path) -> None:
         DiskError: The model is larger than what is free.
     """
     nbytes = sum(p.numel() * p.itemsize for p in model.parameters())
-    if shutil.disk_usage(folder).free < nbytes:
+    space = shutil.disk_usage(folder)
+    if space.total and space.free < nbytes:  # a file system without a size says 0
         raise WriteError(errno.ENOSPC, f"finding room for the trained model in {folder}", folder, 0, nbytes)
 
 
