@@ -57,6 +57,28 @@ class Version:
         return whole
 
 
+@dataclass(slots=True)
+class StoredShard:
+    """A unit's shard on NVMe.
+
+    Attributes:
+        versions: One while it was never trained, else all.
+        name: The unit's, for messages.
+        first: Number of the first file that it lies in, where that is none of the volume's own.
+        shared: Its only version lies in sealed files, which are never written again.
+    """
+
+    versions: list[Version]
+    name: str
+    first: int = 0
+    shared: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is room for moments and for every version."""
+        return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
+
+
 class ShardStore:
     """The extents of every unit of this rank.
 
@@ -76,10 +98,7 @@ class ShardStore:
         self.volume, self.versions, self.chunk_numel = volume, versions, chunk_numel
         self._weight_itemsize, self._moments_itemsize = weight_itemsize, moments_itemsize
         self._exact_itemsize = state_itemsize - moments_itemsize
-        self._units: dict[int, list[Version]] = {}
-        self._names: dict[int, str] = {}
-        self._first: dict[int, int] = {}  # where a unit is not in the volume's own files: see allocate
-        self._shared: set[int] = set()
+        self._shards: dict[int, StoredShard] = {}  # by unit
 
     def allocate(self, unit: int, shard_numel: int, name: str, first: int = 0) -> None:
         """Make room for one version of a unit's weights, in the files from number ``first`` on.
@@ -87,8 +106,8 @@ class ShardStore:
         Raises:
             DiskError: The file system is full.
         """
-        self._names[unit], self._first[unit] = name, first
-        self._units[unit] = [Version(self._weights(self.places(shard_numel), name, first))]
+        version = Version(self._weights(self.places(shard_numel), name, first))
+        self._shards[unit] = StoredShard([version], name, first)
 
     def fits(self, version: Version) -> bool:
         """Whether every extent of ``version`` has the size of what it holds; exact values may lack."""
@@ -100,12 +119,11 @@ class ShardStore:
 
     def share(self, unit: int, name: str, version: Version) -> None:
         """Let a unit have its only version in sealed files, which other runs read, too."""
-        self._names[unit], self._units[unit] = name, [version]
-        self._shared.add(unit)
+        self._shards[unit] = StoredShard([version], name, shared=True)
 
     def shared(self, unit: int) -> bool:
         """Whether the unit's only version lies in sealed files, which are never written again."""
-        return unit in self._shared
+        return unit in self._shards and self._shards[unit].shared
 
     def copy_on_write(self, unit: int) -> None:
         """Make room for weights in this run's own files; the shared extents stay as they are.
@@ -113,11 +131,9 @@ class ShardStore:
         Raises:
             DiskError: The file system is full; nothing changed.
         """
-        [shared] = self._units[unit]
-        places = [(chunk.start, chunk.numel) for chunk in shared.chunks]
-        self._units[unit] = [Version(self._weights(places, self._names[unit]))]
-        self._first[unit] = 0
-        self._shared.remove(unit)
+        shared = self._shards[unit]
+        places = [(chunk.start, chunk.numel) for chunk in shared.versions[0].chunks]
+        self._shards[unit] = StoredShard([Version(self._weights(places, shared.name))], shared.name)
 
     def places(self, shard_numel: int) -> list[tuple[int, int]]:
         """Start and elements of every chunk of a shard."""
@@ -125,15 +141,15 @@ class ShardStore:
         return [(start, min(self.chunk_numel, shard_numel - start)) for start in starts]
 
     def has(self, unit: int) -> bool:
-        return unit in self._units
+        return unit in self._shards
 
     def trains(self, unit: int) -> bool:
         """Whether the unit has room for moments and for every version."""
-        return all(chunk.moments.pieces for version in self._units[unit] for chunk in version.chunks)
+        return self._shards[unit].trains
 
     def version(self, unit: int, which: int) -> Version:
         """The only version of a unit that was never trained, or one of all."""
-        versions = self._units[unit]
+        versions = self._shards[unit].versions
         return versions[which % len(versions)]
 
     def add_exact(self, unit: int, number: int) -> ChunkExtents:
@@ -142,10 +158,10 @@ class ShardStore:
         Raises:
             DiskError: The file system is full.
         """
-        [version] = self._units[unit]
-        chunk = self._with_exact(version.chunks[number], self._names[unit], self._first[unit])
-        chunks = (*version.chunks[:number], chunk, *version.chunks[number + 1 :])
-        self._units[unit] = [Version(chunks)]
+        shard = self._shards[unit]
+        [version] = shard.versions
+        chunk = self._with_exact(version.chunks[number], shard.name, shard.first)
+        shard.versions = [Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))]
         return chunk
 
     def train(self, unit: int) -> None:
@@ -154,23 +170,23 @@ class ShardStore:
         Raises:
             DiskError: The file system is full.
         """
-        if self.trains(unit):
+        shard = self._shards[unit]
+        if shard.trains:
             return
-        [first], name = self._units[unit], self._names[unit]
+        [first], name = shard.versions, shard.name
         places = [(chunk.start, chunk.numel) for chunk in first.chunks]
         bare = [first, *(Version(self._weights(places, name)) for _ in range(1, self.versions))]
-        self._units[unit] = [
+        shard.versions = [
             Version(tuple(self._with_moments(self._with_exact(c, name), name) for c in version.chunks))
             for version in bare
         ]
 
     def free(self, unit: int) -> None:
         """Give back what a unit holds; shared extents stay as they are."""
-        versions = self._units.pop(unit, [])
-        if unit in self._shared:
-            self._shared.remove(unit)
+        shard = self._shards.pop(unit, None)
+        if shard is None or shard.shared:
             return
-        for version in versions:
+        for version in shard.versions:
             for chunk in version.chunks:
                 self.volume.free(chunk.weight)
                 self.volume.free(chunk.state)

@@ -12,7 +12,7 @@ would live on NVMe. A unit that is thawed later gets its moments then.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,12 +38,15 @@ _MOMENTS = 2
 class Resident:
     """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
 
-    The moments are missing from ``state`` while the unit was never trained.
+    Attributes:
+        state: Without the moments while the unit was never trained.
+        set_aside: The host budget has room for its moments.
     """
 
     weight: Tensor
     state: tuple[Tensor, ...]
     leases: tuple[Lease, ...]
+    set_aside: bool
 
 
 class Tiers:
@@ -68,7 +71,6 @@ class Tiers:
         self.residents: dict[int, Resident] = {}
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
         self.shared_base: SharedBase | None = None
-        self._set_aside: set[int] = set()  # residents whose moments have room in the host budget
 
     # --- homes -------------------------------------------------------------------------------
 
@@ -82,8 +84,7 @@ class Tiers:
         nbytes = self._nbytes(unit)
         if self._used_nbytes + nbytes <= self.resident_nbytes:
             self._used_nbytes += nbytes
-            self._set_aside.add(unit.index)
-            self._make_resident(unit)
+            self._make_resident(unit, set_aside=True)
         elif self.store is not None:
             if self.shared_base is None or not self.shared_base.place(unit):
                 self.store.allocate(unit.index, unit.shard_numel, unit.name)
@@ -110,8 +111,9 @@ class Tiers:
         units = list(units)
         if movable:
             for unit in units:
-                if unit.index in self._set_aside and not unit.trainable:
-                    self._set_aside.discard(unit.index)
+                resident = self.residents.get(unit.index)
+                if resident is not None and resident.set_aside and not unit.trainable:
+                    self.residents[unit.index] = replace(resident, set_aside=False)
                     self._used_nbytes -= self._moments_nbytes(unit)
             for unit in sorted(units, key=lambda unit: not unit.trainable):
                 self._promote_to_host(unit)
@@ -128,14 +130,15 @@ class Tiers:
     def _moments_nbytes(self, unit: Unit) -> int:
         return rounded(self._moments.state_nbytes(unit.shard_numel))
 
-    def _make_resident(self, unit: Unit) -> None:
+    def _make_resident(self, unit: Unit, *, set_aside: bool) -> None:
         n, who = unit.shard_numel, unit.name
         leases = [self.pool.lease(self.layout.weight_nbytes(n), who=who)]
         exact: tuple[Tensor, ...] = ()
         if self._exact.fields:
             leases.append(self.pool.lease(self._exact.state_nbytes(n), who=who))
             exact = self._exact.views(leases[1].tensor, n)
-        self.residents[unit.index] = Resident(leases[0].tensor.view(unit.dtype), exact, tuple(leases))
+        weight = leases[0].tensor.view(unit.dtype)
+        self.residents[unit.index] = Resident(weight, exact, tuple(leases), set_aside)
         unit.home = Tier.HOST
         unit.lifecycle.state = UnitState.ON_HOST
 
@@ -145,9 +148,7 @@ class Tiers:
         if not self._stored(unit) or self._used_nbytes + nbytes > self.resident_nbytes:
             return
         self._used_nbytes += nbytes
-        if unit.trainable:
-            self._set_aside.add(unit.index)
-        self._make_resident(unit)
+        self._make_resident(unit, set_aside=bool(unit.trainable))
         ours = self.residents[unit.index]
         for start, weight, state in self._each_stored_chunk(unit):
             part = slice(start, start + len(weight))
@@ -165,7 +166,7 @@ class Tiers:
             return
         if len(resident.state) == len(self.layout.fields):
             return
-        if unit.index not in self._set_aside:
+        if not resident.set_aside:
             nbytes = self._moments_nbytes(unit)
             if self._used_nbytes + nbytes > self.resident_nbytes:
                 raise BudgetError(
@@ -179,8 +180,8 @@ class Tiers:
         moments = self._moments.views(lease.tensor, unit.shard_numel)
         for moment in moments:
             moment.zero_()
-        self.residents[unit.index] = Resident(
-            resident.weight, (*resident.state, *moments), (*resident.leases, lease)
+        self.residents[unit.index] = replace(
+            resident, state=(*resident.state, *moments), leases=(*resident.leases, lease)
         )
 
     # --- exact values, for construction and for people who write weights ---------------------
