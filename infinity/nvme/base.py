@@ -112,7 +112,11 @@ class BaseFiles:
         Raises:
             DamagedBaseError: There is one, but not a whole one. It lost its name, and is claimed.
             DirectoryError: The directory cannot be made.
+            UnsafePathError: It is a link, another user's, or everybody's to write.
         """
+        for folder in self.folders:
+            if folder.exists():
+                own_directory(folder)
         while True:
             with contextlib.suppress(DamagedBaseError):  # or its writer renames the files just now
                 if found := self._open():
