@@ -53,7 +53,11 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
                 **(overrides or {}),
             )
     except Exception as error:  # of any kind, when the file has anything in it
-        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+        code = "trust_remote_code" in str(error)
+        why = (
+            "its model is code beside the weights (auto_map), which infinity does not run" if code else error
+        )
+        raise CheckpointError(f"{path / 'config.json'}: {why}") from error
     unknown = {name for name in unknown if name not in ("trust_remote_code", "local_files_only")}
     if unknown:
         raise CheckpointError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")

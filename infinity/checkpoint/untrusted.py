@@ -27,11 +27,11 @@ from infinity.core.errors import CheckpointError
 
 #: Experts of transformers that are written in torch.
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")
-#: Counts of modules and of labels; no model has a hundredth of so many.
-_COUNTED = re.compile("layer|block|depth|expert|stage|label")
-_MOST_COUNTED = 1_000_000
+#: Keys of counts of modules and of labels, and the most that is believed.
+_COUNTS, _SIZES = re.compile("layer|block|depth|expert|stage|label"), re.compile("size|dim|length|position")
+_MOST_COUNTED = 100_000
 #: Parameters for each stored tensor, since some are cut into several, and beside them.
-_PARAMETERS_PER_TENSOR, _MOST_BESIDE = 16, 10_000
+_PARAMETERS_PER_TENSOR, _MOST_BESIDE = 8, 2_000
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def check_counts(given: Any, where: Path, key: str = "") -> None:
     elif isinstance(given, list):
         for value in given:
             check_counts(value, where, key)
-    elif isinstance(given, int) and given > _MOST_COUNTED and _COUNTED.search(key):
+    elif isinstance(given, int) and given > _MOST_COUNTED and _COUNTS.search(key) and not _SIZES.search(key):
         raise CheckpointError(f"{where}: {key} is {given}; wanted at most {_MOST_COUNTED}, as any model has")
 
 

@@ -141,13 +141,9 @@ class JsonTokenizer:
             raise DataError(
                 f"{path}: reading it needs the tokenizers library: pip install tokenizers"
             ) from error
+        content = _read_checked(path)
         try:
-            content = _read_checked(path)
             self._library = Library.from_str(content.decode())
-        except OSError as error:
-            raise DataError(
-                f"data.tokenizer: {path}: {error.strerror}; wanted bytes, a tokenizer.json or a directory"
-            ) from error
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"data.tokenizer: {path}: not a tokenizer.json: {error}") from error
         self._path = path
@@ -172,6 +168,7 @@ class DirectoryTokenizer:
 
     Raises:
         DataError: transformers cannot open a tokenizer there, or is not installed.
+        CheckpointError: There is a config.json, and it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,11 +176,11 @@ class DirectoryTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(f"{path}: reading it needs transformers: pip install transformers") from error
+        for file in sorted({each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}):
+            _read_checked(file)
+        if (path / "config.json").exists():  # which is read, too
+            check_counts(read_json_object(path / "config.json"), path / "config.json")
         try:
-            for file in sorted({each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}):
-                _read_checked(file)
-            if (path / "config.json").exists():
-                check_counts(read_json_object(path / "config.json"), path / "config.json")
             with offline():
                 self._library: Any = AutoTokenizer.from_pretrained(
                     str(path), local_files_only=True, trust_remote_code=False
@@ -343,16 +340,22 @@ def _read_checked(path: Path) -> bytes:
     """Read a file of a tokenizer; see [Note: untrusted files].
 
     Raises:
-        OSError: It is no file, cannot be read, or is too large.
-        DataError: It has a word that is too long.
+        DataError: It is no file, cannot be read, is too large, or has a word that is too long.
     """
-    content = read_file(path, _MOST_FILE_NBYTES)
+    try:
+        content = read_file(path, _MOST_FILE_NBYTES)
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer: {path}: {error.strerror}; wanted bytes, a tokenizer.json or a directory"
+        ) from error
     if len(content) > _MOST_WORD_CHARS and path.suffix != ".model":
         values = np.frombuffer(content, np.uint8)
         ends = np.flatnonzero((values == ord("\n")) | (values == ord('"')))
         longest = int(np.diff(ends, prepend=-1, append=len(values)).max()) - 1
         if longest > _MOST_WORD_CHARS:
-            raise DataError(f"{path}: a word has {longest} bytes; wanted at most {_MOST_WORD_CHARS}")
+            raise DataError(
+                f"data.tokenizer: {path}: a word has {longest} bytes; wanted at most {_MOST_WORD_CHARS}"
+            )
     return content
 
 
