@@ -319,8 +319,7 @@ def make_folder(recipe: Recipe) -> Path:
     run_id = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = Path(recipe.run.dir).expanduser() / run_id
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)  # a run may be as private as its data
+        folder.mkdir(mode=0o700, parents=True)  # a run may be as private as its data
         write_recipe(recipe, folder)
     except FileExistsError as error:
         raise RecipeError(f"run.name: {folder} exists; give the run another name, or none") from error

@@ -162,9 +162,11 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # a NUL byte
         raise OSError(errno.EINVAL, str(error), str(path)) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        what = "Is a directory, not a regular file" if stat.S_ISDIR(mode) else "not a regular file"
+        raise OSError(errno.EINVAL, what, str(path))
     return fd
 
 

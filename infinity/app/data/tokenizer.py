@@ -385,7 +385,7 @@ def _limited(template_of: Path) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_RENDER_S, 0.1)
             stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         most = pages * resource.getpagesize() + _MOST_RENDER_NBYTES
         if soft == resource.RLIM_INFINITY or soft > most:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
