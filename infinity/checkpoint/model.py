@@ -197,6 +197,7 @@ def _read_generation_config(model: Any, path: Path) -> None:
     if model.can_generate() and file.is_file():
         from transformers import GenerationConfig
 
+        read_json_object(file)  # of a size that can be read
         try:
             with offline():
                 model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)

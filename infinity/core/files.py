@@ -32,6 +32,8 @@ from infinity.core.errors import LockedError, UnsafePathError
 #: Programs that look for unused files hold their locks for a moment; waited for, and between two tries (s).
 PATIENCE_S = 0.4
 _PAUSE_S = 0.02
+#: Whose, to a process in a container without root, /tmp and all other files of the machine's root are.
+_UNMAPPED_UID = 65534
 #: The longest text that a lock file is expected to hold (bytes).
 _MOST_OWNER_NBYTES = 4096
 
@@ -112,12 +114,14 @@ def shared_directory(path: Path) -> None:
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
+    sticky = bool(found.st_mode & stat.S_ISVTX)
+    trusted = (os.geteuid(), 0, _UNMAPPED_UID) if sticky else (os.geteuid(), 0)
     advice = "give a directory of your own, which will be made if it does not exist"
-    if found.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in trusted:
         raise UnsafePathError(
             path, f"belongs to another user (uid {found.st_uid}), who could replace what lies in it: {advice}"
         )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if found.st_mode & stat.S_IWOTH and not sticky:
         raise UnsafePathError(
             path,
             f"may be written by everybody (mode {found.st_mode & 0o7777:o}), who could replace what lies in "

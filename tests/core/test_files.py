@@ -1,5 +1,6 @@
 """Locks are free when their holder has ended, and nobody else's file is written or waited for."""
 
+import contextlib
 import math
 import os
 import signal
@@ -197,6 +198,17 @@ def test_a_directory_in_which_another_user_could_replace_ours_is_refused(
     monkeypatch.setattr(Path, "stat", lambda path: found)
     with pytest.raises(UnsafePathError, match=r"another user \(uid 54321\).*directory of your own"):
         shared_directory(tmp_path)
+
+
+def test_the_tmp_of_a_container_without_root_can_be_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode in (0o41777, 0o40755):
+        found = os.stat_result((mode, *tmp_path.stat()[1:4], 65534, *tmp_path.stat()[5:]))
+        monkeypatch.setattr(Path, "stat", lambda path, found=found: found)
+        with contextlib.nullcontext() if mode == 0o41777 else pytest.raises(UnsafePathError):
+            shared_directory(tmp_path)
+        monkeypatch.undo()
 
 
 def test_a_link_to_a_directory_is_not_our_own(tmp_path: Path) -> None:
