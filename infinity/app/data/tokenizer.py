@@ -209,14 +209,16 @@ class DirectoryTokenizer:
                 "the assistant's tokens; save it as a tokenizer.json"
             )
         try:
-            rendered = self._render(chat)
+            with _limited(self._path) as restart:
+                rendered = self._render(chat, restart)
         except (MalformedError, DataError):
             raise
         except Exception as error:  # a template is a program and may raise any type
             raise MalformedError(f"the chat template rejects it: {error}") from error
         return [self._encode_rendered(each) for each in rendered]
 
-    def _render(self, chat: Chat) -> list[Rendered]:
+    def _render(self, chat: Chat, restart: Callable[[], object]) -> list[Rendered]:
+        """Render a chat; ``restart`` gives the next rendering the full time."""
         library = self._library
         try:
             template: str = library.get_chat_template(tools=chat.tools)
@@ -225,18 +227,17 @@ class DirectoryTokenizer:
         if "endgeneration" in template:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            with _limited(self._path):
-                texts, spans = render_jinja_template(
-                    [chat.messages], tools=chat.tools, chat_template=template,
-                    return_assistant_tokens_mask=True, **library.special_tokens_map,
-                )  # fmt: skip
+            texts, spans = render_jinja_template(
+                [chat.messages], tools=chat.tools, chat_template=template,
+                return_assistant_tokens_mask=True, **library.special_tokens_map,
+            )  # fmt: skip
             return [Rendered(texts[0], spans[0])]
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
-            with _limited(self._path):
-                text: str = library.apply_chat_template(
-                    list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False
-                )
+            restart()
+            text: str = library.apply_chat_template(
+                list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False
+            )
             return text
 
         return render_turns(chat.messages, render)
@@ -360,10 +361,10 @@ def _read_checked(path: Path) -> bytes:
 
 
 @contextmanager
-def _limited(template_of: Path) -> Iterator[None]:
+def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
     """Let the body, which renders a template, take a limited time of the processor and limited memory.
 
-    The limit of time needs the main thread, where Python handles signals.
+    The limit of time needs the main thread, where Python handles signals; what this yields restarts it.
 
     Raises:
         DataError: It reached one of them.
@@ -378,12 +379,17 @@ def _limited(template_of: Path) -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise fail(f"{_MOST_RENDER_S:g} s of the processor")
 
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, end))
+    def restart() -> None:
+        if in_main:
             # again and again: the sandbox asks for attributes in ways that swallow errors
             signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_RENDER_S, 0.1)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    with ExitStack() as stack:
+        if in_main:
+            stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, end))
             stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+            restart()
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         most = pages * resource.getpagesize() + _MOST_RENDER_NBYTES
@@ -391,7 +397,7 @@ def _limited(template_of: Path) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
             stack.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
         try:
-            yield
+            yield restart
         except MemoryError as error:
             # without its frames, which hold what was built
             raise fail(f"{format_nbytes(_MOST_RENDER_NBYTES)} of memory") from error.with_traceback(None)
