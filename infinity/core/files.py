@@ -277,7 +277,7 @@ def is_named(fd: int, path: Path) -> bool:
     """Whether an open file still is the one at ``path``."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -248,6 +248,7 @@ class Volume:
 
         Raises:
             ChangedFileError: Another program truncated, replaced or removed one.
+            DiskError: The file system does not answer.
         """
         for file in self._files:
             file.check()
@@ -356,9 +357,13 @@ class _File:
 
     def check(self) -> None:
         """See :meth:`Volume.check`."""
-        if not self._sealed and not is_named(self.fd, self.path):
+        try:
+            named = self._sealed or is_named(self.fd, self.path)
+            reserved, size = self._reserved, os.fstat(self.fd).st_size
+        except OSError as error:
+            raise DiskError(error.errno or errno.EIO, "check", self.path, offset=0, nbytes=0) from error
+        if not named:
             raise ChangedFileError(self.path, "was removed or replaced")
-        reserved, size = self._reserved, os.fstat(self.fd).st_size
         if size < reserved:
             raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {reserved}")
 

@@ -186,6 +186,18 @@ def test_files_that_were_cut_replaced_or_removed_are_a_disk_error_that_names_the
     volume.check()
 
 
+def test_a_file_system_that_does_not_answer_is_a_disk_error(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanish(path: Path) -> os.stat_result:
+        raise OSError(errno.EIO, "gone", str(path))
+
+    monkeypatch.setattr(os, "lstat", vanish)
+    with pytest.raises(DiskError, match=r"a\.bin") as raised:
+        volume.check()
+    assert raised.value.errno == errno.EIO
+
+
 def test_a_file_that_grew_is_still_ours(volume: Volume) -> None:
     volume.allocate(4096, what="unit")
     volume.allocate(100 * MIB, what="another")
