@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
+    # Neither a recipe nor a checkpoint fetches anything, whatever the environment says.
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", USE_HUB_KERNELS="0")
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
         with _terminable():

@@ -198,6 +198,33 @@ def broken_probe(folder: Path, guilty: bool) -> None:
         loop(folder, "memory.activations=plan", steps=8)
 
 
+def changed(change: Callable[[Path], object], folder: Path, guilty: bool) -> None:
+    """Another program touches a file of states where no read of this step would notice."""
+
+    def before(step: int, model: Any, optimizer: Any) -> None:
+        if guilty and step == 2:
+            change(optimizer.runtime.storage.volume.path(0))
+
+    loop(folder, before=before)
+
+
+def cut_file(folder: Path, guilty: bool) -> None:
+    changed(lambda path: os.truncate(path, path.stat().st_size - 4096), folder, guilty)
+
+
+def replaced_file(folder: Path, guilty: bool) -> None:
+    def replace(path: Path) -> None:
+        copy = path.with_name("copy")
+        copy.write_bytes(path.read_bytes())
+        copy.rename(path)
+
+    changed(replace, folder, guilty)
+
+
+def removed_file(folder: Path, guilty: bool) -> None:
+    changed(Path.unlink, folder, guilty)
+
+
 def interrupted_hook(folder: Path, guilty: bool) -> None:
     """An error of the user's own code, deep inside backward."""
 
@@ -230,6 +257,9 @@ SCENARIOS: tuple[tuple[Callable[[Path, bool], None], str, str, str], ...] = (
     (broken_reads, "DiskError", "PeerError", "rank 1 failed with DiskError"),
     (broken_early_reads, "DiskError", "PeerError", "rank 1 failed with DiskError"),
     (broken_probe, "DiskError", "PeerError", "rank 1 failed with DiskError"),
+    (cut_file, "DiskError", "PeerError", "rank 1 failed with ChangedFileError"),
+    (replaced_file, "DiskError", "PeerError", "rank 1 failed with ChangedFileError"),
+    (removed_file, "DiskError", "PeerError", "rank1.bin was removed or replaced"),
 )
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from infinity.api.init import gathered
 from infinity.checkpoint.publish import Publication
 from infinity.core.errors import RecipeError, StateError
+from infinity.core.files import open_regular
 from infinity.engine.runtime import runtime_of
 from infinity.partition import builder
 from infinity.partition.init_context import Construction, ServedParameters
@@ -197,5 +198,5 @@ under base_model_sha256 in the head of this file. With transformers and peft:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -84,20 +84,19 @@ def offload_activations(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
     with contextlib.ExitStack() as stack:
+        volume = _open_volume(stack, directories)
         activations = Activations(
-            _open_cache(stack, device, directories, host_nbytes), policy,
+            _open_cache(stack, device, volume, host_nbytes), policy,
             lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity),
             partial(decide, rank=rank, share=share),
         )  # fmt: skip
         stack.callback(activations.close)
-        stack.enter_context(_served(model, activations))
+        stack.enter_context(_served(model, activations, volume))
         yield activations
 
 
-def _open_cache(
-    stack: contextlib.ExitStack, device: torch.device, directories: Sequence[str | Path], host_nbytes: int
-) -> TensorCache:
-    """Open a cache with files of its own, which ``stack`` removes."""
+def _open_volume(stack: contextlib.ExitStack, directories: Sequence[str | Path]) -> Volume:
+    """Open a volume with files of its own, which ``stack`` removes."""
     run_id, rank = new_run_id(), dist.get_rank() if dist.is_initialized() else 0
     paths = []
     for root in directories:
@@ -106,6 +105,13 @@ def _open_cache(
         paths.append(directory.file(f"rank{rank}.bin"))
     volume = Volume(paths, stripe_weights([path.parent for path in paths]))
     stack.callback(volume.close)
+    return volume
+
+
+def _open_cache(
+    stack: contextlib.ExitStack, device: torch.device, volume: Volume, host_nbytes: int
+) -> TensorCache:
+    rank = dist.get_rank() if dist.is_initialized() else 0
     notes: list[str] = [*volume.notes]
     engine = make_engine("auto", volume, notes.append)
     for line in notes if rank == 0 else ():
@@ -117,7 +123,7 @@ def _open_cache(
 
 
 @contextlib.contextmanager
-def _served(model: nn.Module, activations: Activations) -> Iterator[None]:
+def _served(model: nn.Module, activations: Activations, volume: Volume) -> Iterator[None]:
     """Treat every call of ``model`` that autograd records as a pass; a step of any optimizer ends a step."""
     passes: list[contextlib.ExitStack] = []
 
@@ -135,10 +141,14 @@ def _served(model: nn.Module, activations: Activations) -> Iterator[None]:
         if passes:
             passes.pop().close()
 
+    def end_step() -> None:
+        activations.end_step()
+        volume.check()
+
     handles: list[RemovableHandle] = [
         model.register_forward_pre_hook(untraced(before), prepend=True),
         model.register_forward_hook(untraced(after), always_call=True),
-        register_optimizer_step_post_hook(lambda *_: activations.end_step()),
+        register_optimizer_step_post_hook(lambda *_: end_step()),
     ]
     try:
         yield

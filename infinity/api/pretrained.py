@@ -75,7 +75,7 @@ def from_pretrained(
             runtime.construction.late = loading
             if base is not None:
                 loading.sharing, runtime.tiers.shared_base = base.sharing, base
-            model = build_model(config, auto_class, runtime.dtype)
+            model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
             loading.prepare(model)
         runtime.construction.late = runtime.tiers.shared_base = None  # they and their files have served
         notes = loading.notes()

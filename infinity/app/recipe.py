@@ -27,6 +27,7 @@ from infinity.app.data.loader import DataConfig
 from infinity.app.models.config import ModelConfig
 from infinity.core.config import MemoryConfig, SettingError, Valid, check, setting
 from infinity.core.errors import RecipeError
+from infinity.core.files import read_file
 from infinity.core.nbytes import parse_nbytes
 from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
@@ -34,6 +35,8 @@ from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
 
 COMMAND_LINE = "on the command line"
+#: The longest recipe that is read; one with every key has 5 kB.
+_MOST_NBYTES = 2**20
 #: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key",
@@ -209,7 +212,7 @@ class _Origin(NamedTuple):
 def _read(path: Path) -> Any:
     """Parse the file with OmegaConf, which resolves ``${train.steps}`` and ``${oc.env:HOME}``."""
     try:
-        text = path.read_text("utf-8")
+        text = read_file(path, _MOST_NBYTES).decode("utf-8")
         given = yaml.safe_load(text)
         if given is None:
             return OmegaConf.create()

@@ -36,6 +36,7 @@ from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import RECIPE, Loop, built, make_folder, open_inputs, set_threads, write_recipe
 from infinity.app.views import ActivationView, Views
 from infinity.core.errors import InfinityError, RecipeError
+from infinity.core.files import create_file, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport
 from infinity.planner.planning import FOLDER, PLAN, Planning
@@ -121,7 +122,7 @@ def show_rok(
         points.append(point)
         print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
         given = {"recipe": path, "overrides": list(overrides), "points": [_figures(each) for each in points]}
-        (folder / "rok.json").write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+        write_file(folder / "rok.json", json.dumps(given, indent=2) + "\n")
     console.print()
     console.print(rok_table(points))
     console.print()
@@ -147,12 +148,12 @@ def measure_all(
 
 def run_point(recipe: Recipe, steps: int, point: RokPoint, folder: Path) -> RokPoint:
     """Measure ``point`` in a separate process, whose output goes to ``log.txt``."""
-    folder.mkdir()
-    (folder / POINT).write_text(json.dumps(asdict(point)), encoding="utf-8")
+    folder.mkdir(mode=0o700)
+    write_file(folder / POINT, json.dumps(asdict(point)))
     warmup = warmup_steps(recipe.train.accumulate)
     write_recipe(_recipe_of(recipe, point, warmup + steps), folder)
     log = folder / "log.txt"
-    with log.open("w", encoding="utf-8") as out:
+    with open(create_file(log), "w", encoding="utf-8") as out:
         command = [sys.executable, "-m", "infinity.app.rok", str(folder)]
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if code or not (folder / RESULT).exists():
@@ -404,7 +405,7 @@ def main(folder: str) -> int:
     except InfinityError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    (Path(folder) / RESULT).write_text(json.dumps(asdict(result)), encoding="utf-8")
+    write_file(Path(folder) / RESULT, json.dumps(asdict(result)))
     return 0
 
 

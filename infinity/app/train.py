@@ -28,6 +28,7 @@ from infinity.app.views import ActivationView, Views, open_views
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.core.errors import RecipeError
+from infinity.core.files import write_file
 from infinity.device.machine import usable_cores
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
@@ -318,7 +319,7 @@ def make_folder(recipe: Recipe) -> Path:
     run_id = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = Path(recipe.run.dir).expanduser() / run_id
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(mode=0o700, parents=True)  # a run may be as private as its data
         write_recipe(recipe, folder)
     except FileExistsError as error:
         raise RecipeError(f"run.name: {folder} exists; give the run another name, or none") from error
@@ -329,7 +330,7 @@ def make_folder(recipe: Recipe) -> Path:
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
     """Write the recipe into the run's folder."""
-    (folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+    write_file(folder / RECIPE, recipe.to_yaml())
 
 
 @contextmanager

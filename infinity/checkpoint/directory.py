@@ -20,8 +20,7 @@ the file's, and mapped into memory rather than read as a whole.
 import contextlib
 import json
 import os
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, Self
@@ -31,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infinity.core.errors import CheckpointError
+from infinity.core.files import open_regular, read_file
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -176,7 +176,8 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = open_regular(path)
+        with _readable(path):
+            self._fd = open_regular(path)
         try:
             self.tensors = self._read_header()
         except BaseException:
@@ -329,21 +330,13 @@ def stamp_files(directory: Path) -> str:
     return json.dumps(sorted([n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats))
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading ``path``, which is a file; a pipe or device is refused at once.
-
-    Raises:
-        CheckpointError: It is not there, not a file, or not to be read.
-    """
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise what the system says of ``path`` as a CheckpointError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CheckpointError(f"{path}: {reason}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path} is not a regular file")
-    return fd
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -352,11 +345,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It cannot be read, is too long, or is something else.
     """
-    with open(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > _MOST_JSON_NBYTES:
-            raise CheckpointError(f"{path} has {size} bytes; at most {_MOST_JSON_NBYTES} are read")
-        return parse_json_object(file.read(_MOST_JSON_NBYTES), str(path))
+    with _readable(path):
+        raw = read_file(path, _MOST_JSON_NBYTES)
+    return parse_json_object(raw, str(path))
 
 
 def parse_json_object(raw: bytes | bytearray, where: str) -> dict[str, Any]:

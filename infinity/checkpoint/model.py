@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.directory import read_json_object
+from infinity.checkpoint.untrusted import bounded_by, check_counts, offline, restrict
 from infinity.core.architectures import ARCHITECTURES, Architecture
 from infinity.core.errors import CheckpointError, InfinityError
 
@@ -41,20 +42,26 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
             "merged them into it (PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
         )
     # a plain file with an object in it, whatever transformers would open
-    read_json_object(path / "config.json")
+    check_counts(read_json_object(path / "config.json"), path / "config.json")
     try:
-        config, unknown = AutoConfig.from_pretrained(
-            str(path),
-            trust_remote_code=False,
-            local_files_only=True,
-            return_unused_kwargs=True,
-            **(overrides or {}),
-        )
+        with offline():
+            config, unknown = AutoConfig.from_pretrained(
+                str(path),
+                trust_remote_code=False,
+                local_files_only=True,
+                return_unused_kwargs=True,
+                **(overrides or {}),
+            )
     except Exception as error:  # of any kind, when the file has anything in it
-        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+        code = "trust_remote_code" in str(error)
+        why = (
+            "its model is code beside the weights (auto_map), which infinity does not run" if code else error
+        )
+        raise CheckpointError(f"{path / 'config.json'}: {why}") from error
     unknown = {name for name in unknown if name not in ("trust_remote_code", "local_files_only")}
     if unknown:
         raise CheckpointError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
+    restrict(config, path / "config.json")
     if getattr(config, "quantization_config", None):
         raise CheckpointError(
             f"{path} holds quantized weights (quantization_config in config.json); training needs "
@@ -111,7 +118,7 @@ def model_class(config: Any) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
-def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
+def build_model(config: Any, auto_class: Any, dtype: torch.dtype, tensors: int) -> Any:
     """The model of ``config``, its parameters in fp32 and never written; ties are made.
 
     Args:
@@ -119,19 +126,23 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype) -> Any:
         auto_class: An auto class or a model's own class; None: the one that the config names, or
             ``AutoModelForCausalLM``.
         dtype: In which it will compute; noted in the config.
+        tensors: That the checkpoint has; a model with many more parameters is refused.
 
     Raises:
         CheckpointError: The class and the config do not go together.
     """
     for ours in ARCHITECTURES.values():
         if isinstance(config, ours.config):
-            return _build_ours(ours, config, auto_class)
+            with bounded_by(tensors, Path("config.json")):
+                return _build_ours(ours, config, auto_class)
     from transformers import initialization
 
     _note_dtype(config, dtype)
-    with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights():
+    where = Path(config.name_or_path) / "config.json"
+    with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights(), offline():
         try:
-            model = _make(config, auto_class)
+            with bounded_by(tensors, where):
+                model = _make(config, auto_class)
         except InfinityError:
             raise
         except Exception as error:  # of any kind, when the config has anything in it
@@ -186,7 +197,9 @@ def _read_generation_config(model: Any, path: Path) -> None:
     if model.can_generate() and file.is_file():
         from transformers import GenerationConfig
 
+        read_json_object(file)  # of a size that can be read
         try:
-            model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+            with offline():
+                model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # as for the config
             raise CheckpointError(f"{file}: {error}") from error

@@ -23,7 +23,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
 
 #: What makes up a tokenizer or processor in a directory of a Hugging Face model, as patterns of names.
 #: Code (``*.py``) is not among them.
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json", "added_tokens.json",
     "vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes",
     "normalizer.json", "chat_template*.json", "chat_template*.jinja", "additional_chat_templates/*.jinja",
@@ -129,7 +129,7 @@ def tokenizer_files(source: Path) -> list[Path]:
     """The files in ``source`` that belong to a tokenizer or processor; ``source`` itself if it is a file."""
     if source.is_file():
         return [source]
-    return sorted({path for pattern in _TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
+    return sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:

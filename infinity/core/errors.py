@@ -80,6 +80,34 @@ class DirectoryError(DiskError):
         OSError.__init__(self, errno, text, self.path)
 
 
+class UnsafePathError(DiskError):
+    """Another user could have chosen, or could still change, what a path leads to."""
+
+    def __init__(self, path: Path | str, why: str) -> None:
+        self.path, self.offset, self.nbytes = str(path), 0, 0
+        self._why = why
+        OSError.__init__(self, errno_names.EPERM, f"{path} {why}", self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return UnsafePathError, (self.path, self._why)
+
+
+class ChangedFileError(DiskError):
+    """Another program truncated, replaced or removed a file while a run used it."""
+
+    def __init__(self, path: Path | str, what: str) -> None:
+        self.path, self.offset, self.nbytes = str(path), 0, 0
+        self._what = what
+        text = (
+            f"{path} {what}, by another program: what this run kept there is lost. Start the run again, from "
+            "its last saved model if there is one, and let nothing else write in memory.nvme"
+        )
+        OSError.__init__(self, errno_names.ESTALE, text, self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ChangedFileError, (self.path, self._what)
+
+
 def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, moved: int) -> DiskError:
     return DiskError(errno, action, path, offset=offset, nbytes=nbytes, moved=moved)
 

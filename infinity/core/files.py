@@ -1,4 +1,13 @@
-"""Locks on files and directories, and names that survive a power cut.
+"""Files where other users may write, locks, and names that survive a power cut.
+
+[Note: a name is not a file]
+In a directory that several users write, a name may be another user's link to a third file. So nothing is
+written through a name that was found: a file is made anew, exclusively and without following a link, after
+whatever has its name is removed (:func:`create_file`). Files lie in directories that belong to this user and
+are closed to all others (:func:`own_directory`), in a directory where nobody else can replace them
+(:func:`shared_directory`). Where a file must be found, a lock or a sealed base, its owner is checked on the
+open descriptor (:func:`open_locked`). What a user names is followed, but only a regular file is read, and
+only up to a limit (:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never end.
 
 [Note: one kind of lock]
 Every lock of the package is ``flock`` on an open descriptor, exclusive or shared. The kernel gives it back
@@ -12,14 +21,174 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
-from infinity.core.errors import LockedError
+from infinity.core.errors import LockedError, UnsafePathError
 
 #: Programs that look for unused files hold their locks for a moment; waited for, and between two tries (s).
 PATIENCE_S = 0.4
 _PAUSE_S = 0.02
+#: Whose, to a process in a container without root, /tmp and all other files of the machine's root are.
+_UNMAPPED_UID = 65534
+#: The longest text that a lock file is expected to hold (bytes).
+_MOST_OWNER_NBYTES = 4096
+
+
+# --- making ----------------------------------------------------------------------------------------
+
+
+def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
+    """Return a descriptor of a new file of mode 0600, which takes the place of what had its name.
+
+    The directory is this user's own; see [Note: a name is not a file].
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a new file of mode 0600; see :func:`create_file`.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with open(create_file(path), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def append_file(path: Path) -> TextIO:
+    """Open the text file ``path`` for adding to it; it is this user's, or made with mode 0600.
+
+    Raises:
+        UnsafePathError: It is another user's file, or a link to some file.
+        OSError: It cannot be opened.
+    """
+    fd = _open_found(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        _require_one_name(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return open(fd, "a", encoding="utf-8")
+
+
+def own_directory(path: Path) -> None:
+    """Make the directory ``path``, or see that it is this user's; afterwards its mode is 0700.
+
+    Raises:
+        UnsafePathError: It is a link, another user's, or one that everybody may write.
+        OSError: It cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    fd = _open_found(path, os.O_RDONLY)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        if found.st_mode & stat.S_IWOTH:
+            raise UnsafePathError(
+                path,
+                f"may be written by everybody (mode {found.st_mode & 0o7777:o}), so what lies in it may be "
+                "anybody's: remove it",
+            )
+        if found.st_mode & 0o077:
+            os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
+
+
+def shared_directory(path: Path) -> None:
+    """Make the directory ``path``, or see that only this user and root can replace what lies in it.
+
+    Raises:
+        UnsafePathError: It belongs to another user, or everybody may replace what lies in it.
+        OSError: It cannot be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    sticky = bool(found.st_mode & stat.S_ISVTX)
+    trusted = (os.geteuid(), 0, _UNMAPPED_UID) if sticky else (os.geteuid(), 0)
+    advice = "give a directory of your own, which will be made if it does not exist"
+    if found.st_uid not in trusted:
+        raise UnsafePathError(
+            path, f"belongs to another user (uid {found.st_uid}), who could replace what lies in it: {advice}"
+        )
+    if found.st_mode & stat.S_IWOTH and not sticky:
+        raise UnsafePathError(
+            path,
+            f"may be written by everybody (mode {found.st_mode & 0o7777:o}), who could replace what lies in "
+            f"it: {advice}, or say chmod o-w (or +t, as on /tmp)",
+        )
+
+
+def _open_found(path: Path, flags: int) -> int:
+    """Open what has a name in a directory that others may write, if it is this user's and no link."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UnsafePathError(path, "is a symbolic link, which somebody put there: remove it") from error
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise UnsafePathError(
+            path, f"belongs to another user (uid {owner}): remove it, or give another directory"
+        )
+    return fd
+
+
+def _require_one_name(fd: int, path: Path) -> None:
+    """Raise before anything is written to a file that has another name, too, or is no file."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        raise UnsafePathError(path, "is a link to another file, or no file: remove it")
+
+
+# --- reading what a user or a checkpoint names -----------------------------------------------------
+
+
+def open_regular(path: Path) -> int:
+    """Return a descriptor for reading ``path``, a regular file; links are followed, and nothing blocks.
+
+    Raises:
+        OSError: It is not there, not to be read, or a directory, pipe, device or socket.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a NUL byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        what = "Is a directory, not a regular file" if stat.S_ISDIR(mode) else "not a regular file"
+        raise OSError(errno.EINVAL, what, str(path))
+    return fd
+
+
+def read_file(path: Path, most_nbytes: int) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: It cannot be read, or has more than ``most_nbytes``.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most_nbytes else file.read(most_nbytes + 1)  # it may be growing
+    if max(size, len(content)) > most_nbytes:
+        raise OSError(errno.EFBIG, f"has {size} bytes; at most {most_nbytes} are read", str(path))
+    return content
+
+
+# --- locks -----------------------------------------------------------------------------------------
 
 
 def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
@@ -33,9 +202,15 @@ def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
 
     Raises:
         LockedError: Another process holds the lock; says which.
+        UnsafePathError: It is another user's file, or a link to some file.
         OSError: The file cannot be made.
     """
     lock = open_locked(path, os.O_RDWR | os.O_CREAT, patience_s=patience_s)
+    try:
+        _require_one_name(lock, path)
+    except BaseException:
+        os.close(lock)
+        raise
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps(owner).encode() + b"\n", 0)
@@ -43,15 +218,16 @@ def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:
 
 
 def open_locked(path: Path, flags: int, *, shared: bool = False, patience_s: float = PATIENCE_S) -> int:
-    """Open ``path`` and lock it; the descriptor is that of the file which has this name now.
+    """Open this user's ``path`` and lock it; the descriptor is that of the file which has this name now.
 
     Raises:
         LockedError: Another process holds a conflicting lock for longer than ``patience_s``.
+        UnsafePathError: It is a link, or another user's.
         OSError: It cannot be opened.
     """
     deadline = time.monotonic() + patience_s
     while True:
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        fd = _open_found(path, flags)
         try:
             if try_lock(fd, shared=shared) and is_named(fd, path):
                 fd, locked = -1, fd
@@ -76,11 +252,11 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 def is_locked(path: Path, *, shared: bool = False) -> bool:
     """Whether a process holds a lock that conflicts with a ``shared`` or an exclusive one.
 
-    True as well for a file that is gone, or that this user may not open.
+    True as well for a file that is gone, a link, or one that this user may not open.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return True
     try:
         return not try_lock(fd, shared=shared)
@@ -88,18 +264,27 @@ def is_locked(path: Path, *, shared: bool = False) -> bool:
         os.close(fd)
 
 
+def is_own(path: Path) -> bool:
+    """Whether ``path`` is there, no link, and this user's."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode)
+
+
 def is_named(fd: int, path: Path) -> bool:
     """Whether an open file still is the one at ``path``."""
     try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def lock_owner(path: Path) -> str:
     """The process that wrote itself into a lock file, for messages."""
     try:
-        owner = json.loads(path.read_text(encoding="utf-8"))
+        owner = json.loads(read_file(path, _MOST_OWNER_NBYTES))
         return f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

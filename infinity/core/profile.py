@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.core.errors import RecipeError
+from infinity.core.files import read_file, write_file
+
+#: The longest profile or plan that is read, a hundred times that of a large model (bytes).
+MOST_NBYTES = 2**28
 
 
 class SlotKey(NamedTuple):
@@ -158,7 +162,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write JSON that :meth:`load` reads on any machine."""
-        path.write_text(json.dumps({"version": 1, **asdict(self)}), encoding="utf-8")
+        write_file(path, json.dumps({"version": 1, **asdict(self)}))
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
@@ -168,7 +172,7 @@ class Profile:
             RecipeError: No such file, or not a profile.
         """
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            given = json.loads(read_file(path, MOST_NBYTES))
             return cls._of(given)
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}; wanted a profile that infinity wrote") from error

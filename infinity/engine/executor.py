@@ -188,7 +188,13 @@ class StepExecutor:
     # --- the step ----------------------------------------------------------------------------
 
     def step(self, max_grad_norm: float | None) -> float | None:
-        """Commit the gradients of this step: their global norm, or None when there were none."""
+        """Commit the gradients of this step: their global norm, or None when there were none.
+
+        Raises:
+            ChangedFileError: Another program cut, replaced or removed a file of this run.
+        """
+        if self.tiers.storage.volume is not None:
+            self.tiers.storage.volume.check()
         self.hooks.release_unscoped_units()
         self.stalls("collective", self.gradients.finish)
         if not self.gradients.synced:

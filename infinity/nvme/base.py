@@ -32,9 +32,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.core.errors import DirectoryError, DiskError, InfinityError, LockedError
+from infinity.core.errors import DirectoryError, DiskError, InfinityError, LockedError, UnsafePathError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece
-from infinity.core.files import is_named, lock_file, open_locked, sync, try_lock
+from infinity.core.files import (
+    is_named,
+    lock_file,
+    open_locked,
+    own_directory,
+    shared_directory,
+    sync,
+    try_lock,
+)
 from infinity.nvme.volume import SealedFile
 
 _MAGIC = b"infinity-base-1\n"
@@ -104,7 +112,11 @@ class BaseFiles:
         Raises:
             DamagedBaseError: There is one, but not a whole one. It lost its name, and is claimed.
             DirectoryError: The directory cannot be made.
+            UnsafePathError: It is a link, another user's, or everybody's to write.
         """
+        for folder in self.folders:
+            if folder.exists():
+                own_directory(folder)
         while True:
             with contextlib.suppress(DamagedBaseError):  # or its writer renames the files just now
                 if found := self._open():
@@ -183,7 +195,7 @@ class BaseFiles:
                 files.append(SealedFile(final, fd, _bypass_cache(fd), nbytes))
             # The first file last: a run that finds it finds all.
             for (path, _), final in reversed(list(zip(drafts, self.paths, strict=True))):
-                final.parent.mkdir(mode=0o700, exist_ok=True)
+                own_directory(final.parent)
                 path.rename(final)
                 sync(final.parent)
         except OSError as error:
@@ -199,9 +211,10 @@ class BaseFiles:
     def _claim(self) -> None:
         folder = self.folders[0]
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            shared_directory(folder.parent)
+            own_directory(folder)
             self._lock = lock_file(self._lock_path)
-        except LockedError:
+        except (LockedError, UnsafePathError):
             raise
         except FileNotFoundError:  # its last holder removed the folder just now
             raise LockedError(errno.EWOULDBLOCK, "claimed", str(self._lock_path)) from None
@@ -232,7 +245,7 @@ class BaseFiles:
             body = b""
             for path in self.paths:
                 try:
-                    fd = open_locked(path, os.O_RDONLY | os.O_NOFOLLOW, shared=True)
+                    fd = open_locked(path, os.O_RDONLY, shared=True)
                 except (FileNotFoundError, LockedError):
                     return None
                 except OSError as error:

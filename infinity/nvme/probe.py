@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def measure(directory: Path, nbytes: int = 64 * 2**20, *, in_allocated: bool = F
         DirectoryError: The directory cannot be written.
         DiskError: The file system is full, or the drive reports an error.
     """
-    path = Path(directory) / f".probe-{os.getpid()}-{threading.get_ident()}"
+    path = Path(directory) / f".probe-{os.getpid()}-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
         volume = stack.enter_context(contextlib.closing(Volume([path])))
         stack.callback(path.unlink, missing_ok=True)

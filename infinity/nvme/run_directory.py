@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from infinity.core.errors import DirectoryError, LockedError
-from infinity.core.files import is_locked, lock_file, lock_owner
+from infinity.core.errors import DirectoryError, LockedError, UnsafePathError
+from infinity.core.files import is_locked, is_own, lock_file, lock_owner, own_directory, shared_directory
 from infinity.core.nbytes import format_nbytes
 
 #: Directories of frozen bases that runs share; see :mod:`infinity.nvme.base`.
@@ -35,6 +35,7 @@ class RunDirectory:
 
     Raises:
         LockedError: A live process holds the rank's place in it: another run has this id.
+        UnsafePathError: It, or ``root``, is another user's or everybody's to write; nothing was changed.
         DirectoryError: It cannot be made or written.
     """
 
@@ -43,8 +44,8 @@ class RunDirectory:
         self._files: set[Path] = set()
         self._lock_path = self.path / f"rank{rank}.lock"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            shared_directory(self.path.parent)
+            own_directory(self.path)
             self._lock = lock_file(self._lock_path)  # a descriptor; -1 after remove
         except LockedError as error:
             text = (
@@ -52,6 +53,8 @@ class RunDirectory:
                 "give this one another run.name or memory.nvme"
             )
             raise LockedError(errno.EWOULDBLOCK, text, str(self._lock_path)) from error
+        except UnsafePathError:
+            raise
         except OSError as error:
             action = f"making the run's directory {self.path}"
             raise DirectoryError(error.errno or errno.EIO, action, self.path) from error
@@ -81,9 +84,9 @@ class RunDirectory:
 
 
 def find_leftovers(root: Path) -> list[Path]:
-    """Directories below ``root`` of runs that ended without removing them; nothing is changed."""
+    """This user's directories below ``root`` of runs that ended without removing them; nothing is changed."""
     found = []
-    for path in sorted(Path(root).glob("*/")):
+    for path in filter(is_own, sorted(Path(root).glob("*/"))):
         locks = [] if path.match(_BASES) else list(path.glob(_LOCKS))
         if locks and not any(is_locked(lock, shared=True) for lock in locks):
             found.append(path)
@@ -91,9 +94,9 @@ def find_leftovers(root: Path) -> list[Path]:
 
 
 def find_unused_bases(root: Path) -> list[Path]:
-    """Directories below ``root`` of frozen bases that no run reads or writes; nothing is changed."""
+    """This user's directories below ``root`` of frozen bases that no run uses; nothing is changed."""
     found = []
-    for path in sorted(Path(root).glob(f"{_BASES}/")):
+    for path in filter(is_own, sorted(Path(root).glob(f"{_BASES}/"))):
         files = [*path.glob("*.base"), *path.glob(_LOCKS)]
         if files and not any(is_locked(file) for file in files):
             found.append(path)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.core.errors import DirectoryError, DiskError
+from infinity.core.errors import ChangedFileError, DirectoryError, DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
+from infinity.core.files import create_file, is_named
 
 _MIB = 2**20
 #: Files grow in steps of this, so that small extents do not cost a system call each (bytes).
@@ -96,13 +97,13 @@ class Space:
 
 
 class Volume:
-    """One file per path; all of them start empty. Any thread may call.
+    """One new file per path, in place of what had its name. Any thread may call.
 
     A fresh range reads as zeros. A range that was freed and is allocated again holds what it held,
     unless zeros are asked for.
 
     Args:
-        paths: The files; their directories exist.
+        paths: The files; their directories exist and are this user's own.
         weights: Relative speeds of their drives; equal when None.
 
     Raises:
@@ -151,7 +152,7 @@ class Volume:
     def cut(self, first: int) -> list[tuple[Path, int]]:
         """Path and bytes of every file from number ``first`` on, cut off where their last extent ends."""
         for file in self._files[first:]:
-            os.ftruncate(file.fd, file.space.end)
+            file.cut()
         return [(file.path, file.space.end) for file in self._files[first:]]
 
     def seal(self, first: int, files: Sequence[SealedFile]) -> None:
@@ -242,6 +243,16 @@ class Volume:
             except OSError as error:
                 raise DiskError(error.errno or errno.EIO, "sync", file.path, offset=0, nbytes=0) from error
 
+    def check(self) -> None:
+        """See that the files are those that were made, and no shorter; two system calls each.
+
+        Raises:
+            ChangedFileError: Another program truncated, replaced or removed one.
+            DiskError: The file system does not answer.
+        """
+        for file in self._files:
+            file.check()
+
     def close(self) -> None:
         """Close the files; they stay on disk. May be called twice."""
         for file in self._files:
@@ -282,7 +293,7 @@ class _File:
 
     def __init__(self, path: Path, fd: int, direct: bool) -> None:
         self.path, self.fd, self.direct = path, fd, direct
-        self.space, self._reserved = Space(), 0
+        self.space, self._reserved, self._sealed = Space(), 0, False
 
     def take(self, nbytes: int, what: str) -> Range:
         taken = self.space.take(nbytes)
@@ -335,6 +346,27 @@ class _File:
                     ) from error
                 at += moved
 
+    def cut(self) -> None:
+        """End the file where its last extent ends."""
+        self._reserved = self.space.end
+        os.ftruncate(self.fd, self._reserved)
+
+    def seal(self, nbytes: int) -> None:
+        """Take the file as one that is never written again, and whose name may go."""
+        self.space, self._reserved, self._sealed = Space(nbytes, nbytes), nbytes, True
+
+    def check(self) -> None:
+        """See :meth:`Volume.check`."""
+        try:
+            named = self._sealed or is_named(self.fd, self.path)
+            reserved, size = self._reserved, os.fstat(self.fd).st_size
+        except OSError as error:
+            raise DiskError(error.errno or errno.EIO, "check", self.path, offset=0, nbytes=0) from error
+        if not named:
+            raise ChangedFileError(self.path, "was removed or replaced")
+        if size < reserved:
+            raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {reserved}")
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
@@ -343,19 +375,18 @@ class _File:
 
 def _sealed(file: SealedFile) -> _File:
     taken = _File(file.path, file.fd, file.direct)
-    taken.space = Space(file.nbytes, file.nbytes)
+    taken.seal(file.nbytes)
     return taken
 
 
 def _create(path: Path) -> tuple[int, bool]:
     """Descriptor of a new file, and whether it bypasses the page cache."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
+            return create_file(path, os.O_RDWR | os.O_DIRECT), True
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        return os.open(path, flags, 0o600), False
+        return create_file(path, os.O_RDWR), False
     except OSError as error:
         raise DirectoryError(error.errno or errno.EIO, f"making the file {path}", path) from error

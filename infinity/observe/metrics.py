@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from infinity.core.config import check, setting
 from infinity.core.errors import InfinityError
+from infinity.core.files import append_file
 
 #: A step or run whose longest stall is at most this share of its time is bound by compute.
 STALL_SHARE = 0.05
@@ -91,7 +92,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = append_file(path)
 
     def step(self, report: StepReport) -> None:
         derived = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from infinity.core.files import write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Outcome
 from infinity.observe.metrics import StepReport, bottleneck, finite, perplexity
@@ -70,7 +71,7 @@ class Summary:
     notes: Sequence[str] = ()  # fallbacks on rank 0's machine, and the reasons
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(finite(asdict(self)), indent=2) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(finite(asdict(self)), indent=2) + "\n")
 
 
 class _Figures(NamedTuple):

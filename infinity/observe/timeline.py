@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.core.extent import Extent
+from infinity.core.files import write_file
 from infinity.core.transfer import Transfer, TransferEngine
 
 #: Lanes in the order in which they are drawn; others follow by name.
@@ -146,7 +147,7 @@ def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
                 "dur": (span.end_s - span.start_s) * 1e6,
             }
         )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def read_trace(path: Path) -> tuple[Span, ...]:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from infinity.core.errors import RecipeError
+from infinity.core.files import read_file, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
-from infinity.core.profile import Phase, Profile
+from infinity.core.profile import MOST_NBYTES, Phase, Profile
 from infinity.planner.lifetimes import lifetimes_of, operator_times
 
 #: In a run's folder.
@@ -37,7 +38,7 @@ class Planning:
 
     def save(self, folder: Path) -> None:
         """Write ``profile.json`` and ``plan.json`` into ``folder``."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.profile.save(folder / PROFILE)
         given = {
             "plan": json.loads(self.plan.to_json()),
@@ -46,7 +47,7 @@ class Planning:
             "predicted": asdict(self.predicted),
             "planning_s": self.planning_s,
         }
-        (folder / PLAN).write_text(json.dumps(given), encoding="utf-8")
+        write_file(folder / PLAN, json.dumps(given))
 
     @classmethod
     def load(cls, folder: Path) -> "Planning":
@@ -131,7 +132,7 @@ class BlockCounts:
 def save_measured(folder: Path, predicted: Outcome, measured: Outcome) -> None:
     """Write ``measured.json``: the measured cost of the plan in ``folder``, beside the predicted one."""
     given = {"predicted": asdict(predicted), "measured": asdict(measured)}
-    (folder / MEASURED).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+    write_file(folder / MEASURED, json.dumps(given, indent=2) + "\n")
 
 
 def load_measured(folder: Path) -> Outcome | None:
@@ -193,7 +194,7 @@ def _times(profile: Profile, rows: int) -> tuple[list[float], list[float]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(read_file(path, MOST_NBYTES)))
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; wanted a plan that a run of infinity kept") from error
     except (TypeError, ValueError) as error:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from infinity.comm.collectives import Pending
 from infinity.core.errors import InfinityError, StateError
-from infinity.core.files import sync
+from infinity.core.files import create_file, sync
 from infinity.core.lifecycle import Tier
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.optim.norm import sum_of_squares
@@ -73,8 +73,7 @@ def write_commit(path: Path, record: CommitRecord) -> None:
     body = json.dumps({"step": record.step, "versions": record.versions}, separators=(",", ":"))
     text = f"{_MAGIC} {zlib.crc32(body.encode()):08x} {body}\n"
     draft = path.with_name(path.name + ".new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
+    with open(create_file(draft), "wb") as file:
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())

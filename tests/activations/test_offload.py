@@ -13,7 +13,7 @@ import infinity
 from infinity.activations import tensor_cache
 from infinity.activations.controller import METERED
 from infinity.api import offload_activations as offloading
-from infinity.core.errors import DiskError, InfinityError, StateError
+from infinity.core.errors import ChangedFileError, DiskError, InfinityError, StateError
 from tests.activations.stage import assert_same, live_slots
 from tests.activations.test_nested import Model, batch
 from tests.helpers import models
@@ -335,3 +335,17 @@ def test_a_slow_disk_is_no_error_and_what_waits_is_bounded(tmp_path, engines):
         activations.cache.queue.put = watched
         model(batch(0))
         assert max(most) <= 20_000
+
+
+def test_a_file_that_another_program_cut_ends_the_step_in_which_it_happened(tmp_path):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with infinity.offload_activations(model, policy="offload", nvme=tmp_path):
+        model(batch(0)).backward()
+        optimizer.step()
+        [path] = [path for path in files(tmp_path) if path.suffix == ".bin"]
+        model(batch(1)).backward()
+        os.truncate(path, path.stat().st_size - 4096)
+        with pytest.raises(ChangedFileError, match=rf"{path} was cut"):
+            optimizer.step()
+    assert not files(tmp_path)

@@ -145,3 +145,12 @@ def test_a_signal_closes_files_and_is_the_exit_code(signals: list[signal.Signals
     assert (out, process.returncode) == ("closed\n", code)
     assert "Traceback" not in error
     assert ("interrupted" in error) == (code == 130)
+
+
+def test_no_command_reaches_the_hub_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "USE_HUB_KERNELS"):
+        monkeypatch.setenv(name, {"USE_HUB_KERNELS": "1"}.get(name, "0"))
+    assert main(["recipe"]) == 0
+    assert (os.environ["HF_HUB_OFFLINE"], os.environ["USE_HUB_KERNELS"]) == ("1", "0")

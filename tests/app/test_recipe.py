@@ -164,6 +164,13 @@ def test_a_file_that_is_no_recipe_is_an_error_with_its_line(tmp_path: Path, text
     assert str(path) in found
 
 
+def test_what_is_no_file_and_what_is_too_long_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert f"{path}: not a regular file; give the path of a recipe" in refused(path)
+    assert "has 1048577 bytes; at most 1048576 are read" in refused(write(tmp_path, "#" * (2**20 + 1)))
+
+
 def test_files_that_cannot_be_read_are_errors(tmp_path: Path) -> None:
     assert "No such file or directory" in refused(tmp_path / "none.yaml")
     assert "Is a directory" in refused(tmp_path)

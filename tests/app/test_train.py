@@ -1,6 +1,7 @@
 """The training loop over plain PyTorch: its calls, its files, and how it ends."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,6 +212,19 @@ def test_a_run_without_a_name_and_its_files_on_nvme_get_the_same_generated_name(
     assert plain.init_recipe is not None
     assert Path(summary.folder).name == plain.init_recipe.run.name
     assert load_recipe(Path(summary.folder) / "recipe.yaml").run.name is None
+
+
+def test_a_run_folder_is_closed_to_other_users(plain: Plain, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        train(recipe(tmp_path))
+    finally:
+        os.umask(before)
+    folder = tmp_path / "runs/one"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert {"recipe.yaml", "metrics.jsonl", "summary.json"} <= modes.keys()
+    assert set(modes.values()) == {0o600}
 
 
 def test_two_runs_of_one_name_never_share_a_folder(plain: Plain, tmp_path: Path) -> None:

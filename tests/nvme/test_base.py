@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.errors import DiskError
+from infinity.core.errors import DiskError, UnsafePathError
 from infinity.core.extent import BLOCK_NBYTES, Extent
 from infinity.nvme import base
 from infinity.nvme.base import BaseChunk, BaseFiles, DamagedBaseError, SealedBase
@@ -340,3 +340,38 @@ def test_a_full_disk_while_a_base_is_sealed_is_a_typed_error_and_nothing_has_its
         write(files, tmp_path / "run")
     assert not files.folders[0].exists()
     close(write(files, tmp_path / "run"))
+
+
+# --- nobody else's files ---------------------------------------------------------------------------
+
+
+def test_a_planted_directory_in_the_bases_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / f"base-{KEY}").symlink_to("home")
+    with pytest.raises(UnsafePathError, match=rf"base-{KEY} is a symbolic link"):
+        place(tmp_path).find()
+    (tmp_path / f"base-{KEY}").unlink()
+    (tmp_path / f"base-{KEY}").mkdir()
+    (tmp_path / f"base-{KEY}").chmod(0o777)
+    with pytest.raises(UnsafePathError, match="may be written by everybody"):
+        place(tmp_path).find()
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_base_that_another_user_wrote_is_not_read(published: BaseFiles) -> None:
+    os.chown(published.folders[0], 12345, -1)
+    with pytest.raises(UnsafePathError, match=r"belongs to another user \(uid 12345\)"):
+        place(published.folders[0].parent).find()
+
+
+def test_links_in_place_of_the_bases_files_lead_nowhere(tmp_path: Path, published: BaseFiles) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    published.paths[0].unlink()
+    published.paths[0].symlink_to(victim)
+    with pytest.raises(DamagedBaseError):
+        published.find()
+    published.release()
+    close(write(place(tmp_path), tmp_path / "run"))
+    assert victim.read_text() == "precious"

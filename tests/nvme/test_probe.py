@@ -1,5 +1,7 @@
 """Drives are measured once, and only where there is a choice."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,19 @@ def test_a_drive_is_measured_and_nothing_stays(tmp_path: Path) -> None:
     assert speed.read_bytes_per_s > 0
     assert speed.write_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_of_its_file_cannot_be_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f".probe-{os.getpid()}-{threading.get_ident()}").symlink_to(victim)
+    names: list[str] = []
+    make = probe.Volume
+    monkeypatch.setattr(probe, "Volume", lambda paths: names.append(paths[0].name) or make(paths))
+    for _ in range(2):
+        measure(tmp_path, 2**20)
+    assert victim.read_text() == "precious"
+    assert len({name.removeprefix(".probe-") for name in names if len(name) >= 16}) == 2
 
 
 def test_shares_follow_the_speed_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Two runs never touch each other's files; leftovers of dead ones are found."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity.core.errors import DiskError, LockedError
-from infinity.nvme.run_directory import RunDirectory, find_leftovers, new_run_id
+from infinity.core.errors import DiskError, LockedError, UnsafePathError
+from infinity.nvme.run_directory import RunDirectory, find_leftovers, leftovers_line, new_run_id
+from infinity.nvme.volume import Volume
 
 _HOLD = """
 import sys, time
@@ -91,6 +93,90 @@ def test_leftovers_of_dead_runs_are_found_and_can_be_taken_over(tmp_path: Path) 
     finally:
         mine.remove()
         kill(live)
+
+
+# --- in a directory that others write, too ---------------------------------------------------------
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "home" / "victim"
+    path.parent.mkdir()
+    path.write_text("precious")
+    return path
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A directory like /tmp: everybody may write, and nobody may replace what others have there."""
+    path = tmp_path / "nvme"
+    path.mkdir()
+    path.chmod(0o1777)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rank0.bin", "rank0.base", "rank0.commit"])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_planted_link_is_replaced_and_its_target_stays(shared, victim, name, link) -> None:
+    (shared / "run").mkdir(mode=0o700)
+    link(victim, shared / "run" / name)
+    run = RunDirectory(shared, "run", 0)
+    volume = Volume([run.file(name)])
+    volume.allocate(4096, what="unit")
+    assert victim.read_text() == "precious"
+    assert (run.path / name).lstat().st_mode & 0o170777 == 0o100600
+    volume.close()
+    run.remove()
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_planted_lock_is_refused_and_its_target_stays(shared, victim, link) -> None:
+    (shared / "run").mkdir(mode=0o700)
+    link(victim, shared / "run" / "rank0.lock")
+    with pytest.raises(UnsafePathError, match=r"rank0\.lock is a .*link.*remove it"):
+        RunDirectory(shared, "run", 0)
+    assert victim.read_text() == "precious"
+
+
+def test_a_planted_run_directory_is_refused(shared, victim) -> None:
+    (shared / "linked").symlink_to(victim.parent)
+    with pytest.raises(UnsafePathError, match="linked is a symbolic link"):
+        RunDirectory(shared, "linked", 0)
+    (shared / "open").mkdir()
+    (shared / "open").chmod(0o777)
+    with pytest.raises(UnsafePathError, match="open may be written by everybody"):
+        RunDirectory(shared, "open", 0)
+    assert sorted(path.name for path in victim.parent.iterdir()) == ["victim"]
+
+
+def test_a_directory_in_which_everybody_may_replace_files_is_refused(shared) -> None:
+    shared.chmod(0o777)
+    with pytest.raises(UnsafePathError, match=r"nvme may be written by everybody \(mode 777\).*of your own"):
+        RunDirectory(shared, "run", 0)
+    assert list(shared.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_other_users_own_is_refused_and_their_leftovers_are_not_offered_for_removal(shared) -> None:
+    (shared / "theirs").mkdir(mode=0o700)
+    (shared / "theirs" / "rank0.lock").touch()
+    assert find_leftovers(shared) == [shared / "theirs"]
+    os.chown(shared / "theirs", 12345, -1)
+    assert find_leftovers(shared) == []
+    with pytest.raises(UnsafePathError, match=r"theirs belongs to another user \(uid 12345\)"):
+        RunDirectory(shared, "theirs", 0)
+    os.chown(shared, 12345, -1)
+    with pytest.raises(UnsafePathError, match=r"nvme belongs to another user \(uid 12345\).*of your own"):
+        RunDirectory(shared, "run", 0)
+
+
+def test_a_pipe_in_place_of_a_lock_is_not_waited_for(shared) -> None:
+    (shared / "run").mkdir(mode=0o700)
+    os.mkfifo(shared / "run" / "rank0.lock")
+    assert "ended without removing" in leftovers_line([shared])
+    with pytest.raises(UnsafePathError, match="or no file"):
+        RunDirectory(shared, "run", 0)
 
 
 def test_an_unwritable_root_is_a_disk_error_with_advice(tmp_path: Path) -> None:

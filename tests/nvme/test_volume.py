@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.errors import DirectoryError, DiskError
+from infinity.core.errors import ChangedFileError, DirectoryError, DiskError
 from infinity.core.extent import Extent
 from infinity.device.memory import BufferLease
 from infinity.nvme.engines import make_engine
@@ -161,6 +161,58 @@ def test_the_last_room_of_a_disk_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "posix_fallocate", nearly_full)
     assert volume.allocate(9 * MIB, what="unit").nbytes == 9 * MIB
     volume.close()
+
+
+# --- what other programs do to the files -----------------------------------------------------------
+
+
+def test_files_that_were_cut_replaced_or_removed_are_a_disk_error_that_names_them(volume: Volume) -> None:
+    volume.allocate(30 * MIB, what="unit")
+    volume.check()
+    path, size = volume.path(1), volume.path(1).stat().st_size
+    os.truncate(path, 5 * MIB)
+    with pytest.raises(ChangedFileError, match=rf"{path} was cut to {5 * MIB} bytes of at least {size}"):
+        volume.check()
+    os.truncate(path, size)
+    volume.check()
+    kept = path.rename(path.with_name("kept"))
+    with pytest.raises(ChangedFileError, match="was removed or replaced"):
+        volume.check()
+    path.write_bytes(bytes(size))
+    with pytest.raises(ChangedFileError, match="by another program") as raised:
+        volume.check()
+    assert raised.value.path == str(path)
+    kept.rename(path)
+    volume.check()
+
+
+def test_a_file_system_that_does_not_answer_is_a_disk_error(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanish(path: Path) -> os.stat_result:
+        raise OSError(errno.EIO, "gone", str(path))
+
+    monkeypatch.setattr(os, "lstat", vanish)
+    with pytest.raises(DiskError, match=r"a\.bin") as raised:
+        volume.check()
+    assert raised.value.errno == errno.EIO
+
+
+def test_a_file_that_grew_is_still_ours(volume: Volume) -> None:
+    volume.allocate(4096, what="unit")
+    volume.allocate(100 * MIB, what="another")
+    volume.check()
+
+
+def test_a_sealed_file_may_lose_its_name_but_none_of_its_bytes(volume: Volume, tmp_path: Path) -> None:
+    path = tmp_path / "base"
+    path.write_bytes(bytes(8192))
+    volume.add_sealed([SealedFile(path, os.open(path, os.O_RDWR), False, 8192)])
+    other = path.rename(tmp_path / "base2")
+    volume.check()
+    os.truncate(other, 4096)
+    with pytest.raises(ChangedFileError, match="was cut to 4096 bytes of at least 8192"):
+        volume.check()
 
 
 _LIMITED = """

@@ -15,6 +15,16 @@ from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
 
+def test_a_record_is_not_written_through_a_planted_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("rank0.commit", "rank0.commit.new"):
+        (tmp_path / name).symlink_to(victim)
+    record = CommitRecord(3, (0, 1))
+    write_commit(tmp_path / "rank0.commit", record)
+    assert (victim.read_text(), read_commit(tmp_path / "rank0.commit")) == ("precious", record)
+
+
 def test_the_record_follows_every_committed_step(tmp_path):
     factory, batch = models.build("gpt", seed=1)
     for clip in (1.0, None):

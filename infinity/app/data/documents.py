@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.core.errors import InfinityError
+from infinity.core.files import open_regular
+from infinity.core.nbytes import format_nbytes
 
-#: Text is read in whole lines, about this many characters at a time.
+#: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
 PIECE_CHARS = 1 << 20
+#: The longest line of JSONL that is read (bytes).
+_MOST_LINE_NBYTES = 1 << 26
 #: The role whose messages count in the loss.
 ASSISTANT = "assistant"
 
@@ -82,18 +86,22 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
 def read_pieces(path: Path) -> Iterator[Piece]:
     """Read the text of ``path``, which is one document, in pieces of whole lines.
 
+    A line that is longer than a piece ends a piece before a space, or anywhere where it has none.
+
     Raises:
         DataError: The file cannot be read, or is not UTF-8; names the file and the line.
     """
     lines: list[str] = []
     size = number = 0
-    with _readable(path), path.open(encoding="utf-8", newline="") as file:
+    with _readable(path), open(open_regular(path), encoding="utf-8", newline="") as file:
         try:
-            for line in file:
-                number += 1
+            while line := file.readline(PIECE_CHARS):
                 if size >= PIECE_CHARS:
-                    yield Piece("".join(lines), last=False)
-                    lines, size = [], 0
+                    text = "".join(lines)
+                    end = len(text) if _ends_line(text) else max(text.rfind(" "), 0) or len(text)
+                    yield Piece(text[:end], last=False)
+                    lines, size = [text[end:]], len(text) - end
+                number += _ends_line(line)
                 lines.append(line)
                 size += len(line)
         except UnicodeDecodeError as error:
@@ -106,10 +114,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Read the lines of ``path`` that are not blank, with their numbers from 1.
 
     Raises:
-        DataError: The file cannot be read.
+        DataError: The file cannot be read, or a line is too long.
     """
-    with _readable(path), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with _readable(path), open(open_regular(path), "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE_NBYTES + 1), b""), start=1):
+            if len(line) > _MOST_LINE_NBYTES:
+                raise DataError(
+                    f"{path}:{number}: the line has more than {format_nbytes(_MOST_LINE_NBYTES)}; wanted a "
+                    "document per line: cut this one into several"
+                )
             if not line.isspace():
                 yield number, line
 
@@ -141,6 +154,10 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
+def _ends_line(text: str) -> bool:
+    return text.endswith(("\n", "\r"))
+
+
 def _stdlib() -> list[Path]:
     """Sources of Python's standard library without its tests: nearly the same on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -152,9 +169,10 @@ def _stdlib() -> list[Path]:
 def _matches(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
-        return sorted(each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
-    if path.is_file():
-        return [path]
+        found = (each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
+        return sorted(each for each in found if each.is_file())
+    if path.exists():
+        return [path]  # a pipe or device is refused when it is opened
     pattern = path.relative_to(path.anchor)  # Path.glob takes no absolute pattern
     if not pattern.parts:
         return []

@@ -4,10 +4,19 @@
 A template that marks them (``{% generation %}``) is followed. With any other template a turn is the
 difference between two renderings: the chat up to and including the turn, and the chat before it with the
 template's generation prompt. The tokens that end a turn belong to it, so that a model learns to stop.
+
+[Note: untrusted files]
+Nothing of a tokenizer's directory is run as code, and nothing is fetched. Its files are opened when they were
+found to be files, of a size and with words that the library can take. A chat template is a program in a
+sandbox that keeps it from other files but not from loops and memory, so rendering has a limit of both.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,12 +24,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.app.data.documents import ASSISTANT, Chat, DataError, MalformedError, Message
+from infinity.checkpoint.directory import read_json_object
+from infinity.checkpoint.publish import TOKENIZER_FILES
+from infinity.checkpoint.untrusted import check_counts, offline
+from infinity.core.files import read_file
+from infinity.core.nbytes import format_nbytes
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 #: Suffixes of the files in a tokenizer's directory on which its tokens may depend (weights are excluded).
 _TOKENIZER_FILES = (".json", ".jinja", ".txt", ".model")
-
+#: The largest file of a tokenizer that is read; those of a vocabulary of 250,000 have 30 MiB.
+_MOST_FILE_NBYTES = 2**27
+#: The longest run of text without a space, and the longest line or string in a tokenizer's file (characters).
+#: Libraries keep some hundred bytes for each character of it.
+_MOST_WORD_CHARS = 2**22
+#: What the template may take for one chat: processor time (s), and memory.
+_MOST_RENDER_S, _MOST_RENDER_NBYTES = 10.0, 2**30
 
 #: ``render(messages, generation_prompt)`` returns the text of a chat, up to where an answer would begin.
 Render = Callable[[Sequence[Message], bool], str]
@@ -121,13 +141,9 @@ class JsonTokenizer:
             raise DataError(
                 f"{path}: reading it needs the tokenizers library: pip install tokenizers"
             ) from error
+        content = _read_checked(path)
         try:
-            content = path.read_bytes()
             self._library = Library.from_str(content.decode())
-        except OSError as error:
-            raise DataError(
-                f"data.tokenizer: {path}: {error.strerror}; wanted bytes, a tokenizer.json or a directory"
-            ) from error
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"data.tokenizer: {path}: not a tokenizer.json: {error}") from error
         self._path = path
@@ -137,6 +153,7 @@ class JsonTokenizer:
         self.separator: int | None = next((each for each in found if each is not None), None)
 
     def encode(self, text: str) -> NDArray[Any]:
+        _check_words(text)
         return _array(self._library.encode(text, add_special_tokens=False).ids, self.vocab_size)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
@@ -151,6 +168,7 @@ class DirectoryTokenizer:
 
     Raises:
         DataError: transformers cannot open a tokenizer there, or is not installed.
+        CheckpointError: There is a config.json, and it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,10 +176,15 @@ class DirectoryTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(f"{path}: reading it needs transformers: pip install transformers") from error
+        for file in sorted({each for pattern in TOKENIZER_FILES for each in path.glob(pattern)}):
+            _read_checked(file)
+        if (path / "config.json").exists():  # which is read, too
+            check_counts(read_json_object(path / "config.json"), path / "config.json")
         try:
-            self._library: Any = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
+            with offline():
+                self._library: Any = AutoTokenizer.from_pretrained(
+                    str(path), local_files_only=True, trust_remote_code=False
+                )
             self.fingerprint = _digest(path)
         except Exception as error:  # malformed files make the library raise any type
             raise DataError(
@@ -175,6 +198,7 @@ class DirectoryTokenizer:
         self.opening: int | None = bos if bos is not None and own[:1] == [bos] else None
 
     def encode(self, text: str) -> NDArray[Any]:
+        _check_words(text)
         ids = self._library(text, add_special_tokens=False, verbose=False).input_ids
         return _array(ids, self.vocab_size)
 
@@ -185,14 +209,16 @@ class DirectoryTokenizer:
                 "the assistant's tokens; save it as a tokenizer.json"
             )
         try:
-            rendered = self._render(chat)
+            with _limited(self._path) as restart:
+                rendered = self._render(chat, restart)
         except (MalformedError, DataError):
             raise
         except Exception as error:  # a template is a program and may raise any type
             raise MalformedError(f"the chat template rejects it: {error}") from error
         return [self._encode_rendered(each) for each in rendered]
 
-    def _render(self, chat: Chat) -> list[Rendered]:
+    def _render(self, chat: Chat, restart: Callable[[], object]) -> list[Rendered]:
+        """Render a chat; ``restart`` gives the next rendering the full time."""
         library = self._library
         try:
             template: str = library.get_chat_template(tools=chat.tools)
@@ -208,6 +234,7 @@ class DirectoryTokenizer:
             return [Rendered(texts[0], spans[0])]
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
+            restart()
             text: str = library.apply_chat_template(
                 list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False
             )
@@ -216,6 +243,7 @@ class DirectoryTokenizer:
         return render_turns(chat.messages, render)
 
     def _encode_rendered(self, rendered: Rendered) -> Encoded:
+        _check_words(rendered.text)
         found = self._library(
             rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -296,6 +324,83 @@ def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) 
     for begin, end in spans:
         mask |= (starts < end) & (stops > begin) & (stops > starts)
     return mask
+
+
+def _check_words(text: str) -> None:
+    """Raise where tokenizing ``text`` would take gigabytes.
+
+    Raises:
+        MalformedError: It has a word, text without white space, of too many characters.
+    """
+    longest = max(map(len, text.split()), default=0) if len(text) > _MOST_WORD_CHARS else 0
+    if longest > _MOST_WORD_CHARS:
+        raise MalformedError(f"a word has {longest} characters; wanted a space in {_MOST_WORD_CHARS}")
+
+
+def _read_checked(path: Path) -> bytes:
+    """Read a file of a tokenizer; see [Note: untrusted files].
+
+    Raises:
+        DataError: It is no file, cannot be read, is too large, or has a word that is too long.
+    """
+    try:
+        content = read_file(path, _MOST_FILE_NBYTES)
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer: {path}: {error.strerror}; wanted bytes, a tokenizer.json or a directory"
+        ) from error
+    if len(content) > _MOST_WORD_CHARS and path.suffix != ".model":
+        values = np.frombuffer(content, np.uint8)
+        ends = np.flatnonzero((values == ord("\n")) | (values == ord('"')))
+        longest = int(np.diff(ends, prepend=-1, append=len(values)).max()) - 1
+        if longest > _MOST_WORD_CHARS:
+            raise DataError(
+                f"data.tokenizer: {path}: a word has {longest} bytes; wanted at most {_MOST_WORD_CHARS}"
+            )
+    return content
+
+
+@contextmanager
+def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
+    """Let the body, which renders a template, take a limited time of the processor and limited memory.
+
+    The limit of time needs the main thread, where Python handles signals; what this yields restarts it.
+
+    Raises:
+        DataError: It reached one of them.
+    """
+
+    def fail(limit: str) -> DataError:
+        return DataError(
+            f"data.tokenizer: the chat template of {template_of} takes more than {limit} to render one chat; "
+            "use another tokenizer, or mend its template"
+        )
+
+    def end(number: int, frame: object) -> None:
+        raise fail(f"{_MOST_RENDER_S:g} s of the processor")
+
+    def restart() -> None:
+        if in_main:
+            # again and again: the sandbox asks for attributes in ways that swallow errors
+            signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_RENDER_S, 0.1)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    with ExitStack() as stack:
+        if in_main:
+            stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, end))
+            stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+            restart()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        most = pages * resource.getpagesize() + _MOST_RENDER_NBYTES
+        if soft == resource.RLIM_INFINITY or soft > most:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+            stack.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
+        try:
+            yield restart
+        except MemoryError as error:
+            # without its frames, which hold what was built
+            raise fail(f"{format_nbytes(_MOST_RENDER_NBYTES)} of memory") from error.with_traceback(None)
 
 
 def _array(ids: list[int], vocab_size: int) -> NDArray[Any]:

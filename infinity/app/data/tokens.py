@@ -1,7 +1,8 @@
 """Tokenised training data: documents encoded once, cached on disk and mapped into memory.
 
-The name of a cache entry is a digest of the files (path, size, modification time) and the tokenizer, so a
-changed file gets a new entry. Ranks that start together meet at a lock: one writes, the others wait.
+The name of a cache entry is a digest of the files (path, size, modification time), the tokenizer and the
+user, so a changed file gets a new entry. Only that user can read it: tokens are as private as the text. Ranks
+that start together meet at a lock: one writes, the others wait.
 """
 
 import hashlib
@@ -29,7 +30,8 @@ from infinity.app.data.documents import (
     read_pieces,
 )
 from infinity.app.data.tokenizer import Encoded, Tokenizer, encode_completion
-from infinity.core.files import lock_file
+from infinity.core.errors import UnsafePathError
+from infinity.core.files import create_file, lock_file, own_directory, write_file
 
 _FORMAT = 2
 #: Seconds between progress lines while tokens are written.
@@ -85,9 +87,10 @@ def open_tokens(
     """
     path = cache / _key(files, tokenizer, skip_malformed)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, log))
+        own_directory(path)  # nobody else chose the tokens, and nobody else reads them
         about = json.loads((path / _ABOUT).read_text("utf-8"))
         return Tokens(
             values=_map(path / _TOKENS, tokenizer.encode("").dtype),
@@ -97,6 +100,8 @@ def open_tokens(
             digest=about["digest"],
             malformed=(about["malformed"], about["first_malformed"]),
         )
+    except UnsafePathError as error:
+        raise DataError(f"data.cache: {error.strerror}") from error
     except OSError as error:
         raise DataError(f"data.cache: {error.filename or path}: {error.strerror}") from error
 
@@ -177,7 +182,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _key(files: Sequence[Path], tokenizer: Tokenizer, skip_malformed: bool) -> str:
-    seen: list[object] = [_FORMAT, tokenizer.fingerprint, skip_malformed]
+    seen: list[object] = [_FORMAT, os.geteuid(), tokenizer.fingerprint, skip_malformed]
     for file in files:
         try:
             stat = file.stat()
@@ -196,7 +201,7 @@ def _write_once(path: Path, write: Callable[[Path], None]) -> None:
         partial = path.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed writer, which holds no lock
         try:
-            partial.mkdir()
+            partial.mkdir(mode=0o700)
             write(partial)
             partial.rename(path)
         finally:
@@ -229,7 +234,7 @@ def _write(
         "malformed": errors.number,
         "first_malformed": errors.first,
     }
-    (folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+    write_file(folder / _ABOUT, json.dumps(about))
 
 
 @dataclass(slots=True)
@@ -263,7 +268,7 @@ class _Writer:
 
     def __enter__(self) -> "_Writer":
         for name in (_TOKENS, _LOSS_MASK, _DOCUMENTS):
-            self._files[name] = self._stack.enter_context((self.folder / name).open("wb"))
+            self._files[name] = self._stack.enter_context(open(create_file(self.folder / name), "wb"))
         return self
 
     def __exit__(self, *error: object) -> None:

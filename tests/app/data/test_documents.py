@@ -1,6 +1,8 @@
 """Files are found in a fixed order; errors name file and line; JSONL records follow from their fields."""
 
+import itertools
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,42 @@ def test_relative_globs_start_at_the_working_directory(
     (tmp_path / "a.txt").write_text("x")
     monkeypatch.chdir(tmp_path)
     assert find_files(["*.txt"]) == (tmp_path / "a.txt",)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("pipe.txt", "pipe.jsonl"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    assert [path.name for path in find_files([str(tmp_path)])] == ["a.txt"]
+    for path in (tmp_path / "pipe.txt", Path("/dev/zero")):
+        assert find_files([str(path)]) == (path,)
+        for read in (read_lines, read_pieces):
+            with pytest.raises(DataError, match=rf"{path}: not a regular file"):
+                list(read(path))
+
+
+def test_a_line_of_records_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "_MOST_LINE_NBYTES", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * 99 + b"\n" + b"y" * 100 + b"\n")
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2: the line has more than 100 B; wanted a document per line"
+    ):
+        list(read_lines(path))
+
+
+def test_a_long_line_of_text_is_cut_before_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "PIECE_CHARS", 20)
+    path = tmp_path / "a.txt"
+    words, word = "some words " * 30, "x" * 95
+    for text in (words, f"one\n{words}\nlast", word, word + " y\n" * 9):
+        path.write_text(text)
+        pieces = [piece.text for piece in read_pieces(path)]
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) < 40
+        for before, after in itertools.pairwise(pieces):
+            assert before.endswith("\n") or after.startswith(" ") or " " not in before
 
 
 def test_a_name_without_files_is_an_error_that_shows_it(tmp_path: Path) -> None:

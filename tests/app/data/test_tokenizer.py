@@ -1,5 +1,10 @@
 """Only the assistant's tokens of a chat count in the loss, whatever its template does."""
 
+import json
+import os
+import resource
+import signal
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.app.data import tokenizer as tokenizer_module
 from infinity.app.data.documents import Chat, DataError, MalformedError, Message
 from infinity.app.data.tokenizer import (
     BytesTokenizer,
@@ -19,6 +25,7 @@ from infinity.app.data.tokenizer import (
     open_tokenizer,
     render_turns,
 )
+from infinity.core.errors import CheckpointError
 from tests.helpers.tokenizers import CHATML, MARKED, write_tokenizer
 
 #: A template that leaves out what the assistant thought, except in the last turn.
@@ -172,3 +179,130 @@ def test_the_bytes_tokenizer_has_a_chat_template() -> None:
     assert bytes(encoded.tokens[encoded.loss_mask]) == b"yes\0"
     with pytest.raises(MalformedError, match="message 1: wanted a 'content' that is a string"):
         BytesTokenizer().encode_chat(Chat([{"role": "assistant", "content": ["a"]}], None))
+
+
+# --- untrusted files -------------------------------------------------------------------------------
+
+#: Templates that would run for hours, print and build lists on the way, or compute one number.
+ENDLESS = {
+    "loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "marked": MARKED + "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "output": "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+    "power": "{{ 10 ** (10 ** 8) }}",
+}
+#: Templates that would build more than any machine has.
+ENDLESSLY_LARGE = {
+    "product": "{{ 'x' * 10 ** 11 }}",
+    "doubling": "{% set ns = namespace(s='x' * 1000) %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}"
+    "{% endfor %}{{ ns.s }}",
+    "list": "{% set numbers = [0] * 10 ** 11 %}",
+    "filter": "{{ 'x' | center(10 ** 11) }}",
+    "format": "{{ '%099999999999d' % 1 }}",
+    "marked": MARKED + "{{ 'x' * 10 ** 11 }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_chat_template_that_does_not_end_is_an_error_with_its_limit(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_MOST_RENDER_S", 0.2)
+    write_tokenizer(tmp_path, chat_template=ENDLESS[name])
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(DataError, match=rf"chat template of {tmp_path} takes more than 0\.2 s"):
+        open_tokenizer(str(tmp_path)).encode_chat(Chat(chat("q", "a"), None))
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ENDLESSLY_LARGE)
+def test_a_chat_template_that_builds_gigabytes_is_an_error_with_its_limit(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_MOST_RENDER_NBYTES", 2**26)
+    write_tokenizer(tmp_path, chat_template=ENDLESSLY_LARGE[name])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match="takes more than 64 MiB of memory"):
+        open_tokenizer(str(tmp_path)).encode_chat(Chat(chat("q", "a"), None))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_a_chat_template_stays_in_its_sandbox(tmp_path: Path, template: str) -> None:
+    write_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(MalformedError, match=r"unsafe|recursion"):
+        open_tokenizer(str(tmp_path)).encode_chat(Chat(chat("q", "a"), None))
+
+
+NAMES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "additional_chat_templates/x.jinja"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_file_is_refused_before_it_blocks(tmp_path: Path, name: str, kind: str) -> None:
+    write_tokenizer(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(DataError, match=rf"data\.tokenizer: {path}: .*not a regular file"):
+        open_tokenizer(str(tmp_path))
+    if kind != "directory" and name == "tokenizer.json":
+        with pytest.raises(DataError, match=rf"data\.tokenizer: {path}: not a regular file"):
+            open_tokenizer(str(path))
+
+
+def test_a_word_that_would_take_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "_MOST_WORD_CHARS", 10_000)
+    write_tokenizer(tmp_path / "good")
+    for name in (tmp_path / "good", tmp_path / "good" / "tokenizer.json"):
+        tokenizer = open_tokenizer(str(name))
+        assert len(tokenizer.encode("word " * 10_000)) > 10_000
+        with pytest.raises(MalformedError, match="a word has 10001 characters; wanted a space in 10000"):
+            tokenizer.encode("the " + "x" * 10_001)
+    with pytest.raises(MalformedError, match="a word has"):
+        open_tokenizer(str(tmp_path / "good")).encode_chat(Chat(chat("q" * 10_001, "a"), None))
+    (tmp_path / "good" / "added_tokens.json").write_text(json.dumps({"x" * 10_001: 300}))
+    with pytest.raises(DataError, match=r"added_tokens\.json: a word has 10001 bytes"):
+        open_tokenizer(str(tmp_path / "good"))
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer_module, "_MOST_FILE_NBYTES", 1000)
+    with pytest.raises(DataError, match=r"tokenizer\.json: has \d+ bytes; at most 1000 are read"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_tokenizer_runs_no_code_and_reaches_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        pytest.fail("the network was reached")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    write_tokenizer(tmp_path)
+    trap = tmp_path / "trap"
+    (tmp_path / "evil.py").write_text(f"open({str(trap)!r}, 'w')")
+    path = tmp_path / "tokenizer_config.json"
+    usual = json.loads(path.read_text())
+    for where in ("evil", "evil/repository--evil"):
+        for tokenizer_class in ("PreTrainedTokenizerFast", "LlamaTokenizer", "os.system", "T"):
+            auto_map = {"auto_map": {"AutoTokenizer": [f"{where}.T", f"{where}.T"]}}
+            path.write_text(json.dumps(usual | auto_map | {"tokenizer_class": tokenizer_class}))
+            with suppress(DataError):
+                open_tokenizer(str(tmp_path))
+            assert not trap.exists()
+    path.write_text(json.dumps(usual))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "num_labels": 10**9}))
+    with pytest.raises(CheckpointError, match="num_labels is 1000000000"):
+        open_tokenizer(str(tmp_path))

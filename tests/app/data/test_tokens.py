@@ -146,6 +146,41 @@ def test_memory_does_not_grow_with_files(tmp_path: Path) -> None:
     assert peak_nbytes < 2**20
 
 
+def test_only_their_user_can_read_tokens_and_choose_them(tmp_path: Path) -> None:
+    path, before = write(tmp_path / "a.jsonl", {"prompt": "secret", "completion": "x"}), os.umask(0)
+    try:
+        read(path)
+    finally:
+        os.umask(before)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == entry.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in entry.iterdir()} == {0o600}
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "cache").glob("*.lock")} == {0o600}
+    entry.chmod(0o755)  # as earlier versions made it
+    read(path)
+    assert entry.stat().st_mode & 0o777 == 0o700
+    entry.chmod(0o777)
+    with pytest.raises(DataError, match=rf"data\.cache: {entry} may be written by everybody"):
+        read(path)
+    moved = entry.rename(tmp_path / "moved")
+    entry.symlink_to(moved)
+    with pytest.raises(DataError, match=rf"data\.cache: {entry} is a symbolic link"):
+        read(path)
+
+
+def test_a_planted_link_in_a_cache_leads_nowhere(tmp_path: Path) -> None:
+    path, victim = write(tmp_path / "a.jsonl", {"text": "one"}), tmp_path / "victim"
+    victim.write_text("precious")
+    read(path)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    shutil.rmtree(entry)
+    entry.with_suffix(".lock").unlink()
+    entry.with_suffix(".lock").symlink_to(victim)
+    with pytest.raises(DataError, match=r"data\.cache: .*\.lock is a symbolic link"):
+        read(path)
+    assert victim.read_text() == "precious"
+
+
 def test_leftovers_of_a_killed_writer_are_replaced(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"text": "one"})
     read(path)
