@@ -24,7 +24,7 @@ the step.
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -102,7 +102,7 @@ class Run:
     following: float
 
 
-def runs_of(events: Sequence[Event], can_stay: Container[int] = ()) -> tuple[Run, ...]:
+def runs_of(events: Sequence[Event], can_stay: Collection[int] = ()) -> tuple[Run, ...]:
     """The runs of a pass, in order.
 
     Args:
@@ -307,7 +307,7 @@ def make_plan(
     nbytes: Mapping[int, int],
     capacity_nbytes: int,
     lead: int = LEAD,
-    can_stay: Container[int] = (),
+    can_stay: Collection[int] = (),
 ) -> Plan:
     """The plan for a recorded pass.
 
@@ -327,6 +327,9 @@ def make_plan(
     begin = filling.begin()
     actions = tuple(filling.play(i, event) for i, event in enumerate(events))
     # the second walk may have dropped a unit that the first one kept to the end
-    kept = (unit for unit in begin if filling.first[unit] not in keeping.fetched)
-    stays = frozenset(unit for unit in kept if unit in filling.present)
+    kept = frozenset(unit for unit in begin if filling.first[unit] not in keeping.fetched)
+    stays = kept.intersection(filling.present)
+    lost = {event.unit for event in events if event.kind is Kind.DONE} & (kept - stays)
+    if lost:  # their updates take the weights away, so they leave room from there on
+        return make_plan(events, nbytes, capacity_nbytes, lead, set(can_stay) - lost)
     return Plan(tuple(events), begin, actions, filling.peak_nbytes, stays)

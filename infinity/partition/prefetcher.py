@@ -24,7 +24,7 @@ the plan of the next pass.
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from infinity.partition.prefetch_plan import Event, Kind, Plan, make_plan
@@ -144,7 +144,7 @@ class Prefetcher:
 
     def __init__(
         self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int,
-        can_stay: Container[int] = (), order: StepOrder | None = None,
+        can_stay: Collection[int] = (), order: StepOrder | None = None,
     ) -> None:  # fmt: skip
         self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
         self.can_stay, self.order = can_stay, order or StepOrder()

@@ -88,11 +88,13 @@ def test_run_ends_with_what_becomes_of_the_call():
 
 
 def test_ctrl_c_gets_through_to_a_thread_that_waits():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         Transfer().wait()
     timer.join()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_chained_transfer_begins_only_when_the_first_has_ended():

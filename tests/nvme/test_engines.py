@@ -354,6 +354,7 @@ from infinity.nvme.engines import make_engine
 from infinity.device.memory import HostPool
 from infinity.nvme.volume import Volume
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 volume = Volume([Path(sys.argv[2])])
 engine = make_engine(sys.argv[1], volume)
 memory = HostPool(2**24).lease(2**23, who="test").memory

@@ -172,6 +172,14 @@ def test_a_unit_that_the_second_walk_drops_does_not_count_as_staying():
     assert case.plan().stays <= last
 
 
+def test_a_unit_that_cannot_stay_until_the_end_leaves_with_its_update():
+    events = (Event(Kind.USE, 2), Event(Kind.DONE, 2), *visits([0, 1]))
+    case = Case(events, {0: 1, 1: 6, 2: 6}, 12, frozenset({2}))
+    plan = case.plan(lead=0)
+    for _, before, actions, _, _ in replay(case, plan):
+        assert set(actions.release) <= before
+
+
 # --- how few ----------------------------------------------------------------------------------
 
 
