@@ -1,4 +1,4 @@
-"""Locks on files and directories, and names that survive a power cut.
+"""Paths that users write; locks on files and directories, and names that survive a power cut.
 
 [Note: one kind of lock]
 Every lock of the package is ``flock`` on an open descriptor, exclusive or shared. The kernel gives it back
@@ -15,11 +15,45 @@ import socket
 import time
 from pathlib import Path
 
-from infinity.core.errors import LockedError
+from infinity.core.errors import LockedError, RecipeError
 
 #: Programs that look for unused files hold their locks for a moment; waited for, and between two tries (s).
 PATIENCE_S = 0.4
 _PAUSE_S = 0.02
+#: The longest name of a file, and the longest path, that Linux takes (bytes).
+_NAME_NBYTES, _PATH_NBYTES = 255, 4095
+
+
+def expand_user(path: str) -> str:
+    """Return a path, or a pattern of paths, with ``~`` expanded.
+
+    Raises:
+        ValueError: No file can have this path; says why.
+    """
+    if "\0" in path:
+        raise ValueError("the character NUL cannot be in it")
+    if path.startswith("~"):
+        user = path.partition("/")[0]
+        try:
+            path = str(Path(path).expanduser())
+        except RuntimeError as error:
+            raise ValueError(f"there is no home directory {user}; a file of that name is ./{user}") from error
+    raw = os.fsencode(path)
+    if len(raw) > _PATH_NBYTES or any(len(name) > _NAME_NBYTES for name in raw.split(b"/")):
+        raise ValueError(f"a path has at most {_PATH_NBYTES} bytes, and each name in it {_NAME_NBYTES}")
+    return path
+
+
+def user_path(path: str | Path, what: str) -> Path:
+    """Return the path that a user gave as ``what``, with ``~`` expanded.
+
+    Raises:
+        RecipeError: No file can have this path; says why.
+    """
+    try:
+        return Path(expand_user(os.fspath(path)))
+    except ValueError as error:
+        raise RecipeError(f"{what} {str(path)[:200]!r}: {error}") from error
 
 
 def lock_file(path: Path, *, patience_s: float = PATIENCE_S) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.core.errors import InfinityError
+from infinity.core.files import user_path
 
 #: Text is read in whole lines, about this many characters at a time.
 PIECE_CHARS = 1 << 20
@@ -70,12 +71,22 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
     """
     found: dict[Path, None] = {}
     for name in names:
-        matches = _stdlib() if name == "stdlib" else _matches(name)
-        if not matches:
+        try:
+            matches = _stdlib() if name == "stdlib" else _matches(name)
+            files = [path.resolve() for path in matches]
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            NotImplementedError,
+        ) as error:  # patterns, links to themselves
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
+        if not files:
             raise DataError(
                 f"{key}: {name!r} matches no file in {Path.cwd()}; give a path, a glob or 'stdlib'"
             )
-        found.update(dict.fromkeys(path.resolve() for path in matches))
+        found.update(dict.fromkeys(files))
     return tuple(found)
 
 
@@ -150,7 +161,7 @@ def _stdlib() -> list[Path]:
 
 
 def _matches(name: str) -> list[Path]:
-    path = Path(name).expanduser()
+    path = user_path(name, "data.files")
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
     if path.is_file():

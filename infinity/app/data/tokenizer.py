@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinity.app.data.documents import ASSISTANT, Chat, DataError, MalformedError, Message
+from infinity.core.errors import library_errors
+from infinity.core.files import user_path
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -123,21 +125,22 @@ class JsonTokenizer:
             ) from error
         try:
             content = path.read_bytes()
-            self._library = Library.from_str(content.decode())
         except OSError as error:
             raise DataError(
                 f"data.tokenizer: {path}: {error.strerror}; wanted bytes, a tokenizer.json or a directory"
             ) from error
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"data.tokenizer: {path}: not a tokenizer.json: {error}") from error
+        with library_errors(DataError, f"data.tokenizer: {path}: not a tokenizer.json"):
+            self._library = Library.from_str(content.decode())
+            self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+            found = (self._library.token_to_id(token) for token in _SEPARATORS)
+            self.separator: int | None = next((each for each in found if each is not None), None)
+            _array([] if self.separator is None else [self.separator], self.vocab_size)
         self._path = path
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
-        found = (self._library.token_to_id(token) for token in _SEPARATORS)
-        self.separator: int | None = next((each for each in found if each is not None), None)
 
     def encode(self, text: str) -> NDArray[Any]:
-        return _array(self._library.encode(text, add_special_tokens=False).ids, self.vocab_size)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
+            return _array(self._library.encode(text, add_special_tokens=False).ids, self.vocab_size)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         raise DataError(
@@ -158,25 +161,23 @@ class DirectoryTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(f"{path}: reading it needs transformers: pip install transformers") from error
-        try:
+        with library_errors(DataError, f"data.tokenizer: {path}: transformers finds no tokenizer there"):
             self._library: Any = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=False
             )
             self.fingerprint = _digest(path)
-        except Exception as error:  # malformed files make the library raise any type
-            raise DataError(
-                f"data.tokenizer: {path}: transformers finds no tokenizer there: {error}"
-            ) from error
+            self.vocab_size = len(self._library)
+            self.separator: int | None = self._library.eos_token_id
+            bos = self._library.bos_token_id
+            own = self._library("").input_ids
+            self.opening: int | None = bos if bos is not None and own[:1] == [bos] else None
+            _array([each for each in (self.opening, self.separator) if each is not None], self.vocab_size)
         self._path = path
-        self.vocab_size = len(self._library)
-        self.separator: int | None = self._library.eos_token_id
-        bos = self._library.bos_token_id
-        own = self._library("").input_ids
-        self.opening: int | None = bos if bos is not None and own[:1] == [bos] else None
 
     def encode(self, text: str) -> NDArray[Any]:
-        ids = self._library(text, add_special_tokens=False, verbose=False).input_ids
-        return _array(ids, self.vocab_size)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
+            ids = self._library(text, add_special_tokens=False, verbose=False).input_ids
+            return _array(ids, self.vocab_size)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if not self._library.is_fast:
@@ -190,7 +191,8 @@ class DirectoryTokenizer:
             raise
         except Exception as error:  # a template is a program and may raise any type
             raise MalformedError(f"the chat template rejects it: {error}") from error
-        return [self._encode_rendered(each) for each in rendered]
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a chat"):
+            return [self._encode_rendered(each) for each in rendered]
 
     def _render(self, chat: Chat) -> list[Rendered]:
         library = self._library
@@ -227,7 +229,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Open ``bytes``, the path of a ``tokenizer.json``, or a directory with a Hugging Face tokenizer."""
     if name == "bytes":
         return BytesTokenizer()
-    path = Path(name).expanduser()
+    path = user_path(name, "data.tokenizer")
     return DirectoryTokenizer(path) if path.is_dir() else JsonTokenizer(path)
 
 
@@ -299,6 +301,7 @@ def mask_of_spans(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) 
 
 
 def _array(ids: list[int], vocab_size: int) -> NDArray[Any]:
+    """Return ``ids`` in the smallest type that holds all of a tokenizer's; raise if one exceeds it."""
     return np.array(ids, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
