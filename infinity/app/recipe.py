@@ -302,7 +302,9 @@ def _parse(text: str) -> Any:
     except RecursionError as error:
         raise _YamlError(f"nested deeper than {_MOST_LEVELS} levels") from error
     except Exception as error:  # parsers raise many types: ValueError of numbers and dates, those of ${
-        raise _YamlError(str(error).partition("\n")[0] or type(error).__name__) from error
+        key = str(getattr(error, "full_key", None) or "").removeprefix("value").removeprefix(".")
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise _YamlError(f"{key}: {reason}" if key else reason) from error
 
 
 def _check_nodes(root: Any) -> None:
@@ -324,7 +326,8 @@ def _check_nodes(root: Any) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 if key.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "merge"):
-                    raise _marked(key, f"wanted the name of a key; got {shown(key.value)}")
+                    got = shown(key.value) if isinstance(key, yaml.ScalarNode) else "a list, or keys"
+                    raise _marked(key, f"wanted the name of a key; got {got}")
                 left.append((value, level + 1))
         elif isinstance(node, yaml.SequenceNode):
             left += [(item, level + 1) for item in node.value]

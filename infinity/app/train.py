@@ -36,6 +36,8 @@ from infinity.optim.config import OptimConfig
 
 #: File in the run's folder with every key of the recipe; the dtype is the one that was chosen for ``auto``.
 RECIPE = "recipe.yaml"
+#: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
+_MOST_THREADS_PER_CORE = 8
 
 
 def train(recipe: Recipe) -> Summary | None:
@@ -259,7 +261,17 @@ def world_size() -> int:
 
 
 def set_threads(config: TrainConfig) -> None:
-    """Give each rank of this machine its share of the cores; more threads would only wait for each other."""
+    """Give each rank of this machine its share of the cores; more threads would only wait for each other.
+
+    Raises:
+        RecipeError: So many that the system may not start them, which would end the process.
+    """
+    most = _MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if config.threads is not None and config.threads > most:
+        raise RecipeError(
+            f"train.threads: got {config.threads}; wanted at most {most} ({_MOST_THREADS_PER_CORE} for each "
+            "core of this machine), or null for one per core"
+        )
     torch.set_num_threads(config.threads or max(1, usable_cores() // local_ranks()))
 
 

@@ -245,15 +245,25 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        # one directory may have several names, and the run's files in it have one
-        if not all(self.nvme) or len({_identity(path) for path in self.nvme}) < len(self.nvme):
+        try:
+            # one directory may have several names, in which a run's files would have the same one
+            different = len({_identity(path) for path in self.nvme}) == len(self.nvme)
+        except OSError as error:
+            raise SettingError(
+                "nvme", self.nvme, f"directories; {error.filename}: {error.strerror}"
+            ) from error
+        if not all(self.nvme) or not different:
             raise SettingError("nvme", self.nvme, "different, non-empty directories")
 
 
 def _identity(path: str) -> object:
-    """What two names of one directory have in common."""
+    """Return what all names of a directory have in common; it need not exist.
+
+    Raises:
+        OSError: It cannot exist, as for a symbolic link to itself.
+    """
     try:
         found = Path(path).stat()
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return os.path.realpath(path)
     return found.st_dev, found.st_ino

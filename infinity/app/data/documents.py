@@ -71,8 +71,9 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
     """
     found: dict[Path, None] = {}
     for name in names:
+        path = user_path(name, key)
         try:
-            matches = _stdlib() if name == "stdlib" else _matches(name)
+            matches = _stdlib() if name == "stdlib" else _matches(path)
             files = [path.resolve() for path in matches]
         except (
             OSError,
@@ -160,8 +161,7 @@ def _stdlib() -> list[Path]:
     )
 
 
-def _matches(name: str) -> list[Path]:
-    path = user_path(name, "data.files")
+def _matches(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
     if path.is_file():

@@ -1,0 +1,237 @@
+"""Whatever a recipe says, there is a run, or one error of ours that names the key and what it accepts.
+
+The cases are made from the schema, so that a new key is covered by itself. A long run is
+``pytest -m slow tests/app/test_hostile_recipes.py``.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from infinity.app.recipe import Recipe, _settings, load_recipe, recipe_table
+from infinity.app.train import train
+from infinity.core.config import MemoryConfig, SettingError
+from infinity.core.errors import BudgetError, InfinityError, RecipeError
+from infinity.core.files import user_path
+from tests.helpers.models import build
+
+#: Section, field and type by key.
+KEYS = {f"{section}.{spec.name}": (spec, hint) for section, spec, hint in _settings()}
+#: The fewest cases in which a fault shows soon, and many.
+FEW, MANY = 60, 2000
+QUICK = settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
+LONG = settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
+
+#: YAML of no key's type, of some keys' types, and of a type but out of range.
+VALUES = [
+    "null", "~", "true", "on", "0", "-1", "1", "1.0", "1.5", "3", "2147483648", "9223372036854775808", "-0.0",
+    "1e400", "-.inf", ".nan", "1e-400", "0x" + "f" * 9000, "9" * 400, "9" * 5000, "1" * 400 + ".5", "1:99:99",
+    "0o17", "''", "' '", "a", "'3'", "'null'", "2001-99-99", "2026-01-31", "=", "<<", "???", "[]", "[null]",
+    "[[a]]", "[a, 3]", "[0.9, 0.9]", "[1e400, 0.5]", "{}", "{a: 3}", "{a: {b: 3}}", "[" * 300, "{a: " * 300,
+    "!!set {a, b}", "!!int foo", "!!binary aGk=", "!!python/name:os.system", "!!timestamp x", "!foo 3", "&a [*a]",
+    "*a", "'${'", "'${a'", "${train.steps}", "${run.name}", "${memory}", "${oc.env:}", "${oc.env:NOPE}", "'\\${a}'",
+    "${nope:3}", "${oc.decode:'['}", "8GiB", "8Gb3", "1.5TiB", f"{'9' * 400}GiB", "-1GiB", "1e3GiB", "2**60",
+    r'"\0"', r'"a\0b"', r'"\ud800"', r'"\x7f\x1b[2J\n"', "x" * 5000, f"{'x' * 300}/a", "a/b", "..", "./~",
+    "~nosuchuser", "~nosuchuser/x", "~/x", "loop", "loop/a", "file", "file/a", "none/a", "[nv, nv/]",
+    "[nv, link]", "[loop, a]", "**", "**a", "'[*a'", "'*/*'", "'['", "'[z-a]'", "'('", "stdlib", "bytes", "a=b",
+    "'a: b'", "a#b", "null ", "\u2028", "\U0001f600", "a\tb", "- a", "a: b", "? [a]", "%", "@", "`",
+]  # fmt: skip
+
+
+def numbers(spec: Any, hint: Any) -> list[str]:
+    """The bounds of a number, and what lies just outside."""
+    valid, texts = spec.metadata["valid"], []
+    for bound in (valid.least, valid.above, valid.most, valid.below):
+        if bound is not None:
+            texts += [f"{bound}", f"{bound - 1}", f"{bound + 1}"]
+    return [*texts, *(str(choice) for choice in valid.choices)]
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> tuple[str, str]:
+    """A key of the schema, sometimes misspelt, and YAML for its value."""
+    key = draw(st.sampled_from(sorted(KEYS)))
+    spec, hint = KEYS[key]
+    own = [text for text in numbers(spec, hint) if "float" in str(hint) or "." not in text]
+    value = draw(
+        st.one_of(
+            st.sampled_from(VALUES),
+            st.sampled_from(own or VALUES),
+            st.integers().map(str),
+            st.floats().map(lambda number: repr(number).replace("inf", ".inf").replace("nan", ".nan")),
+            st.text(max_size=8).map(json.dumps),
+            st.text(alphabet="{}[]:,&*!|>'\"%@`#?-\\$ a0\n", max_size=8),
+        )
+    )
+    if draw(st.integers(0, 9)) == 0:
+        key = draw(
+            st.sampled_from([key.upper(), key[1:], key[:-1], key + ".a", key + "[0]", "", "~", "${a}", "."])
+        )
+    return key, value
+
+
+def refusal(path: Path | None, overrides: list[str]) -> str | None:
+    """The error of a recipe; None if it is valid. Any other exception fails the test."""
+    try:
+        recipe = load_recipe(path, overrides)
+    except RecipeError as error:
+        assert len(str(error)) < 2500
+        return str(error)
+    again = Path("again.yaml")
+    again.write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(again) == recipe
+    return None
+
+
+def check_override(case: tuple[str, str]) -> None:
+    key, value = case
+    said = refusal(None, [f"{key}={value}"])
+    assert said is None or "on the command line" in said or "wanted" in said
+
+
+def check_file(cases: list[tuple[str, str]], separator: str) -> None:
+    path, sections = Path("recipe.yaml"), dict[str, list[str]]()
+    for key, value in cases:
+        section, _, name = key.partition(".")
+        sections.setdefault(section, []).append(f"{name}: {value}")
+    text = "\n".join(f"{section}:\n  " + separator.join(lines) for section, lines in sections.items())
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    said = refusal(path, [])
+    assert said is None or str(path) in said or "wanted" in said
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory, which is also the home, with a text, a checkpoint, and links that lead nowhere."""
+    folder, before, threads = tmp_path_factory.mktemp("place"), Path.cwd(), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.delenv("INFINITY_TRACEBACK", raising=False)
+        os.chdir(folder)
+        (folder / "loop").symlink_to("loop")
+        (folder / "nv").mkdir()
+        (folder / "link").symlink_to("nv")
+        (folder / "file").write_text("the quick brown fox\n" * 40)
+        build("llama", seed=0)[0]().save_pretrained(folder / "llama")
+        yield folder
+        os.chdir(before)
+        torch.set_num_threads(threads)
+
+
+@QUICK
+@given(case=hostile())
+def test_any_override_is_a_recipe_or_an_error_that_says_where(place: Path, case: tuple[str, str]) -> None:
+    check_override(case)
+
+
+@pytest.mark.slow
+@LONG
+@given(case=hostile())
+def test_many_overrides_are_recipes_or_errors(place: Path, case: tuple[str, str]) -> None:
+    check_override(case)
+
+
+@QUICK
+@given(cases=st.lists(hostile(), min_size=1, max_size=3), separator=st.sampled_from(["\n  ", "\n", ", "]))
+def test_any_file_is_a_recipe_or_an_error_that_says_where(
+    place: Path, cases: list[tuple[str, str]], separator: str
+) -> None:
+    check_file(cases, separator)
+
+
+@pytest.mark.slow
+@LONG
+@given(cases=st.lists(hostile(), min_size=1, max_size=3), separator=st.sampled_from(["\n  ", "\n", ", "]))
+def test_many_files_are_recipes_or_errors(place: Path, cases: list[tuple[str, str]], separator: str) -> None:
+    check_file(cases, separator)
+
+
+@settings(max_examples=200)
+@given(
+    data=st.binary(max_size=60) | st.text(alphabet="{}[]:,&*!|>'\"%@`#?-\\$~ atrain.steps0\n").map(str.encode)
+)
+def test_any_bytes_are_a_recipe_or_an_error(place: Path, data: bytes) -> None:
+    path = Path("bytes.yaml")
+    path.write_bytes(data)
+    refusal(path, [])
+
+
+# --- a run, or an error --------------------------------------------------------------------------
+
+#: A run of a moment; of a new model or of a checkpoint.
+SMALL = [
+    "data.files=[file]", "data.cache=cache", "model.seq_len=16", "train.steps=2", "train.batch_size=2",
+    "train.eval_batches=1", "train.eval_every=null", "train.threads=1", "train.dtype=fp32", "run.dir=runs",
+    "observe.progress=false",
+]  # fmt: skip
+NEW = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=16"]
+LOADED = ["model.path=llama", "data.tokenizer=bytes", "run.save=false"]
+#: What only makes a run longer or larger, or reads what is not ours.
+MOST = {"steps": 2, "accumulate": 2, "threads": 2, "eval_batches": 2, "warmup_steps": 10}
+
+
+def bounded(recipe: Recipe) -> Recipe:
+    """The recipe with a duration that a test can wait for."""
+    most = {
+        name: min(getattr(recipe.train, name) or 1, MOST[name])
+        for name in ("steps", "accumulate", "eval_batches")
+    }
+    threads = None if recipe.train.threads is None else min(recipe.train.threads, 2)
+    return replace(recipe, train=replace(recipe.train, **most, threads=threads))
+
+
+def is_heavy(recipe: Recipe) -> bool:
+    """It would run, for a long time."""
+    config = recipe.model
+    tokens = recipe.train.batch_size * config.seq_len
+    fits = (
+        4 * max(tokens * config.vocab_size, config.vocab_size * config.d_model, 3 * config.d_model**2) < 2**33
+    )
+    small = config.numel < 2**22 and tokens < 2**14 and config.n_layers <= 4
+    return fits and config.path is None and not small
+
+
+def check_run(cases: list[tuple[str, str]], base: list[str]) -> None:
+    shutil.rmtree("runs", ignore_errors=True)
+    given_keys = {key for key, _ in cases}
+    usual = [each for each in base if each.partition("=")[0] not in given_keys]
+    output = io.StringIO()
+    try:
+        recipe = load_recipe(None, [*usual, *(f"{key}={value}" for key, value in cases)])
+    except RecipeError:
+        return
+    assume(not is_heavy(recipe))
+    assume(recipe.data.files != ("stdlib",) and "/" not in recipe.data.files)
+    torch.manual_seed(0)
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            train(bounded(recipe))
+    except InfinityError as error:
+        assert str(error)
+
+
+@settings(QUICK, max_examples=25)
+@given(case=hostile())
+def test_a_recipe_that_is_valid_runs_or_says_what_to_change(place: Path, case: tuple[str, str]) -> None:
+    check_run([case], [*SMALL, *NEW])
+
+
+@pytest.mark.slow
+@LONG
+@given(cases=st.lists(hostile(), min_size=1, max_size=2), loaded=st.booleans())
+def test_many_recipes_that_are_valid_run_or_say_what_to_change(
+    place: Path, cases: list[tuple[str, str]], loaded: bool
+) -> None:
+    check_run(cases, [*SMALL, *(LOADED if loaded else NEW)])
