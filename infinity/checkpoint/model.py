@@ -58,16 +58,17 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
             f"{path} holds quantized weights (quantization_config in config.json); training needs "
             "them in bf16, fp16 or fp32"
         )
-    _check_dropouts(config.to_dict(), path / "config.json")
+    with library_errors(CheckpointError, str(path / "config.json")):
+        _check_dropouts(config.to_dict(), path / "config.json")
     return config
 
 
-def _check_dropouts(entries: dict[str, Any], where: Path, prefix: str = "") -> None:
+def _check_dropouts(entries: dict[Any, Any], where: Path, prefix: str = "") -> None:
     """Check probabilities, which modules only check when they first drop something."""
     for key, value in entries.items():
         if isinstance(value, dict):
             _check_dropouts(value, where, f"{prefix}{key}.")
-        elif "drop" in key and isinstance(value, (int, float)) and not 0 <= value <= 1:
+        elif "drop" in str(key) and isinstance(value, (int, float)) and not 0 <= value <= 1:
             raise CheckpointError(f"{where}: {prefix}{key}: got {value}; wanted a probability, 0 to 1")
 
 
