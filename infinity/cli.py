@@ -23,11 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
+            parser.error(f"argument --{name}: expected one argument")
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
         with _terminable():
             args.run_command(args)
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in infinity recipe | head; what is left is not flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except InfinityError as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise

@@ -262,8 +262,9 @@ def _identity(path: str) -> object:
     Raises:
         OSError: It cannot exist, as for a symbolic link to itself.
     """
+    real = os.path.realpath(path)
     try:
-        found = Path(path).stat()
+        found = Path(real).stat()
     except (FileNotFoundError, PermissionError):
-        return os.path.realpath(path)
+        return real
     return found.st_dev, found.st_ino
