@@ -208,7 +208,7 @@ def changed(kind: str, **files: bytes | dict[str, Any]) -> str:
     ("entries", "message"),
     [
         ({"architectures": [3]}, "a run"),
-        ({"architectures": 3}, "config.json"),
+        ({"architectures": 3}, "a run"),
         ({"architectures": ["\ud800"]}, "a run"),
         ({"attention_dropout": 5.0}, "attention_dropout: got 5.0; wanted a probability, 0 to 1"),
         ({"attention_dropout": -1}, "attention_dropout: got -1; wanted a probability, 0 to 1"),
@@ -216,8 +216,9 @@ def changed(kind: str, **files: bytes | dict[str, Any]) -> str:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "config.json"),
         ({"rms_norm_eps": "x"}, "config.json"),
         ({"pad_token_id": 10**30}, "config.json"),
-        ({"initializer_range": -1}, "a run"),
-        ({"num_key_value_heads": 3}, "config.json"),
+        ({"initializer_range": -1}, "initializer_range"),
+        ({"initializer_range": -1.0}, "a run"),
+        ({"num_key_value_heads": 3}, "k_proj.weight: the checkpoint has shape"),
         ({"vocab_size": "\ud800"}, "config.json"),
         ({"model_type": ["llama"]}, "config.json"),
         ({"model_type": "\ud800"}, "config.json"),
@@ -332,7 +333,7 @@ def test_a_tokenizer_that_panics_is_an_error_or_a_run(
     said = changed("whole", tokenizer=entries)
     if of_file:
         said = run("whole", "text.txt", "data.tokenizer=changed/tokenizer.json")
-    assert said == "a run" or said.startswith("DataError: data.tokenizer: changed")
+    assert said == "a run" or said.startswith("DataError: data.")
 
 
 def test_the_library_of_tokenizers_still_panics(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
