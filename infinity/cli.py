@@ -86,7 +86,7 @@ def _recipe(args: argparse.Namespace) -> None:
     from infinity.app.recipe import recipe_table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "type", "default", "meaning"):
+    for name in ("key", "type and range", "default", "meaning"):
         table.add_column(name, no_wrap=name == "key", overflow="fold")
     for row in recipe_table():
         table.add_row(*(Text(cell) for cell in row))

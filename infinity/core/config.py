@@ -93,7 +93,8 @@ def check(config: Any) -> None:
     Raises:
         SettingError: A field has an invalid value; names the first such field.
     """
-    for spec, hint in settings_of(type(config)):
+    cls: type = type(config)
+    for spec, hint in settings_of(cls):
         value = getattr(config, spec.name)
         try:
             object.__setattr__(config, spec.name, _converted(value, spec, hint))
@@ -178,7 +179,7 @@ def _text(value: Any, *, path: bool) -> str:
         raise _TextError(str(error)) from error
 
 
-def _bound(bound: float) -> str:
+def _bound(bound: Any) -> str:
     """A bound as text: large powers of two as such."""
     if isinstance(bound, float):
         return f"{bound:g}"
