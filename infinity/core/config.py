@@ -140,6 +140,8 @@ def _converted(value: Any, spec: "Field[Any]", hint: Any) -> Any:
         items = value if isinstance(value, (list, tuple)) else (value,)
         if args[-1] is not Ellipsis and len(items) != len(args):
             raise ValueError(value)
+        if "???" in items:  # OmegaConf's mark of a mandatory value, which it does not write in a list
+            raise _TextError("??? marks a value that must be given")
         return tuple(_converted(item, spec, args[0]) for item in items)
     if spec.metadata["nbytes"]:
         value = parse_nbytes(value)

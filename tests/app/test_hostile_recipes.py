@@ -307,6 +307,7 @@ def test_many_recipes_that_are_valid_run_or_say_what_to_change(
         (f"memory: {{host: {'9' * 400}}}", "wanted size such as 8GiB or null, 1 to 2**60 bytes"),
         (f"memory: {{host: {'9' * 400}GiB}}", "wanted size such as 8GiB or null, 1 to 2**60 bytes"),
         (f"data: {{seed: {2**63}}}", "got 9223372036854775808; wanted int, 0 to 2**63 - 1"),
+        ("lora: {target_modules: [???, a]}", "wanted list of texts; ??? marks a value that must be given"),
         ("memory: {versions: 1.0}", "got 1.0; wanted 1 | 2"),
         ("train: {steps: [1]}", "got [1]; wanted int, 1 to 1,000,000,000"),
         ("run: {name: {a: 1}}", "got {'a': 1}; wanted text or null"),

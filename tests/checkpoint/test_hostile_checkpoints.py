@@ -217,7 +217,7 @@ def changed(kind: str, **files: bytes | dict[str, Any]) -> str:
         ({"rms_norm_eps": "x"}, "config.json"),
         ({"pad_token_id": 10**30}, "config.json"),
         ({"initializer_range": -1}, "initializer_range"),
-        ({"initializer_range": -1.0}, "a run"),
+        ({"initializer_range": -1.0}, "initializer_range"),
         ({"num_key_value_heads": 3}, "k_proj.weight: the checkpoint has shape"),
         ({"vocab_size": "\ud800"}, "config.json"),
         ({"model_type": ["llama"]}, "config.json"),
