@@ -23,13 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
+            parser.error(f"argument --{name}: expected one argument")
     # Neither a recipe nor a checkpoint fetches anything, whatever the environment says.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", USE_HUB_KERNELS="0")
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
         with _terminable():
             args.run_command(args)
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in infinity recipe | head; what is left is not flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except InfinityError as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
@@ -80,7 +88,7 @@ def _recipe(args: argparse.Namespace) -> None:
     from infinity.app.recipe import recipe_table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "type", "default", "meaning"):
+    for name in ("key", "type and range", "default", "meaning"):
         table.add_column(name, no_wrap=name == "key", overflow="fold")
     for row in recipe_table():
         table.add_row(*(Text(cell) for cell in row))

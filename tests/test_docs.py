@@ -290,7 +290,7 @@ def test_links_resolve() -> None:
 
 
 def key_table() -> str:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    rows = ["| key | type and range | default | meaning |", "|---|---|---|---|"]
     for row in recipe_table():
         key, kind, default, meaning = (cell.replace("|", "\\|") for cell in row)
         rows.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")

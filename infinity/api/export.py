@@ -17,6 +17,7 @@ from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
 from infinity.checkpoint.publish import publish_directory
 from infinity.checkpoint.writer import WriteError
 from infinity.core.errors import CheckpointError
+from infinity.core.files import user_path
 from infinity.core.transfer import Transfer
 from infinity.engine.runtime import runtime_of
 from infinity.partition.unit import Unit
@@ -92,7 +93,7 @@ def export_run(run: str | Path, out: str | Path) -> None:
         CheckpointError: The run has none, or ``out`` is not free.
         DiskError: A drive failed or is full.
     """
-    run, out = Path(run).expanduser(), Path(out).expanduser()
+    run, out = user_path(run, "RUN"), user_path(out, "OUT")
     source = run / MODEL_FOLDER
     if (run / ADAPTERS_FOLDER).is_dir():
         source = run / ADAPTERS_FOLDER

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.core.errors import BudgetError, InfinityError, RecipeError
+from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes, parse_nbytes
 from infinity.core.plan import ActivationPlan, Outcome, Place
 from infinity.planner.bound import bound
@@ -97,7 +98,7 @@ def show_plan(run: str, budget: str | None, console: Console) -> None:
 
 def open_plan(run: str, budget: str | None) -> ShownPlan:
     """Return the plan of a run, or one for another budget; arguments and errors as :func:`show_plan`."""
-    folder = find_folder(Path(run).expanduser())
+    folder = find_folder(user_path(run, "RUN"))
     planning, measured = Planning.load(folder), load_measured(folder)
     if budget is None:
         return ShownPlan(folder, planning, None, measured)

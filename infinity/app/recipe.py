@@ -7,28 +7,35 @@ only what differs from the defaults::
     train: {steps: 1000, dtype: bf16}
 
 OmegaConf parses files and overrides and resolves ``${...}``; this is the only module that imports it.
-Types are checked here, because its structured configs convert what should be an error (``1`` to ``true``,
-``1.5`` to text), know no sizes such as ``8GiB``, and cannot say which file or argument a value came from.
+Types are checked by the configs (:mod:`infinity.core.config`), because OmegaConf's structured configs convert
+what should be an error (``1`` to ``true``, ``1.5`` to text), know no sizes such as ``8GiB``, and cannot say
+which file or argument a value came from.
 """
 
 import difflib
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from infinity.app.data.loader import DataConfig
 from infinity.app.models.config import ModelConfig
-from infinity.core.config import MemoryConfig, SettingError, Valid, check, setting
+from infinity.core.config import (
+    MemoryConfig,
+    SettingError,
+    Valid,
+    check,
+    describe,
+    setting,
+    settings_of,
+    shown,
+)
 from infinity.core.errors import RecipeError
-from infinity.core.files import read_file
-from infinity.core.nbytes import parse_nbytes
+from infinity.core.files import read_file, user_path
 from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.config import OptimConfig
@@ -37,6 +44,12 @@ from infinity.partition.config import PartitionConfig
 COMMAND_LINE = "on the command line"
 #: The longest recipe that is read; one with every key has 5 kB.
 _MOST_NBYTES = 2**20
+#: What YAML may contain: tags, levels, and values with those that aliases repeat.
+_KINDS = {"str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value"}
+_MOST_LEVELS, _MOST_VALUES = 16, 100_000
+_MOST_PROBLEM_CHARS = 300
+#: The longest name of a run (bytes); files and temporary names beside its folder are a little longer.
+_NAME_NBYTES = 200
 #: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key",
@@ -47,26 +60,33 @@ _REMOVED = {
 class RunConfig:
     """Name, directory and seed of a run."""
 
-    dir: str = setting("runs", "directory of the run folders")
+    dir: str = setting("runs", "directory of the run folders", path=True)
     name: str | None = setting(None, "name of the run's folder in run.dir; null: date, time and process id")
-    seed: int = setting(0, "seed of the initial weights", valid=Valid(least=0))
+    seed: int = setting(0, "seed of the initial weights", valid=Valid(least=0, most=2**63 - 1))
     save: bool | None = setting(
         None, "save the trained model in the run's folder, as model/; null: if model.path is given"
     )
 
     def __post_init__(self) -> None:
         check(self)
-        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
-            raise SettingError("name", self.name, "a folder name without /")
+        name = self.name
+        if name is not None and (
+            name in ("", ".", "..")
+            or "/" in name
+            or not name.isprintable()
+            or len(name.encode()) > _NAME_NBYTES
+        ):
+            wanted = f"a printable folder name without /, of at most {_NAME_NBYTES} bytes"
+            raise SettingError("name", name, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The training loop."""
 
-    steps: int = setting(1000, "optimizer steps", valid=Valid(least=1))
-    batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1))
-    accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1))
+    steps: int = setting(1000, "optimizer steps", valid=Valid(least=1, most=10**9))
+    batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1, most=10**6))
+    accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1, most=10**6))
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto",
         "compute dtype; states stay exact fp32; auto: bf16 where every rank's device multiplies it fast, "
@@ -74,18 +94,20 @@ class TrainConfig:
         valid=Valid(choices=("auto", "bf16", "fp16", "fp32")),
     )
     eval_every: int | None = setting(
-        100, "steps between held-out evaluations; null: never", valid=Valid(least=1)
+        100, "steps between held-out evaluations; null: never", valid=Valid(least=1, most=10**9)
     )
     eval_first: bool = setting(False, "evaluate before the first step, too")
-    eval_batches: int = setting(8, "micro-batches per rank in one evaluation", valid=Valid(least=1))
+    eval_batches: int = setting(
+        8, "micro-batches per rank in one evaluation", valid=Valid(least=1, most=10**6)
+    )
     schedule: Literal["step", "layer"] = setting(
         "step",
         "micro-batches one by one, or all through a block before the next: weights are read twice",
         valid=Valid(choices=("step", "layer")),
     )
-    log_every: int = setting(1, "steps between lines of progress", valid=Valid(least=1))
+    log_every: int = setting(1, "steps between lines of progress", valid=Valid(least=1, most=10**9))
     threads: int | None = setting(
-        None, "compute threads per rank; null: cores / local ranks", valid=Valid(least=1)
+        None, "compute threads per rank; null: cores / local ranks", valid=Valid(least=1, most=1024)
     )
 
     def __post_init__(self) -> None:
@@ -96,8 +118,10 @@ class TrainConfig:
 class LoraConfig:
     """LoRA adapters on a frozen base model."""
 
-    rank: int | None = setting(None, "rank of each adapter; null: train all weights", valid=Valid(least=1))
-    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", valid=Valid(above=0))
+    rank: int | None = setting(
+        None, "rank of each adapter; null: train all weights", valid=Valid(least=1, most=2**16)
+    )
+    alpha: float = setting(16.0, "adapters are scaled by alpha / rank", valid=Valid(least=1e-6, most=10**6))
     target_modules: tuple[str, ...] = setting(
         (), "layers that get adapters, such as q_proj; empty: every linear layer except the head"
     )
@@ -158,19 +182,19 @@ class Row(NamedTuple):
     """One key in the table of ``infinity recipe``."""
 
     key: str
-    type: str
+    type: str  # and range
     default: str
     meaning: str
 
 
 def recipe_table() -> tuple[Row, ...]:
-    """Return every key with its type, default and meaning, section by section."""
+    """Return every key with its type and range, default and meaning, section by section."""
     default = Recipe()
     rows = []
     for section, spec, hint in _settings():
         value = _plain(getattr(getattr(default, section), spec.name))
         text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
-        rows.append(Row(f"{section}.{spec.name}", _describe(hint, spec), text, spec.metadata["help"]))
+        rows.append(Row(f"{section}.{spec.name}", describe(spec, hint), text, spec.metadata["help"]))
     return tuple(rows)
 
 
@@ -186,14 +210,11 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             wrong type or is out of range. Names the key, where it was written, and what is accepted.
     """
     file = "the defaults" if path is None else str(path)
-    given = OmegaConf.create() if path is None else _read(Path(path))
-    typed = _parse_overrides(overrides)
-    try:
-        merged = OmegaConf.to_container(OmegaConf.merge(given, typed), resolve=True)
-    except OmegaConfBaseException as error:
-        raise RecipeError(f"{file}: {str(error).splitlines()[0]}") from error
+    given = {} if path is None else _read(user_path(path, "the recipe"))
     origin = _Origin(file, [override.partition("=")[0].strip() for override in overrides])
-    return _build(typing.cast("dict[str, Any]", merged), origin)
+    for override in overrides:
+        _put(given, override, origin)
+    return _build(_resolve(given, origin), origin)
 
 
 class _Origin(NamedTuple):
@@ -209,42 +230,128 @@ class _Origin(NamedTuple):
         return f"in {self.file}"
 
 
-def _read(path: Path) -> Any:
-    """Parse the file with OmegaConf, which resolves ``${train.steps}`` and ``${oc.env:HOME}``."""
+# --- text to plain values ------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read the sections of a file, in which references are not resolved."""
     try:
-        text = read_file(path, _MOST_NBYTES).decode("utf-8")
-        given = yaml.safe_load(text)
-        if given is None:
-            return OmegaConf.create()
-        if isinstance(given, Mapping):
-            return OmegaConf.create(text)
+        given = _parse(read_file(path, _MOST_NBYTES).decode("utf-8"))
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, as in configs/") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text at byte {error.start}") from error
+    except _YamlError as error:
+        raise RecipeError(f"{path}{error.line}: not valid YAML: {error}") from error
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise RecipeError(f"{path}: got {shown(given)}; wanted sections: {', '.join(_sections())}")
+    return given
+
+
+def _put(given: dict[str, Any], override: str, origin: _Origin) -> None:
+    """Put the value of ``section.key=value`` into its section of ``given``."""
+    key, equals, text = override.partition("=")
+    section, *names = key.strip().split(".")
+    if not (equals and section and names and all(names)):
+        raise RecipeError(f"{shown(override)} {COMMAND_LINE}: wanted section.key=value, as in train.steps=10")
+    try:
+        override.encode()
+    except UnicodeEncodeError as error:
+        raise RecipeError(
+            f"{override!a} {COMMAND_LINE}: not text in the locale's encoding; set PYTHONUTF8=1"
+        ) from error
+    try:
+        value = _parse(text)
+    except _YamlError as error:
+        raise RecipeError(
+            f"{shown(override)} {COMMAND_LINE}: the value is not valid YAML: {error}; quote text that "
+            "contains brackets, stars or commas, as in data.files='[\"a[0-9].txt\"]'"
+        ) from error
+    if given.get(section) is None:
+        given[section] = {}
+    inside = given[section]
+    if not isinstance(inside, dict):
+        raise _invalid(section, inside, "keys and values", _Origin(origin.file, ()))
+    name, *below = names
+    for each in reversed(below):  # of a key that has no keys: the error shows them
+        value = {each: value}
+    inside[name] = value
+
+
+class _YamlError(ValueError):
+    """Text is not YAML, or more than a recipe may be; ``line`` is where, as in ``:3``, or empty."""
+
+    def __init__(self, problem: object, line: str = "") -> None:
+        super().__init__(str(problem)[:_MOST_PROBLEM_CHARS])
+        self.line = line
+
+
+def _parse(text: str) -> Any:
+    """Parse YAML as OmegaConf does, into plain values; ``${...}`` stays.
+
+    Raises:
+        _YamlError: See there.
+    """
+    try:
+        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader))
+        parsed = OmegaConf.from_dotlist([f"value={text}"])
+        return OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[call-overload, index]
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
-        line = f":{mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path}{line}: not valid YAML: {problem}") from error
-    raise RecipeError(f"{path}: got {given!r}; wanted sections: {', '.join(_sections())}")
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        raise _YamlError(problem or error, f":{mark.line + 1}" if mark else "") from error
+    except RecursionError as error:
+        raise _YamlError(f"nested deeper than {_MOST_LEVELS} levels") from error
+    except Exception as error:  # parsers raise many types: ValueError of numbers and dates, those of ${
+        key = str(getattr(error, "full_key", None) or "").removeprefix("value").removeprefix(".")
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise _YamlError(f"{key}: {reason}" if key else reason) from error
 
 
-def _parse_overrides(overrides: Sequence[str]) -> Any:
-    for override in overrides:
-        if "=" not in override or "." not in override.partition("=")[0]:
-            raise RecipeError(f"{override!r} {COMMAND_LINE}: wanted section.key=value, as in train.steps=10")
-        try:
-            OmegaConf.from_dotlist([override])
-        except UnicodeEncodeError as error:
-            raise RecipeError(
-                f"{override!a} {COMMAND_LINE}: not text in the locale's encoding; set PYTHONUTF8=1"
-            ) from error
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise RecipeError(
-                f"{override!r} {COMMAND_LINE}: the value is not valid YAML; quote text that contains "
-                "brackets, stars or commas, as in data.files='[\"a[0-9].txt\"]'"
-            ) from error
-    return OmegaConf.from_dotlist(list(overrides))
+def _check_nodes(root: Any) -> None:
+    """Check that YAML has only what a recipe may have, and not more, before values are made of it.
+
+    Aliases count as often as they are used: a few lines of them may stand for billions of values.
+    """
+    left, count = [(root, 0)] if root is not None else [], 0
+    while left:
+        node, level = left.pop()
+        count += 1
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if level > _MOST_LEVELS:
+            raise _marked(node, f"nested deeper than {_MOST_LEVELS} levels")
+        if count > _MOST_VALUES:
+            raise _marked(node, f"more than {_MOST_VALUES} values")
+        if kind not in _KINDS:
+            raise _marked(node, f"wanted text, numbers, true, false, null, lists and keys; got {kind[:50]}")
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "merge"):
+                    got = shown(key.value) if isinstance(key, yaml.ScalarNode) else "a list, or keys"
+                    raise _marked(key, f"wanted the name of a key; got {got}")
+                left.append((value, level + 1))
+        elif isinstance(node, yaml.SequenceNode):
+            left += [(item, level + 1) for item in node.value]
+
+
+def _marked(node: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _resolve(given: Mapping[str, Any], origin: _Origin) -> dict[str, Any]:
+    """Resolve references such as ``${train.steps}`` and ``${oc.env:HOME}``."""
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(dict(given)), resolve=True)
+    except Exception as error:  # a reference may name a resolver, which may raise any type
+        key = getattr(error, "full_key", None)
+        where = f"{key} {origin.of(str(key))}" if key else origin.file
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RecipeError(f"{where}: {reason[:_MOST_PROBLEM_CHARS]}") from error
+    return typing.cast("dict[str, Any]", resolved)
+
+
+# --- plain values to a recipe --------------------------------------------------------------------
 
 
 def _build(merged: Mapping[str, Any], origin: _Origin) -> Recipe:
@@ -265,40 +372,14 @@ def _build_section(section: str, cls: type, given: Any, origin: _Origin) -> Any:
         return cls()
     if not isinstance(given, Mapping):
         raise _invalid(section, given, "keys and values", origin)
-    specs = {spec.name: (spec, hint) for name, spec, hint in _settings() if name == section}
-    values = {}
-    for name, value in given.items():
-        key = f"{section}.{name}"
-        if name not in specs:
-            raise _unknown(key, origin)
-        try:
-            values[name] = _convert(value, *specs[name])
-        except ValueError as error:
-            raise _invalid(key, value, _wanted(*specs[name]), origin) from error
+    known = {spec.name for spec, _ in settings_of(cls)}
+    for name in given:
+        if name not in known:
+            raise _unknown(f"{section}.{name}", origin)
     try:
-        return cls(**values)
+        return cls(**given)
     except SettingError as error:
         raise _invalid(f"{section}.{error.key}", error.got, error.wanted, origin) from error
-
-
-def _convert(value: Any, spec: "Field[Any]", hint: Any) -> Any:
-    """Convert ``value`` to the type ``hint``; YAML's own types stay apart, so ``steps: 1.5`` is an error."""
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (types.UnionType, typing.Union):
-        return None if value is None else _convert(value, spec, args[0])
-    if kind is tuple:
-        items = value if isinstance(value, list) else [value]
-        if args[-1] is not Ellipsis and len(items) != len(args):
-            raise ValueError(value)
-        return tuple(_convert(item, spec, args[0]) for item in items)
-    if spec.metadata["nbytes"]:
-        return parse_nbytes(value)
-    choices = args if kind is Literal else ()
-    if (value in choices and not isinstance(value, bool)) or type(value) is hint:
-        return value
-    if type(value) is int and hint in (float, str):
-        return hint(value)
-    raise ValueError(value)
 
 
 def _sections() -> dict[str, type]:
@@ -308,33 +389,12 @@ def _sections() -> dict[str, type]:
 def _settings() -> Iterator[tuple[str, "Field[Any]", Any]]:
     """The section, field and type of every key, in order."""
     for section, cls in _sections().items():
-        hints = typing.get_type_hints(cls)
-        for spec in fields(cls):
-            yield section, spec, hints[spec.name]
-
-
-def _describe(hint: Any, spec: "Field[Any]") -> str:
-    """Describe a type, as in ``size or null``."""
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (types.UnionType, typing.Union):
-        return f"{_describe(args[0], spec)} or null"
-    if kind is Literal:
-        return " | ".join(str(choice) for choice in args)
-    if kind is tuple:
-        return "list of text" if args[-1] is Ellipsis else f"[{', '.join(_describe(a, spec) for a in args)}]"
-    if spec.metadata["nbytes"]:
-        return "size"
-    return {bool: "true | false", int: "int", float: "float", str: "text"}[hint]
-
-
-def _wanted(spec: "Field[Any]", hint: Any) -> str:
-    kind = _describe(hint, spec).replace("size", "a size such as 8GiB or 512MiB")
-    bounds = str(spec.metadata["valid"])
-    return kind if not bounds or bounds in kind else f"{kind}, {bounds}"
+        for spec, hint in settings_of(cls):
+            yield section, spec, hint
 
 
 def _invalid(key: str, got: object, wanted: str, origin: _Origin) -> RecipeError:
-    return RecipeError(f"{key} {origin.of(key)}: got {_plain(got)!r}; wanted {wanted}")
+    return RecipeError(f"{key} {origin.of(key)}: got {shown(_plain(got))}; wanted {wanted}")
 
 
 def _unknown(key: str, origin: _Origin) -> RecipeError:

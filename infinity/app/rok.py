@@ -35,6 +35,7 @@ from infinity.app.plan import print_line
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import RECIPE, Loop, built, make_folder, open_inputs, set_threads, write_recipe
 from infinity.app.views import ActivationView, Views
+from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import create_file, write_file
 from infinity.core.nbytes import format_nbytes
@@ -107,6 +108,13 @@ def show_rok(
     if steps < 1:
         raise RecipeError(f"--steps {steps}: wanted at least 1")
     sizes = [factor * recipe.train.batch_size for factor in _factors(batches)]
+    try:
+        for size in sizes:
+            _recipe_of(
+                recipe, RokPoint(way="keep", batch_size=size), warmup_steps(recipe.train.accumulate) + steps
+            )
+    except SettingError as error:
+        raise RecipeError(f"--batches {batches[:100]} --steps {steps}: train.{error}") from error
     folder = make_folder(recipe)
     print_line(console, f"{path}: each point is a training in its own process; files in {folder}")
 
@@ -197,7 +205,7 @@ def _factors(text: str) -> list[int]:
     except ValueError:
         factors = []
     if not factors or min(factors) < 1:
-        raise RecipeError(f"--batches {text!r}: wanted factors of train.batch_size, as in 1,2,4")
+        raise RecipeError(f"--batches {text[:100]!r}: wanted factors of train.batch_size, as in 1,2,4")
     return factors
 
 

@@ -27,15 +27,18 @@ from infinity.app.recipe import Recipe, TrainConfig
 from infinity.app.views import ActivationView, Views, open_views
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
-from infinity.core.errors import RecipeError
+from infinity.core.errors import BudgetError, CheckpointError, InfinityError, RecipeError, library_errors
 from infinity.core.files import write_file
-from infinity.device.machine import usable_cores
+from infinity.core.nbytes import format_nbytes
+from infinity.device.machine import local_ranks, total_host_nbytes, usable_cores
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 
 #: File in the run's folder with every key of the recipe; the dtype is the one that was chosen for ``auto``.
 RECIPE = "recipe.yaml"
+#: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
+_MOST_THREADS_PER_CORE = 8
 
 
 def train(recipe: Recipe) -> Summary | None:
@@ -48,6 +51,7 @@ def train(recipe: Recipe) -> Summary | None:
         InfinityError: The recipe or the data is invalid, a budget is too small, or a disk or rank failed.
     """
     set_threads(recipe.train)
+    check_sizes(recipe)
     data = open_inputs(recipe, _log_before_views(recipe))
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
@@ -101,6 +105,7 @@ class Loop:
         self._device = next(model.parameters()).device
         self._summed_loss = CausalLoss(model, packed=data.packed)
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
+        self._has_run = False  # the model, forward
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
@@ -128,9 +133,25 @@ class Loop:
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss summed over this rank's targets."""
         positions, mask = (each if each is None else each.to(self._device) for each in batch[2:4])
-        return self._summed_loss(
-            batch.tokens.to(self._device), batch.targets.to(self._device), positions, mask
-        )
+        with self._first_forward():
+            return self._summed_loss(
+                batch.tokens.to(self._device), batch.targets.to(self._device), positions, mask
+            )
+
+    @contextmanager
+    def _first_forward(self) -> Iterator[None]:
+        """A forward pass of the model, which is the first to see many values of a ``config.json``.
+
+        Raises:
+            CheckpointError: It is the first, and the model of ``model.path`` raised.
+        """
+        path = self._recipe.model.path
+        if self._has_run or path is None:
+            yield
+            return
+        with library_errors(CheckpointError, f"the model in {path}, with its config.json, cannot run"):
+            yield
+        self._has_run = True
 
     def _step(self, batches: Sequence[Batch]) -> float:
         """Run one optimizer step and return this rank's share of the loss; the mean over ranks is the loss.
@@ -140,7 +161,8 @@ class Loop:
         """
         targets_per_rank = sum(batch.target_count for batch in batches) / world_size()
         backward = self._step_schedule if self._scheduled is None else self._layer_schedule
-        total = backward(batches, targets_per_rank)
+        with enough_memory(self._recipe):
+            total = backward(batches, targets_per_rank)
         self._optimizer.step()
         self._scheduler.step()
         return float(total)
@@ -177,7 +199,8 @@ class Loop:
         self._model.eval()
         try:
             for batch in held_out.batches(self._recipe.train.eval_batches):
-                total += float(self.loss(batch))
+                with enough_memory(self._recipe):
+                    total += float(self.loss(batch))
                 count += batch.target_count
         finally:
             self._model.train()
@@ -239,9 +262,73 @@ def world_size() -> int:
 
 
 def set_threads(config: TrainConfig) -> None:
-    """Give each rank of this machine its share of the cores; more threads would only wait for each other."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, usable_cores() // local))
+    """Give each rank of this machine its share of the cores; more threads would only wait for each other.
+
+    Raises:
+        RecipeError: So many that the system may not start them, which would end the process.
+    """
+    most = _MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if config.threads is not None and config.threads > most:
+        raise RecipeError(
+            f"train.threads: got {config.threads}; wanted at most {most} ({_MOST_THREADS_PER_CORE} for each "
+            "core of this machine), or null for one per core"
+        )
+    torch.set_num_threads(config.threads or max(1, usable_cores() // local_ranks()))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def check_sizes(recipe: Recipe) -> None:
+    """Refuse what cannot fit this machine whatever the budgets: allocating it might end the process.
+
+    Raises:
+        BudgetError: A parameter of a new model, or the logits of a micro-batch, exceed the memory.
+    """
+    model, train, host = recipe.model, recipe.train, total_host_nbytes()
+    if model.path is not None:
+        return
+    device = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else host
+    ways = "the embedding", "the feed-forward weights", "the attention's weights"
+    numels = model.vocab_size * model.d_model, model.ff_width * model.d_model, 3 * model.d_model**2
+    numel, what = max(zip(numels, ways))
+    _check_fits(
+        4 * numel, host, f"{what} of model.d_model={model.d_model}", "lower model.d_model, vocab_size or d_ff"
+    )
+    _check_fits(
+        4 * train.batch_size * model.seq_len * model.vocab_size, device,
+        f"the logits of train.batch_size={train.batch_size} x model.seq_len={model.seq_len} tokens",
+        "lower train.batch_size or model.seq_len",
+    )  # fmt: skip
+
+
+def _check_fits(nbytes: int, most: int, what: str, advice: str) -> None:
+    if nbytes > most:
+        raise BudgetError(
+            f"{what} take {format_nbytes(nbytes)} in fp32; this machine has {format_nbytes(most)}: {advice}"
+        )
+
+
+@contextmanager
+def enough_memory(recipe: Recipe) -> Iterator[None]:
+    """Say what to lower where an allocation is refused.
+
+    Raises:
+        BudgetError: It was.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if isinstance(error, InfinityError) or not (
+            isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text
+        ):
+            raise
+        raise BudgetError(
+            f"a micro-batch of train.batch_size={recipe.train.batch_size} x "
+            f"model.seq_len={recipe.model.seq_len} tokens needs more memory than is free "
+            f"({text.strip().splitlines()[0][:300]}): lower one of them, or set memory.activations=plan"
+        ) from error
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -287,7 +374,7 @@ def notes_on(recipe: Recipe, data: Data) -> Iterator[str]:
 
 
 def _checkpoint(recipe: Recipe) -> Path | None:
-    return None if recipe.model.path is None else Path(recipe.model.path).expanduser()
+    return None if recipe.model.path is None else Path(recipe.model.path)
 
 
 def _check_checkpoint(path: Path, seq_len: int) -> None:
@@ -317,7 +404,7 @@ def make_folder(recipe: Recipe) -> Path:
         RecipeError: A run of that name exists, or the folder cannot be made.
     """
     run_id = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
-    folder = Path(recipe.run.dir).expanduser() / run_id
+    folder = Path(recipe.run.dir) / run_id
     try:
         folder.mkdir(mode=0o700, parents=True)  # a run may be as private as its data
         write_recipe(recipe, folder)
@@ -395,7 +482,7 @@ def _saves(recipe: Recipe) -> bool:
 def _save(recipe: Recipe, model: Any, folder: Path | None, views: Views) -> None:
     """Write the trained model into the run's folder, which only rank 0 knows. Every rank must call."""
     out = (folder or Path(recipe.run.dir)) / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
-    source = Path(recipe.data.tokenizer or recipe.model.path or "bytes").expanduser()
+    source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
     if recipe.lora.rank is None:
         infinity.export(model, out, tokenizer=source if tokenizer_files(source) else None)
     else:

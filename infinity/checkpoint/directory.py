@@ -22,11 +22,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Protocol, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from infinity.core.errors import CheckpointError
@@ -201,7 +200,7 @@ class TensorFile:
                     given = file.get_slice(key)
                     shape = torch.Size(given.get_shape())
                     found.append((key, given.get_dtype(), shape, shape.numel()))
-        except (SafetensorError, OSError, ValueError) as error:
+        except Exception as error:  # SafetensorError, and those of shapes beyond 64 bits
             size = os.fstat(self._fd).st_size
             raise CheckpointError(
                 f"{self.path} ({size} bytes) is not a valid safetensors file: {str(error)[:300]}. Download "
@@ -303,14 +302,24 @@ def _unpickle(path: Path) -> dict[str, Stored]:
     try:
         os.close(open_regular(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of any type, when the file has anything in it
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"{path} cannot be read as plain tensors: {reason[0][:200]}. {advice}"
         ) from error
     if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
         raise CheckpointError(f"{path} is not a dictionary of tensors. {advice}")
-    return {str(key): MemoryTensor(tensor) for key, tensor in loaded.items()}
+    for key, tensor in loaded.items():
+        if not isinstance(key, str):
+            raise CheckpointError(
+                f"{path} has the key {repr(key)[:100]}; wanted the name of a parameter. {advice}"
+            )
+        if tensor.layout != torch.strided or not tensor.is_cpu or tensor.dtype not in DTYPES.values():
+            kind = f"{tensor.device.type}, {tensor.layout}, {tensor.dtype}".replace("torch.", "")
+            raise CheckpointError(
+                f"{path}: {key[:200]!r} is a tensor without plain values ({kind}). {advice}"
+            )
+    return {key: MemoryTensor(tensor) for key, tensor in loaded.items()}
 
 
 def stamp_files(directory: Path) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.conversions import Traced, is_transformers
 from infinity.checkpoint.directory import Checkpoint, Stored
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, library_errors
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -304,7 +304,9 @@ class CheckpointValues:
         Raises:
             CheckpointError: The checkpoint does not fit it; lists everything that does not.
         """
-        self._model, self.plan = model, plan_loading(model, self._checkpoint, self._new, self._ignore)
+        self._model = model
+        with library_errors(CheckpointError, f"{self._checkpoint.path} does not fit {type(model).__name__}"):
+            self.plan = plan_loading(model, self._checkpoint, self._new, self._ignore)
         targets = dict(named_targets(model))
         for name, values in self.plan.values.items():
             self._values.setdefault(id(targets[name]), []).append((name, values))
@@ -421,7 +423,8 @@ class CheckpointValues:
         for tensor in marked:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers says "loaded"
         try:
-            self._model.initialize_weights()
+            with library_errors(CheckpointError, f"initialising {type(self._model).__name__}"):
+                self._model.initialize_weights()
         finally:
             for carrier in (*marked, *self._model.modules()):
                 vars(carrier).pop("_is_hf_initialized", None)

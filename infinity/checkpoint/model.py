@@ -11,7 +11,7 @@ import torch
 from infinity.checkpoint.directory import read_json_object
 from infinity.checkpoint.untrusted import bounded_by, check_counts, offline, restrict
 from infinity.core.architectures import ARCHITECTURES, Architecture
-from infinity.core.errors import CheckpointError, InfinityError
+from infinity.core.errors import CheckpointError, library_errors
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
@@ -27,7 +27,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     if ours is not None:
         try:
             return ours.read(read_json_object(path / "config.json"), overrides or {})
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{path / 'config.json'}: {error}") from error
     try:
         from transformers import AutoConfig
@@ -44,7 +44,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     # a plain file with an object in it, whatever transformers would open
     check_counts(read_json_object(path / "config.json"), path / "config.json")
     try:
-        with offline():
+        with library_errors(CheckpointError, str(path / "config.json")), offline():
             config, unknown = AutoConfig.from_pretrained(
                 str(path),
                 trust_remote_code=False,
@@ -52,12 +52,13 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
                 return_unused_kwargs=True,
                 **(overrides or {}),
             )
-    except Exception as error:  # of any kind, when the file has anything in it
-        code = "trust_remote_code" in str(error)
-        why = (
-            "its model is code beside the weights (auto_map), which infinity does not run" if code else error
-        )
-        raise CheckpointError(f"{path / 'config.json'}: {why}") from error
+    except CheckpointError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{path / 'config.json'}: its model is code beside the weights (auto_map), which infinity does "
+            "not run"
+        ) from error
     unknown = {name for name in unknown if name not in ("trust_remote_code", "local_files_only")}
     if unknown:
         raise CheckpointError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
@@ -67,7 +68,18 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
             f"{path} holds quantized weights (quantization_config in config.json); training needs "
             "them in bf16, fp16 or fp32"
         )
+    with library_errors(CheckpointError, str(path / "config.json")):
+        _check_dropouts(config.to_dict(), path / "config.json")
     return config
+
+
+def _check_dropouts(entries: dict[Any, Any], where: Path, prefix: str = "") -> None:
+    """Check probabilities, which modules only check when they first drop something."""
+    for key, value in entries.items():
+        if isinstance(value, dict):
+            _check_dropouts(value, where, f"{prefix}{key}.")
+        elif "drop" in str(key) and isinstance(value, (int, float)) and not 0 <= value <= 1:
+            raise CheckpointError(f"{where}: {prefix}{key}: got {value}; wanted a probability, 0 to 1")
 
 
 def vocabulary_size(path: Path) -> int:
@@ -104,15 +116,18 @@ def _architecture(path: Path) -> Architecture | None:
 
 def _text_config(path: Path) -> Any:
     config = read_config(path)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    with library_errors(CheckpointError, str(path / "config.json")):
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def model_class(config: Any) -> Any:
     """The class of transformers that :func:`build_model` makes by itself; None where there is none."""
     import transformers
 
-    for name in getattr(config, "architectures", None) or ():
-        cls = getattr(transformers, name, None)
+    named = getattr(config, "architectures", None)
+    for name in named if isinstance(named, list) else ():
+        with library_errors(CheckpointError, f"config.json: architectures: {name!r}"):
+            cls = getattr(transformers, name, None) if isinstance(name, str) else None
         if inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel):
             return cls
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -137,18 +152,14 @@ def build_model(config: Any, auto_class: Any, dtype: torch.dtype, tensors: int) 
                 return _build_ours(ours, config, auto_class)
     from transformers import initialization
 
-    _note_dtype(config, dtype)
     where = Path(config.name_or_path) / "config.json"
-    with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights(), offline():
-        try:
+    with library_errors(CheckpointError, f"{type(config).__name__} of config.json"):
+        _note_dtype(config, dtype)
+        with torch.random.fork_rng(devices=[]), _fp32(), initialization.no_init_weights(), offline():
             with bounded_by(tensors, where):
                 model = _make(config, auto_class)
-        except InfinityError:
-            raise
-        except Exception as error:  # of any kind, when the config has anything in it
-            raise CheckpointError(f"{type(config).__name__}: {error}") from error
-        model.tie_weights()
-    _note_dtype(model.config, dtype)
+            model.tie_weights()
+        _note_dtype(model.config, dtype)
     _read_generation_config(model, Path(config.name_or_path))
     return model
 
@@ -198,8 +209,5 @@ def _read_generation_config(model: Any, path: Path) -> None:
         from transformers import GenerationConfig
 
         read_json_object(file)  # of a size that can be read
-        try:
-            with offline():
-                model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # as for the config
-            raise CheckpointError(f"{file}: {error}") from error
+        with library_errors(CheckpointError, str(file)), offline():
+            model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)

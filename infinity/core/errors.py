@@ -6,7 +6,12 @@ both keep their family so that code which catches the family keeps working.
 
 import errno as errno_names
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+#: The most that a message quotes of another library's (characters).
+_QUOTED_CHARS = 1000
 
 
 class InfinityError(Exception):
@@ -106,6 +111,23 @@ class ChangedFileError(DiskError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return ChangedFileError, (self.path, self._what)
+
+
+@contextmanager
+def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
+    """Raise every error of a library that is given files of others as ``kind``: ``what``, and the reason.
+
+    Bad files make libraries raise any type: also Rust's panic, which is no :class:`Exception`.
+    """
+    try:
+        yield
+    except InfinityError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).strip()[:_QUOTED_CHARS] or type(error).__name__
+        raise kind(f"{what}: {reason}") from error
 
 
 def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, moved: int) -> DiskError:

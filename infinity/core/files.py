@@ -1,4 +1,4 @@
-"""Files where other users may write, locks, and names that survive a power cut.
+"""Paths that users write, files where other users may write, locks, and names that survive a power cut.
 
 [Note: a name is not a file]
 In a directory that several users write, a name may be another user's link to a third file. So nothing is
@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from infinity.core.errors import LockedError, UnsafePathError
+from infinity.core.errors import LockedError, RecipeError, UnsafePathError
 
 #: Programs that look for unused files hold their locks for a moment; waited for, and between two tries (s).
 PATIENCE_S = 0.4
@@ -36,7 +36,8 @@ _PAUSE_S = 0.02
 _UNMAPPED_UID = 65534
 #: The longest text that a lock file is expected to hold (bytes).
 _MOST_OWNER_NBYTES = 4096
-
+#: The longest name of a file, and the longest path, that Linux takes (bytes).
+_NAME_NBYTES, _PATH_NBYTES = 255, 4095
 
 # --- making ----------------------------------------------------------------------------------------
 
@@ -186,6 +187,41 @@ def read_file(path: Path, most_nbytes: int) -> bytes:
     if max(size, len(content)) > most_nbytes:
         raise OSError(errno.EFBIG, f"has {size} bytes; at most {most_nbytes} are read", str(path))
     return content
+
+
+# --- paths that users write ------------------------------------------------------------------------
+
+
+def expand_user(path: str) -> str:
+    """Return a path, or a pattern of paths, with ``~`` expanded.
+
+    Raises:
+        ValueError: No file can have this path; says why.
+    """
+    if "\0" in path:
+        raise ValueError("the character NUL cannot be in it")
+    if path.startswith("~"):
+        user = path.partition("/")[0]
+        try:
+            path = str(Path(path).expanduser())
+        except RuntimeError as error:
+            raise ValueError(f"there is no home directory {user}; a file of that name is ./{user}") from error
+    raw = os.fsencode(path)
+    if len(raw) > _PATH_NBYTES or any(len(name) > _NAME_NBYTES for name in raw.split(b"/")):
+        raise ValueError(f"a path has at most {_PATH_NBYTES} bytes, and each name in it {_NAME_NBYTES}")
+    return path
+
+
+def user_path(path: str | Path, what: str) -> Path:
+    """Return the path that a user gave as ``what``, with ``~`` expanded.
+
+    Raises:
+        RecipeError: No file can have this path; says why.
+    """
+    try:
+        return Path(expand_user(os.fspath(path)))
+    except ValueError as error:
+        raise RecipeError(f"{what} {str(path)[:200]!r}: {error}") from error
 
 
 # --- locks -----------------------------------------------------------------------------------------

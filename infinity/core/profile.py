@@ -176,7 +176,7 @@ class Profile:
             return cls._of(given)
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}; wanted a profile that infinity wrote") from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RecipeError(f"{path}: not a profile that infinity wrote: {error}") from error
 
     @classmethod

@@ -43,15 +43,30 @@ def free_host_nbytes(root: Path = _ROOT) -> int:
         root: Where ``/proc`` and ``/sys`` are.
     """
     free = [_available_nbytes(root)]
-    for version, group in _control_groups(root, "memory"):
-        limits, used, idle_cache = _MEMORY_FILES[version]
+    for version, group, limit_nbytes in _memory_limits(root):
+        _, used, idle_cache = _MEMORY_FILES[version]
         used_nbytes = _read_number(group / used)
-        for limit_nbytes in (_read_number(group / limit) for limit in limits):
-            if limit_nbytes is not None and used_nbytes is not None:
-                # The kernel drops idle page cache before it holds a group to its limit.
-                cached_nbytes = _read_field(group / "memory.stat", idle_cache)
-                free.append(limit_nbytes - used_nbytes + cached_nbytes)
-    return max(0, min(free)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if used_nbytes is not None:
+            # The kernel drops idle page cache before it holds a group to its limit.
+            cached_nbytes = _read_field(group / "memory.stat", idle_cache)
+            free.append(limit_nbytes - used_nbytes + cached_nbytes)
+    return max(0, min(free)) // local_ranks()
+
+
+def total_host_nbytes(root: Path = _ROOT) -> int:
+    """Host memory of this machine, or of this container, for all of its ranks (bytes).
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` are.
+    """
+    installed = _read_field(root / "proc/meminfo", "MemTotal:") * 1024
+    installed = installed or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([installed, *(limit_nbytes for _, _, limit_nbytes in _memory_limits(root))])
+
+
+def local_ranks() -> int:
+    """Ranks of this run on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def usable_cores(root: Path = _ROOT) -> int:
@@ -98,6 +113,15 @@ def _advises_huge_pages() -> bool:
 def _available_nbytes(root: Path) -> int:
     available = _read_field(root / "proc/meminfo", "MemAvailable:") * 1024
     return available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, Path, int]]:
+    """Version and directory of every control group that limits the memory of this process, with the limit."""
+    for version, group in _control_groups(root, "memory"):
+        for limit in _MEMORY_FILES[version][0]:
+            limit_nbytes = _read_number(group / limit)
+            if limit_nbytes is not None:
+                yield version, group, limit_nbytes
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:

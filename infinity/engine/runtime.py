@@ -26,10 +26,17 @@ from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache
 from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
-from infinity.core.config import SettingError
-from infinity.core.errors import PeerError, StateError
+from infinity.core.config import MemoryConfig, SettingError
+from infinity.core.errors import BudgetError, PeerError, StateError
+from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Hardware
-from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
+from infinity.device.machine import (
+    DTYPES,
+    choose_dtype,
+    free_host_nbytes,
+    local_ranks,
+    total_host_nbytes,
+)
 from infinity.engine.config import EngineConfig
 from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
@@ -94,6 +101,7 @@ class Runtime:
         self._choose_dtype()
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme)):
             self.say(line)
+        _check_budgets(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=ranks.on_accelerator)
         self.stack.callback(self.storage.close)
@@ -289,6 +297,23 @@ class Runtime:
                 with contextlib.suppress(Exception):  # it has surfaced, or nothing waits for it any more
                     self.synchronize()  # gathers in flight wait for updates
         self.stack.close()
+
+
+def _check_budgets(memory: MemoryConfig, ranks: Ranks) -> None:
+    """Refuse budgets of memory that this machine does not have: nothing else would, until it is used up.
+
+    Raises:
+        BudgetError: A budget exceeds the machine's memory.
+    """
+    host = total_host_nbytes() // local_ranks()
+    device = torch.cuda.mem_get_info(ranks.device)[1] if ranks.on_accelerator else host
+    for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):
+        if wanted is not None and wanted > most:
+            raise BudgetError(
+                f"memory.{key} is {format_nbytes(wanted)}; this machine has {format_nbytes(most)} "
+                f"({most} bytes) for a rank. Lower memory.{key}, or leave it out: it then follows from the "
+                "free memory"
+            )
 
 
 # --- which runtime serves which module -------------------------------------------------------

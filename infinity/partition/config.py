@@ -20,7 +20,7 @@ class PartitionConfig:
         "classes gathered as one: ranks may use different parts of them; lists of experts are found",
     )
     timeout_s: float = setting(
-        300.0, "a rank that is silent for this long ends the run (s)", valid=Valid(above=0)
+        300.0, "a rank that is silent for this long ends the run (s)", valid=Valid(least=0.1, most=10**7)
     )
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class Planning:
                 Outcome(**given["predicted"]),
                 float(given["planning_s"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise RecipeError(f"{folder / PLAN}: not a plan that infinity wrote: {error}") from error
 
     def describe(self) -> str:
@@ -145,7 +145,7 @@ def load_measured(folder: Path) -> Outcome | None:
         return None
     try:
         return Outcome(**_read(folder / MEASURED)["measured"])
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError) as error:
         raise RecipeError(f"{folder / MEASURED}: not what infinity wrote: {error}") from error
 
 
@@ -197,5 +197,5 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(json.loads(read_file(path, MOST_NBYTES)))
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; wanted a plan that a run of infinity kept") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path}: not what infinity wrote: {error}") from error

@@ -1,6 +1,7 @@
 """The command line: what it prints, and the exit code of every way to end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError
+from tests.helpers.profiles import hardware, transformer
+from tests.planner.test_planning import planning_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,3 +157,92 @@ def test_no_command_reaches_the_hub_whatever_the_environment_says(
         monkeypatch.setenv(name, {"USE_HUB_KERNELS": "1"}.get(name, "0"))
     assert main(["recipe"]) == 0
     assert (os.environ["HF_HUB_OFFLINE"], os.environ["USE_HUB_KERNELS"]) == ("1", "0")
+
+
+#: Arguments that are no path, no number, or no text.
+ODD = [
+    "", "\0", "x" * 300, "x/" * 2500, "~nosuchuser", "loop", "none", "/", "..", "file", "/dev/null", "\udcff",
+    "\ud800", "-", "--", "-1", "1e400", "9" * 400, "9" * 5000, "{}", "*", "=", "a=b", "train.steps=",
+]  # fmt: skip
+COMMANDS: list[list[str]] = [
+    ["{}"], ["train", "{}"], ["train", "recipe.yaml", "{}"], ["train", "recipe.yaml", "{}=3"],
+    ["train", "recipe.yaml", "train.steps={}"], ["train", "recipe.yaml", "run.name={}", "train.steps=0"],
+    ["plan", "{}"], ["plan", "run", "--budget={}"], ["export", "{}", "out"], ["export", "run", "{}"],
+    ["rok", "{}"], ["rok", "recipe.yaml", "--batches={}"], ["rok", "recipe.yaml", "--steps={}"],
+    ["recipe", "{}"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_any_argument_is_a_run_or_one_message_and_an_exit_code(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infinity.app import rok as rok_module
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_module, "train", lambda recipe: None)
+    monkeypatch.setattr(rok_module, "measure_all", lambda *args: iter(()))
+    monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
+    write(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").write_text("x")
+    for odd in ODD:
+        try:
+            code = main([part.format(odd) if part != "{}" else odd for part in command])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert len(error) < 9000
+        if code:
+            assert code in (1, 2), odd
+            assert error.count("infinity: ") == 1 if code == 1 else "usage: infinity" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--batches=99999999"],
+            r"--batches 99999999 --steps 5: train\.batch_size: got 799999992; wanted int, 1 to",
+        ),
+        (["--steps=99999999999"], r"--steps 99999999999: train\.steps: got .*; wanted int, 1 to"),
+        (["--steps=0"], "--steps 0: wanted at least 1"),
+        (["--batches=1,x"], "--batches '1,x': wanted factors"),
+    ],
+)
+def test_the_numbers_of_rok_have_the_ranges_of_the_recipe(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rok", write(tmp_path), *arguments]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["plan.json", "profile.json", "measured.json"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", "null", "3", '{"plan": 3}', "[" * 100_000, "\0", "{}" * 9]
+)
+def test_a_damaged_plan_is_an_error_that_names_its_file(
+    tmp_path: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "activations"
+    planning_for(transformer(layers=1), hardware(1.0)).save(folder)
+    (folder / name).write_text(content)
+    assert main(["plan", str(tmp_path)]) == 1
+    assert f"{name}: " in capsys.readouterr().err
+
+
+def test_a_pipe_that_was_read_enough_of_is_no_traceback() -> None:
+    read, write_end = os.pipe()
+    os.close(read)
+    run = subprocess.run(
+        [sys.executable, "-m", "infinity", "recipe"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        check=False,
+        cwd=ROOT,
+    )
+    os.close(write_end)
+    assert (run.returncode, run.stderr) == (1, b"")

@@ -115,25 +115,25 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
     ("override", "message"),
     [
         ("train.dtype=bf17", "got 'bf17'; wanted auto | bf16 | fp16 | fp32"),
-        ("train.steps=1.5", "got 1.5; wanted int, >= 1"),
-        ("train.steps=0", "got 0; wanted >= 1"),
-        ("train.steps=true", "got True; wanted int, >= 1"),
-        ("train.steps=null", "got None; wanted int, >= 1"),
+        ("train.steps=1.5", "got 1.5; wanted int, 1 to 1,000,000,000"),
+        ("train.steps=0", "got 0; wanted int, 1 to 1,000,000,000"),
+        ("train.steps=true", "got True; wanted int, 1 to 1,000,000,000"),
+        ("train.steps=null", "got None; wanted int, 1 to 1,000,000,000"),
         ("memory.resident=1", "got 1; wanted true | false"),
         ("memory.versions=3", "got 3; wanted 1 | 2"),
         ("memory.versions=true", "got True; wanted 1 | 2"),
-        ("memory.host=8Gb3", "got '8Gb3'; wanted a size such as 8GiB or 512MiB or null, >= 1"),
-        ("memory.host=0", "got 0; wanted >= 1"),
+        ("memory.host=8Gb3", "got '8Gb3'; wanted size such as 8GiB or null, 1 to 2**60 bytes"),
+        ("memory.host=0", "got 0; wanted size such as 8GiB or null, 1 to 2**60 bytes"),
         ("memory.nvme=[/x,/x]", "got ['/x', '/x']; wanted different, non-empty directories"),
-        ("memory.nvme=[1.5]", "got [1.5]; wanted list of text"),
-        ("train.log_every={x: 1}", "got {'x': 1}; wanted int, >= 1"),
-        ("optim.lr=-1", "got -1.0; wanted >= 0"),
-        ("optim.lr=.inf", "got inf; wanted >= 0"),
-        ("optim.betas=[0.9,1]", "got [0.9, 1.0]; wanted >= 0 and < 1"),
+        ("memory.nvme=[1.5]", "got [1.5]; wanted list of paths"),
+        ("train.log_every={x: 1}", "got {'x': 1}; wanted int, 1 to 1,000,000,000"),
+        ("optim.lr=-1", "got -1; wanted float, 0 to 1,000,000"),
+        ("optim.lr=.inf", "got inf; wanted float, 0 to 1,000,000"),
+        ("optim.betas=[0.9,1]", "got [0.9, 1]; wanted [float, float], >= 0 and < 1"),
         ("optim.betas=[0.9]", "got [0.9]; wanted [float, float], >= 0 and < 1"),
         ("model.n_heads=5", "got 5; wanted a number for which d_model=384 gives heads of equal, even width"),
         ("model.vocab_size=100", "got 100; wanted at least 256 for the bytes tokenizer"),
-        ("run.name=a/b", "got 'a/b'; wanted a folder name without /"),
+        ("run.name=a/b", "got 'a/b'; wanted a printable folder name without /, of at most 200 bytes"),
         ("data.files=[]", "got []; wanted at least one path, glob or 'stdlib'"),
     ],
 )
@@ -196,9 +196,9 @@ def test_the_table_has_every_key_with_a_meaning_and_its_default() -> None:
     sections = {spec.name: getattr(Recipe(), spec.name) for spec in fields(Recipe)}
     assert list(rows) == [f"{name}.{key.name}" for name, part in sections.items() for key in fields(part)]
     assert all(row.meaning and row.type for row in rows.values())
-    assert rows["memory.host"][1:3] == ("size or null", "null")
+    assert rows["memory.host"][1:3] == ("size such as 8GiB or null, 1 to 2**60 bytes", "null")
     assert rows["train.dtype"][1:3] == ("auto | bf16 | fp16 | fp32", "auto")
-    assert rows["optim.betas"][1:3] == ("[float, float]", "[0.9, 0.95]")
+    assert rows["optim.betas"][1:3] == ("[float, float], >= 0 and < 1", "[0.9, 0.95]")
     for row in rows.values():  # what the table shows can be written
         assert load_recipe(overrides=[f"{row.key}={row.default}"]) == Recipe()
 

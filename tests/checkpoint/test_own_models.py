@@ -88,7 +88,7 @@ def test_what_does_not_fit_a_gpt_is_listed(exported, tmp_path):
             infinity.from_pretrained(directory, training.recipe("bf16", ["memory.host=64MiB"]), new=new)
     for change, named in (
         ({"n_heads": 5}, "n_heads"),
-        ({"n_heads": "many"}, "'str'"),
+        ({"n_heads": "many"}, "n_heads: got 'many'; wanted int"),
         ({"n_layers": -1}, "n_l"),
     ):
         config = json.loads((directory / "config.json").read_text())

@@ -198,7 +198,7 @@ def test_a_model_with_far_more_layers_than_its_weights_is_refused_while_it_is_bu
 
 def test_a_model_of_ours_with_far_more_layers_than_its_weights_is_refused_too(tmp_path, monkeypatch):
     monkeypatch.setattr(untrusted, "_MOST_BESIDE", 100)
-    sizes = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_layers": 10**9, "seq_len": 16}
+    sizes = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_layers": 10**6, "seq_len": 16}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT"], **sizes}))
     save_file({"embedding.weight": torch.ones(256, 16)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="more than 108 parameters"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.core.errors import InfinityError
-from infinity.core.files import open_regular
+from infinity.core.files import open_regular, user_path
 from infinity.core.nbytes import format_nbytes
 
 #: Text is read in whole lines, or whole words of longer ones, about this many characters at a time.
@@ -74,12 +74,23 @@ def find_files(names: Sequence[str], *, key: str = "data.files") -> tuple[Path, 
     """
     found: dict[Path, None] = {}
     for name in names:
-        matches = _stdlib() if name == "stdlib" else _matches(name)
-        if not matches:
+        path = user_path(name, key)
+        try:
+            matches = _stdlib() if name == "stdlib" else _matches(path)
+            files = [path.resolve() for path in matches]
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            NotImplementedError,
+        ) as error:  # patterns, links to themselves
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{key}: {name!r}: {reason}; give a path, a glob or 'stdlib'") from error
+        if not files:
             raise DataError(
                 f"{key}: {name!r} matches no file in {Path.cwd()}; give a path, a glob or 'stdlib'"
             )
-        found.update(dict.fromkeys(path.resolve() for path in matches))
+        found.update(dict.fromkeys(files))
     return tuple(found)
 
 
@@ -166,8 +177,7 @@ def _stdlib() -> list[Path]:
     )
 
 
-def _matches(name: str) -> list[Path]:
-    path = Path(name).expanduser()
+def _matches(path: Path) -> list[Path]:
     if path.is_dir():
         found = (each for each in path.rglob("*") if each.suffix in (".txt", ".jsonl"))
         return sorted(each for each in found if each.is_file())

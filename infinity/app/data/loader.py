@@ -27,9 +27,10 @@ class DataConfig:
     files: tuple[str, ...] = setting(
         ("stdlib",),
         "text and .jsonl files, globs or directories; stdlib: the sources of Python's standard library",
+        path=True,
     )
     eval_files: tuple[str, ...] = setting(
-        (), "held-out files, excluded from training; empty: hold out eval_fraction of the data"
+        (), "held-out files, excluded from training; empty: hold out eval_fraction of the data", path=True
     )
     eval_fraction: float = setting(
         0.01, "fraction at the end of the data that is held out", valid=Valid(least=0, below=1)
@@ -37,6 +38,7 @@ class DataConfig:
     tokenizer: str | None = setting(
         None,
         "bytes, a tokenizer.json, or a Hugging Face directory; null: that of model.path, else bytes",
+        path=True,
     )
     packing: bool | None = setting(
         None,
@@ -44,9 +46,9 @@ class DataConfig:
         "null: text as one stream, prompts and chats as true",
     )
     skip_malformed: bool = setting(False, "count and skip malformed lines of .jsonl")
-    cache: str = setting("runs/tokens", "directory in which tokens are cached between runs")
+    cache: str = setting("runs/tokens", "directory in which tokens are cached between runs", path=True)
     shuffle: bool = setting(True, "shuffle sequences anew every epoch; false: keep their order")
-    seed: int = setting(0, "seed of the shuffling", valid=Valid(least=0))
+    seed: int = setting(0, "seed of the shuffling", valid=Valid(least=0, most=2**63 - 1))
 
     def __post_init__(self) -> None:
         check(self)
@@ -237,7 +239,7 @@ def open_data(
 def _open(
     files: tuple[Path, ...], tokenizer: Tokenizer, config: DataConfig, log: Callable[[str], object]
 ) -> Tokens:
-    cache = Path(config.cache).expanduser()
+    cache = Path(config.cache)
     return open_tokens(files, tokenizer, cache, skip_malformed=config.skip_malformed, log=log)
 
 

@@ -27,7 +27,8 @@ from infinity.app.data.documents import ASSISTANT, Chat, DataError, MalformedErr
 from infinity.checkpoint.directory import read_json_object
 from infinity.checkpoint.publish import TOKENIZER_FILES
 from infinity.checkpoint.untrusted import check_counts, offline
-from infinity.core.files import read_file
+from infinity.core.errors import library_errors
+from infinity.core.files import read_file, user_path
 from infinity.core.nbytes import format_nbytes
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -142,19 +143,19 @@ class JsonTokenizer:
                 f"{path}: reading it needs the tokenizers library: pip install tokenizers"
             ) from error
         content = _read_checked(path)
-        try:
+        with library_errors(DataError, f"data.tokenizer: {path}: not a tokenizer.json"):
             self._library = Library.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"data.tokenizer: {path}: not a tokenizer.json: {error}") from error
+            self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
+            found = (self._library.token_to_id(token) for token in _SEPARATORS)
+            self.separator: int | None = next((each for each in found if each is not None), None)
+            _array([] if self.separator is None else [self.separator], self.vocab_size)
         self._path = path
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
-        found = (self._library.token_to_id(token) for token in _SEPARATORS)
-        self.separator: int | None = next((each for each in found if each is not None), None)
 
     def encode(self, text: str) -> NDArray[Any]:
         _check_words(text)
-        return _array(self._library.encode(text, add_special_tokens=False).ids, self.vocab_size)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
+            return _array(self._library.encode(text, add_special_tokens=False).ids, self.vocab_size)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         raise DataError(
@@ -180,27 +181,25 @@ class DirectoryTokenizer:
             _read_checked(file)
         if (path / "config.json").exists():  # which is read, too
             check_counts(read_json_object(path / "config.json"), path / "config.json")
-        try:
+        with library_errors(DataError, f"data.tokenizer: {path}: transformers finds no tokenizer there"):
             with offline():
                 self._library: Any = AutoTokenizer.from_pretrained(
                     str(path), local_files_only=True, trust_remote_code=False
                 )
             self.fingerprint = _digest(path)
-        except Exception as error:  # malformed files make the library raise any type
-            raise DataError(
-                f"data.tokenizer: {path}: transformers finds no tokenizer there: {error}"
-            ) from error
+            self.vocab_size = len(self._library)
+            self.separator: int | None = self._library.eos_token_id
+            bos = self._library.bos_token_id
+            own = self._library("").input_ids
+            self.opening: int | None = bos if bos is not None and own[:1] == [bos] else None
+            _array([each for each in (self.opening, self.separator) if each is not None], self.vocab_size)
         self._path = path
-        self.vocab_size = len(self._library)
-        self.separator: int | None = self._library.eos_token_id
-        bos = self._library.bos_token_id
-        own = self._library("").input_ids
-        self.opening: int | None = bos if bos is not None and own[:1] == [bos] else None
 
     def encode(self, text: str) -> NDArray[Any]:
         _check_words(text)
-        ids = self._library(text, add_special_tokens=False, verbose=False).input_ids
-        return _array(ids, self.vocab_size)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a text"):
+            ids = self._library(text, add_special_tokens=False, verbose=False).input_ids
+            return _array(ids, self.vocab_size)
 
     def encode_chat(self, chat: Chat) -> list[Encoded]:
         if not self._library.is_fast:
@@ -215,7 +214,10 @@ class DirectoryTokenizer:
             raise
         except Exception as error:  # a template is a program and may raise any type
             raise MalformedError(f"the chat template rejects it: {error}") from error
-        return [self._encode_rendered(each) for each in rendered]
+        for each in rendered:
+            _check_words(each.text)
+        with library_errors(DataError, f"data.tokenizer: {self._path} cannot encode a chat"):
+            return [self._encode_rendered(each) for each in rendered]
 
     def _render(self, chat: Chat, restart: Callable[[], object]) -> list[Rendered]:
         """Render a chat; ``restart`` gives the next rendering the full time."""
@@ -243,7 +245,6 @@ class DirectoryTokenizer:
         return render_turns(chat.messages, render)
 
     def _encode_rendered(self, rendered: Rendered) -> Encoded:
-        _check_words(rendered.text)
         found = self._library(
             rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -255,7 +256,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Open ``bytes``, the path of a ``tokenizer.json``, or a directory with a Hugging Face tokenizer."""
     if name == "bytes":
         return BytesTokenizer()
-    path = Path(name).expanduser()
+    path = user_path(name, "data.tokenizer")
     return DirectoryTokenizer(path) if path.is_dir() else JsonTokenizer(path)
 
 
@@ -404,6 +405,7 @@ def _limited(template_of: Path) -> Iterator[Callable[[], object]]:
 
 
 def _array(ids: list[int], vocab_size: int) -> NDArray[Any]:
+    """Return ``ids`` in the smallest type that holds all of a tokenizer's; raise if one exceeds it."""
     return np.array(ids, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 

@@ -11,7 +11,7 @@ class ModelConfig(GPTConfig):
     """A new GPT, or the model of a Hugging Face checkpoint directory."""
 
     path: str | None = setting(
-        None, "directory of a Hugging Face checkpoint to fine-tune; null: a new GPT of these sizes"
+        None, "directory of a Hugging Face checkpoint to fine-tune; null: a new GPT of these sizes", path=True
     )
     new: tuple[str, ...] = setting(
         (), "patterns of parameters that the checkpoint lacks, such as a new head: classifier.*"

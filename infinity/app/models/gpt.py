@@ -24,15 +24,15 @@ class GPTConfig:
     """Sizes of a :class:`GPT`."""
 
     kind: Literal["gpt"] = setting("gpt", "architecture", valid=Valid(choices=("gpt",)))
-    vocab_size: int = setting(256, "vocabulary size", valid=Valid(least=2))
-    seq_len: int = setting(256, "sequence length", valid=Valid(least=1))
-    n_layers: int = setting(6, "transformer blocks", valid=Valid(least=1))
-    d_model: int = setting(384, "width of the residual stream", valid=Valid(least=2))
-    n_heads: int = setting(6, "attention heads", valid=Valid(least=1))
+    vocab_size: int = setting(256, "vocabulary size", valid=Valid(least=2, most=2**31 - 1))
+    seq_len: int = setting(256, "sequence length", valid=Valid(least=1, most=2**31 - 1))
+    n_layers: int = setting(6, "transformer blocks", valid=Valid(least=1, most=2**20))
+    d_model: int = setting(384, "width of the residual stream", valid=Valid(least=2, most=2**24))
+    n_heads: int = setting(6, "attention heads", valid=Valid(least=1, most=2**20))
     d_ff: int | None = setting(
         None,
         "width of the feed-forward layer; null: 8/3 d_model, rounded up to a multiple of 64",
-        valid=Valid(least=1),
+        valid=Valid(least=1, most=2**24),
     )
     tied: bool = setting(False, "use the embedding as the output layer")
 
