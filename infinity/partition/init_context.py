@@ -15,8 +15,10 @@ its master weight, may be written, and is stored again later.
 
 [Note: when a materialised unit is stored again]
 Code may ask for several parameters before it writes to the first, and what it holds must not be put away
-meanwhile. So units stay materialised, the latest touched first, as far as a few of them take memory; and
-those of one module's own parameters stay together in any case, as they were when the module was made.
+meanwhile. So units stay materialised, the latest touched ones, as far as a few of them take memory. In any
+case the last one stays beside the next (``a.weight.data.copy_(b.weight)``), and so do those that have a
+module's own parameters (a list of them that is initialised in a loop), which existed together when the
+module was made.
 
 [Note: values that come later]
 A model that will be filled from a checkpoint is built without values: a unit that closes gets neither
@@ -32,7 +34,7 @@ trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches no
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -185,7 +187,7 @@ class Construction:
             return
         unit = place[0]
         if unit not in self._whole:
-            keep = self.builder.units.holding(p for p in siblings if p is not None)
+            keep = {*self.builder.units.holding(p for p in siblings if p is not None), *[*self._whole][-1:]}
             self._stow(OPEN_UNITS * self.builder.target_nbytes - _created_nbytes(unit), keep)
             self._materialise(unit)
         self._whole[unit] = self._whole.pop(unit, None)
@@ -205,7 +207,7 @@ class Construction:
             for s in unit.segments:
                 s.param.data = torch.empty(s.shape, dtype=s.created_dtype, device=s.param.device)
 
-    def _stow(self, room_nbytes: int = 0, keep: Sequence[Unit] = ()) -> None:
+    def _stow(self, room_nbytes: int = 0, keep: Container[Unit] = ()) -> None:
         """Store units again, as they may have been written, until the rest takes at most ``room_nbytes``."""
         whole_nbytes = sum(_created_nbytes(unit) for unit in self._whole)
         for unit in [unit for unit in self._whole if unit not in keep]:

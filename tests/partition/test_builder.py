@@ -287,10 +287,10 @@ def test_units_that_were_materialised_are_stored_when_a_few_others_are():
         for module in model:
             module.p0.data.add_(1)
             most = max(most, sum(not is_placeholder(p.data) for p in model.parameters()))
-        assert 1 < most <= 2
+        assert most <= 3  # two of those that closed, and the last one, which is open
         return model
 
-    exact = Build(factory, target=4000).exact()  # a parameter takes 6,400 bytes
+    exact = Build(factory, target=1600).exact()
     assert all((values == 1).all() for values in exact.values())
 
 
