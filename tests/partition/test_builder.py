@@ -294,17 +294,20 @@ def test_units_that_were_materialised_are_stored_when_a_few_others_are():
     assert all((values == 1).all() for values in exact.values())
 
 
-def test_xlnet_of_any_width_is_built_as_without_infinity():
+@pytest.mark.parametrize(("width", "layers", "target"), [(64, 2, 8000), (1024, 2, 16 * 2**20)])
+def test_xlnet_of_any_width_is_built_as_without_infinity(width, layers, target):
     from transformers import XLNetConfig, XLNetModel
 
     def factory():
         torch.manual_seed(0)
-        return XLNetModel(XLNetConfig(vocab_size=64, d_model=64, n_head=2, n_layer=2, d_inner=96))
+        return XLNetModel(XLNetConfig(vocab_size=64, d_model=width, n_head=2, n_layer=layers, d_inner=width))
 
-    build, plain = Build(factory), factory()
-    assert len(build.units) > 10
+    build, plain = Build(factory, target=target, dtype=torch.float32), factory()
+    attention = [p for n, p in build.model.named_parameters() if "rel_attn" in n]
+    assert len(build.units.holding(attention)) > layers  # one module's parameters in several units
+    exact = build.exact()
     for name, value in plain.named_parameters():
-        assert torch.equal(build.exact()[name], value), name
+        assert torch.equal(exact[name], value), name
 
 
 def test_the_meta_device_is_refused():
