@@ -49,6 +49,7 @@ class AdamW(torch.optim.Optimizer):
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
+        self.runtime.values.clear_optimizer_fields()
         self._connect()
         self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
         self._scaled = False

@@ -175,6 +175,17 @@ class FullValues:
                 out[id(s.param)] = {"step": torch.tensor(float(s.steps)), **fields}
         return out
 
+    def clear_optimizer_fields(self) -> None:
+        """Set moments and step counts to zero, as a new optimizer has them; exact weights stay."""
+        trained = [unit for unit in self.units if any(segment.steps for segment in unit.segments)]
+        if trained:
+            self._executor().updates.drain()
+        for unit in trained:
+            exact = self.tiers.shard_fields(unit)[0]
+            self.tiers.set_shard_fields(unit, (exact, torch.zeros_like(exact), torch.zeros_like(exact)))
+            for segment in unit.segments:
+                segment.steps = 0
+
     def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
         """Replace step counts, exact weights and moments; the weights of the model follow."""
         self._executor().updates.drain()
