@@ -117,6 +117,35 @@ def test_gradients_that_are_dropped_count_no_step(tmp_path, where):
         pair.check()
 
 
+class Ignored(Parts):
+    """A branch runs, and the loss does not depend on it."""
+
+    def forward(self, x: Tensor, y: Tensor, image: bool, drop: int, expert: int) -> SimpleNamespace:
+        self.image(x.to(self.last.weight.dtype))
+        return super().forward(x, y, False, drop, expert)
+
+
+@pytest.mark.parametrize("rule", [FREE, CLIPPED])
+def test_a_unit_that_stays_in_memory_without_an_update_has_its_weights_in_the_next_step(tmp_path, rule):
+    model = build(seeded(Ignored), "bf16", streaming(tmp_path))  # room for all
+    optimizer, loop = optimizer_for(model, rule), Reference(seeded(Ignored)(), torch.bfloat16, rule)
+    runtime: Any = optimizer.runtime
+    branch = {unit.index for unit in runtime.units.holding(model.image.parameters())}
+    for step in range(6):
+        loss = model(**text_only(step)).loss
+        loss.backward()
+        assert step not in (3, 4) or branch & runtime.executor().prefetcher.staying
+        if step == 4:
+            optimizer.zero_grad()
+            loss = model(**text_only(step)).loss
+            loss.backward()
+        optimizer.step()
+        assert [loss.item()] == [each.item() for each in loop.step([text_only(step)]).losses]
+    weights = infinity.state_dict(model)
+    optimizer.close()
+    assert all(torch.equal(weights[name], p) for name, p in loop.parameters.items())
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_what_is_frozen_for_some_steps_keeps_its_moments_and_its_count(tmp_path, where):
     with lockstep(where, tmp_path, seeded(Parts), rule=FREE, batches=batch) as pair:

@@ -209,7 +209,7 @@ class StepExecutor:
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
         self._count_step()
-        self.gradients.reset()
+        self.gradients.reset(committed=math.isfinite(norm))
         self.activations.end_step()
         self._conclude_pass()
         self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain

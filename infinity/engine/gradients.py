@@ -288,8 +288,8 @@ class Gradients:
         """Block until every complete gradient has reached the updates."""
         self.updates.wait_for_gradients()
 
-    def reset(self) -> None:
-        """Drop what is left of this step's gradients: it is over, or forgotten."""
+    def reset(self, *, committed: bool = False) -> None:
+        """Drop what is left of this step's gradients: it is ``committed``, or forgotten."""
         self.finish()
         for gradient in self._open.values():
             gradient.lease.release()
@@ -297,12 +297,13 @@ class Gradients:
             shard.lease.release()
         self._open.clear()
         self._shards.clear()
-        self._delivered.clear()
+        delivered, self._delivered = self._delivered, set()
         self.synced = self._fired = False
         self._received.clear()
-        forgotten = self.updates.forget()
-        # the buffers of those that stayed may hold what is forgotten
-        self.prefetcher.forget(self.prefetcher.staying.intersection(forgotten))
+        if not committed:
+            self.updates.forget()
+            # the buffers of units that stayed may hold what is forgotten
+            self.prefetcher.forget(self.prefetcher.staying & delivered)
 
     # --- completion --------------------------------------------------------------------------
 

@@ -422,15 +422,13 @@ class Updates:
             versions = tuple(unit.version for unit in self.units)
             self.commits.add(CommitRecord(self.steps, versions), futures)
 
-    def forget(self) -> list[int]:
-        """Drop this step's gradients and updates; the committed version stays. Returns whose they were."""
-        forgotten = list(self.ready)
+    def forget(self) -> None:
+        """Drop this step's gradients and updates; the committed version stays."""
         for ready in self.ready.values():
             if ready.future is not None:
                 ready.future.wait()  # it writes into the next version, which will not be read
             ready.release()
         self._close_step()
-        return forgotten
 
     # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
 
