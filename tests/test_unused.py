@@ -118,10 +118,15 @@ def test_gradients_that_are_dropped_count_no_step(tmp_path, where):
 
 
 class Ignored(Parts):
-    """A branch runs, and the loss does not depend on it."""
+    """With images another block runs, on which the loss does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside, self.end = Block(), Block()
 
     def forward(self, x: Tensor, y: Tensor, image: bool, drop: int, expert: int) -> SimpleNamespace:
-        self.image(x.to(self.last.weight.dtype))
+        if image:
+            self.aside(self.text(x.to(self.last.weight.dtype)))
         return super().forward(x, y, False, drop, expert)
 
 
@@ -130,15 +135,18 @@ def test_a_unit_that_stays_in_memory_without_an_update_has_its_weights_in_the_ne
     model = build(seeded(Ignored), "bf16", streaming(tmp_path))  # room for all
     optimizer, loop = optimizer_for(model, rule), Reference(seeded(Ignored)(), torch.bfloat16, rule)
     runtime: Any = optimizer.runtime
-    branch = {unit.index for unit in runtime.units.holding(model.image.parameters())}
+    [aside] = runtime.units.holding(model.aside.parameters())
+    assert len(aside.segments) == len(list(model.aside.parameters()))
+    prefetcher = runtime.executor().prefetcher
     for step in range(6):
-        loss = model(**text_only(step)).loss
+        loss = model(**text_only(step) | {"image": True}).loss
         loss.backward()
-        assert step not in (3, 4) or branch & runtime.executor().prefetcher.staying
+        assert step not in (3, 4) or aside.index in prefetcher.staying
         if step == 4:
             optimizer.zero_grad()
-            loss = model(**text_only(step)).loss
+            loss = model(**text_only(step)).loss  # does not run it
             loss.backward()
+        assert prefetcher.staying <= prefetcher.present.keys()
         optimizer.step()
         assert [loss.item()] == [each.item() for each in loop.step([text_only(step)]).losses]
     weights = infinity.state_dict(model)
