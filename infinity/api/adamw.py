@@ -19,7 +19,8 @@ from infinity.optim.scaler import LossScaler
 class AdamW(torch.optim.Optimizer):
     """AdamW on the exact fp32 weights of a model that was built under ``infinity.Init``.
 
-    ``param_groups``, learning-rate schedulers and ``zero_grad`` behave as with any torch optimizer.
+    ``param_groups``, learning-rate schedulers and ``zero_grad`` behave as with any torch optimizer, and a
+    parameter that no rank used in a step is left alone: its weight, its moments and its step count.
     Unless ``params`` says otherwise, matrices decay and vectors (biases, norms) do not.
 
     Args:
@@ -48,6 +49,7 @@ class AdamW(torch.optim.Optimizer):
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
+        self.runtime.values.clear_optimizer_fields()
         self._connect()
         self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
         self._scaled = False
@@ -150,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
     # --- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and exact weights of every parameter, gathered on the CPU of rank 0.
+        """Moments, exact weights and step counts of every parameter, gathered on the CPU of rank 0.
 
         The layout is torch's: ``state[i]`` belongs to the i-th parameter of ``param_groups``. Every rank
         must call; ranks other than 0 get empty ``state``.
@@ -158,11 +160,7 @@ class AdamW(torch.optim.Optimizer):
         packed = super().state_dict()
         order = [id(p) for group in self.param_groups for p in group["params"]]
         fields = self.runtime.values.optimizer_fields()
-        packed["state"] = {
-            i: {"step": torch.tensor(float(self.steps)), **fields[key]}
-            for i, key in enumerate(order)
-            if key in fields
-        }
+        packed["state"] = {i: fields[key] for i, key in enumerate(order) if key in fields}
         if self.scaler is not None:
             packed["loss_scaler"] = self.scaler.state_dict()
         return packed
@@ -171,7 +169,7 @@ class AdamW(torch.optim.Optimizer):
         """Take back what :meth:`state_dict` gave; every rank must call with the full state."""
         params = [p for group in self.param_groups for p in group["params"]]
         state = state_dict["state"]
-        missing = [i for i in range(len(params)) if i not in state]
+        missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if missing:
             raise StateError(
                 f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
@@ -179,10 +177,10 @@ class AdamW(torch.optim.Optimizer):
             )
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._connect()
-        fields = {id(p): state[i] for i, p in enumerate(params)}
+        fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
         self.runtime.values.load_optimizer_fields(fields)
-        self.steps = int(state[0]["step"]) if params else 0
-        self.runtime.executor().updates.hypers.steps = self.steps
+        self.steps = max((int(each["step"]) for each in fields.values()), default=0)
+        self.runtime.executor().updates.steps = self.steps
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
 

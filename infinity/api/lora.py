@@ -97,7 +97,7 @@ def _shapes_only(model: nn.Module) -> Iterator[None]:
     served = [m._parameters for m in model.modules() if isinstance(m._parameters, ServedParameters)]
     touches = [parameters.touch for parameters in served]
     for parameters in served:
-        parameters.touch = lambda param: None
+        parameters.touch = lambda param, siblings: None
     try:
         yield
     finally:

@@ -13,6 +13,11 @@ an error that says who wanted what, in place of a hang or a sum of unrelated num
 shard's fetch failed says so here, and every rank raises. What fails elsewhere travels beside the
 collectives: see :mod:`infinity.comm.peers`.
 
+[Note: which parameters were used]
+The header of a reduction has a digest of the parameters that this rank has gradients of. If all ranks have
+gradients of the same ones, as in nearly every step, the digests are equal, and nothing else is exchanged; if
+nobody has any, nothing is reduced. Only where the digests differ do the ranks exchange the lists.
+
 [Note: reduction]
 Gradients travel in the compute dtype, one slice to each owner, and the owner adds them in fp32 in
 the order of ranks. A ring would move as many bytes, but would add in an order that depends on
@@ -26,6 +31,7 @@ in its destructor: such a group is never destroyed.
 """
 
 import ctypes
+import hashlib
 import queue
 import threading
 import time
@@ -126,7 +132,7 @@ class Collectives:
             ready: Waits for that shard (and moves it to the device); may raise.
         """
 
-        def issue() -> Tensor:
+        def issue(_: bool) -> Tensor:
             shard = full.chunk(self.world_size)[self.rank]
             self._end(_all_gather(full, shard, group=self._group, async_op=True), self._group)
             self._settle()
@@ -135,19 +141,24 @@ class Collectives:
         return self._submit("gather", index, where, issue, ready)
 
     def reduce(
-        self, index: int, where: str, full: Tensor, spare: Tensor, out: Tensor,
-        then: Callable[[Tensor], None],
+        self, index: int, where: str, full: Tensor, spare: Tensor, out: Tensor, used: bytes,
+        then: Callable[[bytes], None],
     ) -> Pending:  # fmt: skip
         """Start the reduction of a unit's gradients: the mean over ranks of this rank's slice.
 
         Args:
             full: The local gradients, ``(numel,)``.
             spare: Same shape and dtype, overwritten: the slices that arrive.
-            out: ``(numel / world_size,)``: the mean; its dtype is that of the additions.
-            then: Called with ``out``, on the collectives' thread.
+            out: ``(numel / world_size,)``: the mean; its dtype is that of the additions. Not written if no
+                rank used a parameter.
+            used: For each parameter of the unit 1 if it has a gradient, 0 if ``full`` is zero there.
+            then: Called with ``used`` of all ranks together, on the collectives' thread.
         """
 
-        def issue() -> Tensor:
+        def issue(same: bool) -> bytes:
+            by_any = used if same else self._unite(used)
+            if not any(by_any):
+                return by_any
             work = dist.all_to_all_single(spare, full, group=self._group, async_op=True)
             self._end(work, self._group)
             arrived = spare.view(self.world_size, -1)
@@ -156,9 +167,10 @@ class Collectives:
                 out.add_(other)
             out.div_(self.world_size)
             self._settle()
-            return out
+            return by_any
 
-        return self._submit("reduce", index, where, issue, then=then)
+        digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest())
+        return self._submit("reduce", index, where, issue, then=then, digest=digest)
 
     def sum(self, values: Sequence[float], where: str) -> list[float]:
         """The sums over ranks of a few float64 values; blocks."""
@@ -173,7 +185,7 @@ class Collectives:
         mine = text.encode()
         nbytes = int(self._exchange("share", [len(mine)], where)[0])
 
-        def issue() -> bytes:
+        def issue(_: bool) -> bytes:
             given = torch.zeros(nbytes, dtype=torch.uint8)
             if self.rank == 0:
                 given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -185,16 +197,13 @@ class Collectives:
 
     def check(self, fingerprint: int, where: str) -> None:
         """Raise on every rank unless all have the same ``fingerprint``; blocks."""
-        self._submit("check", fingerprint, where, lambda: None).wait()
+        self._submit("check", fingerprint, where, lambda _: None).wait()
 
     def _exchange(self, kind: str, values: Sequence[float], where: str) -> Tensor:
         """Every rank's values, ``(world_size, len(values))``, float64."""
 
-        def issue() -> Tensor:
-            mine = torch.tensor(list(values), dtype=torch.float64)
-            everyone = torch.empty(self.world_size * len(mine), dtype=torch.float64)
-            self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
-            return everyone.view(self.world_size, -1)
+        def issue(_: bool) -> Tensor:
+            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64))
 
         result: Tensor = self._submit(kind, len(values), where, issue).value()
         return result
@@ -250,8 +259,9 @@ class Collectives:
     # --- the thread ------------------------------------------------------------------------
 
     def _submit(
-        self, kind: str, index: int, where: str, issue: Callable[[], Any],
+        self, kind: str, index: int, where: str, issue: Callable[[bool], Any],
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
+        digest: int = 0,
     ) -> Pending:  # fmt: skip
         where, step = f"{where} (step {self.step + 1})", self.step
         pending = Pending(f"{kind} {where}", self._overdue)
@@ -259,7 +269,7 @@ class Collectives:
         def job() -> None:
             try:
                 if self._failure is None:
-                    result = self._attempt(kind, index, step, where, issue, ready)
+                    result = self._attempt(kind, index, step, where, issue, ready, digest)
                     if then is not None:
                         then(result)
                     pending.result = result
@@ -273,8 +283,8 @@ class Collectives:
         return pending
 
     def _attempt(
-        self, kind: str, index: int, step: int, where: str, issue: Callable[[], Any],
-        ready: Callable[[], object] | None,
+        self, kind: str, index: int, step: int, where: str, issue: Callable[[bool], Any],
+        ready: Callable[[], object] | None, digest: int,
     ) -> Any:  # fmt: skip
         """The result of one collective.
 
@@ -291,28 +301,26 @@ class Collectives:
             local = error
             self.fail(error)
         try:
-            self._agree((_KINDS.index(kind), index, step, self._count), f"{kind} {where}", local)
-            return issue()
+            what = _KINDS.index(kind), index, step, self._count
+            return issue(self._agree(what, digest, f"{kind} {where}", local))
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
             raise local or self._failure or self.peer_error(f"{kind} {where}", error) from error
 
-    def _agree(self, what: tuple[int, ...], where: str, failure: BaseException | None) -> None:
-        """Exchange headers: see [Note: the header].
+    def _agree(self, what: tuple[int, ...], digest: int, where: str, failure: BaseException | None) -> bool:
+        """Exchange headers: see [Note: the header]. Returns whether ``digest`` is the same on all ranks.
 
         Raises:
             DivergenceError: They differ.
             PeerError: A rank failed.
         """
-        mine = torch.tensor([*what, int(failure is not None)], dtype=torch.int64)
-        everyone = torch.empty(self.world_size * len(mine), dtype=torch.int64)
-        self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
-        headers = everyone.view(self.world_size, -1)
+        headers = self._of_all_ranks(torch.tensor([*what, int(failure is not None), digest]))
         self._count += 1
-        failed = [r for r in range(self.world_size) if int(headers[r, -1])]
-        if not failed and bool((headers == headers[0]).all()):
-            return
+        same, digests = (headers == headers[0]).all(0)[:-1], headers[:, -1]
+        failed = [r for r in range(self.world_size) if int(headers[r, -2])]
+        if not failed and bool(same.all()):
+            return bool((digests == digest).all())
         wanted: list[Any] = [None] * self.world_size
         dist.all_gather_object(wanted, where if failure is None else _how(failure), group=self._control)
         if failed:
@@ -324,6 +332,17 @@ class Collectives:
             "the same modules in the same order; feed every rank a batch that takes the same branches, or "
             "name the class of the module that branches (experts, say) in partition.leaf"
         )
+
+    def _unite(self, used: bytes) -> bytes:
+        """What is 1 in ``used`` on any rank: see [Note: which parameters were used]."""
+        mine = torch.frombuffer(bytearray(used), dtype=torch.uint8)
+        return self._of_all_ranks(mine).amax(0).numpy().tobytes()
+
+    def _of_all_ranks(self, mine: Tensor) -> Tensor:
+        """Every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``."""
+        everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
+        self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
+        return everyone.view(self.world_size, -1)
 
     def _end(self, work: Any, group: Any) -> None:
         """Wait for a collective of ``group``; see [Note: no thread stays behind].

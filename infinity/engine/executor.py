@@ -203,15 +203,16 @@ class StepExecutor:
         self.gradients.check()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
         norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
+        updated = set(self.updates.ready)
         if math.isfinite(norm):
-            updated = list(self.updates.ready)
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
             # copies fetched after the unit's gradients were complete
-            self.prefetcher.forget(set(updated) - self.prefetcher.staying)
+            self.prefetcher.forget(updated - self.prefetcher.staying)
         self._count_step()
-        self.gradients.reset()
+        self.gradients.reset(committed=math.isfinite(norm))
         self.activations.end_step()
         self._conclude_pass()
+        self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain
         return norm
 
     def _count_step(self) -> None:

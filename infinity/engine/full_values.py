@@ -157,30 +157,47 @@ class FullValues:
     # --- optimizer state ---------------------------------------------------------------------
 
     def optimizer_fields(self) -> dict[int, dict[str, Tensor]]:
-        """Exact weights and moments by ``id`` of the parameter, on rank 0; every rank must call."""
+        """Step counts, exact weights and moments by ``id`` of the parameter, on rank 0; every rank must call.
+
+        Of parameters that are trained now, or were.
+        """
         self._executor().updates.drain()
         out: dict[int, dict[str, Tensor]] = {}
         for unit in self.units:
-            if not unit.trainable:
+            trained = [s for s in unit.segments if s.param.requires_grad or s.steps]
+            if not trained:
                 continue
             shards = self.tiers.shard_fields(unit)
             fulls = [self.tiers.gather(unit, shard) for shard in shards]
-            for s in unit.trainable if self.ranks.rank == 0 else ():
+            for s in trained if self.ranks.rank == 0 else ():
                 values = [full[s.offset : s.stop].view(s.shape).clone() for full in fulls]
-                out[id(s.param)] = dict(zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True))
+                fields = dict(zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True))
+                out[id(s.param)] = {"step": torch.tensor(float(s.steps)), **fields}
         return out
 
+    def clear_optimizer_fields(self) -> None:
+        """Set moments and step counts to zero, as a new optimizer has them; exact weights stay."""
+        trained = [unit for unit in self.units if any(segment.steps for segment in unit.segments)]
+        if trained:
+            self._executor().updates.drain()
+        for unit in trained:
+            exact = self.tiers.shard_fields(unit)[0]
+            self.tiers.set_shard_fields(unit, (exact, torch.zeros_like(exact), torch.zeros_like(exact)))
+            for segment in unit.segments:
+                segment.steps = 0
+
     def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
-        """Replace exact weights and moments; the weights of the model follow."""
+        """Replace step counts, exact weights and moments; the weights of the model follow."""
         self._executor().updates.drain()
         self._executor().prefetcher.forget()
         for unit in self.units:
-            trainable = [s for s in unit.trainable if id(s.param) in fields]
-            if not trainable:
+            given = [s for s in unit.segments if id(s.param) in fields]
+            if not given:
                 continue
             shards = self.tiers.shard_fields(unit)
             low, high = unit.shard_start, unit.shard_start + unit.shard_numel
-            for s in trainable:
+            for s in given:
+                s.steps = int(fields[id(s.param)]["step"])
                 start, stop = max(low, s.offset), min(high, s.stop)
                 if start < stop:
                     for shard, key in zip(shards, ("master", "exp_avg", "exp_avg_sq"), strict=True):

@@ -1,9 +1,13 @@
 """Gradients on their way from autograd to the updates: collected by unit, reduced over ranks, handed over.
 
 [Note: when gradients are complete]
-When every trainable parameter of the unit has fired, or when the backward pass ends: an unused
-parameter counts as zero. Then the unit's weights have no reader left in this step and go to the
-update with the gradient.
+When every trainable parameter of the unit has fired, or when the backward pass ends. Then the unit's weights
+have no reader left in this step and go to the update with the gradient.
+
+[Note: parameters without a gradient]
+A parameter that no backward pass of this step reached, on any rank, is left alone, as one whose ``grad`` is
+None is by torch's optimizers: its weight, its moments and its step count stay. A unit without any other
+has no update. Where another rank used the parameter, its gradient here counts as zero.
 
 [Note: micro-batches]
 With one rank a micro-batch adds to the flat gradient, in the compute dtype, as ``p.grad`` would.
@@ -11,7 +15,9 @@ With several ranks each micro-batch is reduced at once and its shard is added up
 a model larger than memory could not be kept.
 """
 
+import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +43,8 @@ class UnitGradient:
     def __init__(self, unit: Unit, lease: Lease) -> None:
         self.unit, self.lease = unit, lease
         self.flat: Tensor = lease.tensor.view(unit.dtype)
-        self._written: set[int] = set()  # segments (by offset) that hold a gradient of this step
-        self._fired: set[int] = set()  # segments that fired in this backward
+        self.used = bytearray(len(unit.segments))  # 1: the segment holds a gradient of this step
+        self._fired: set[int] = set()  # indices of segments that fired in this backward
 
     @classmethod
     def begin(cls, unit: Unit, pool: Pool) -> "UnitGradient":
@@ -53,12 +59,12 @@ class UnitGradient:
                 "with sparse=False"
             )
         place = self.flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
-        if segment.offset in self._written:
+        if self.used[segment.index]:
             place.add_(grad)
         else:
             place.copy_(grad)
-            self._written.add(segment.offset)
-        self._fired.add(segment.offset)
+            self.used[segment.index] = 1
+        self._fired.add(segment.index)
 
     @property
     def complete(self) -> bool:
@@ -72,8 +78,8 @@ class UnitGradient:
     def seal(self) -> Tensor:
         """Set elements that no gradient reached (unused, frozen, padding) to zero; return the flat buffer."""
         position = 0
-        for segment in sorted(self.unit.segments, key=lambda s: s.offset):
-            if segment.offset in self._written:
+        for segment in self.unit.segments:
+            if self.used[segment.index]:
                 if position < segment.offset:
                     self.flat[position : segment.offset].zero_()
                 position = segment.stop
@@ -157,6 +163,15 @@ class ReleasedGradient(torch.Tensor):
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+@dataclass(slots=True)
+class ReducedGradient:
+    """The gradient of one shard, added up over micro-batches; ``used`` on any rank, by segment."""
+
+    grad: Tensor
+    lease: Lease
+    used: bytes
+
+
 class Gradients:
     """The gradients of one model's step on this rank.
 
@@ -190,7 +205,7 @@ class Gradients:
         self.syncing, self.synced = True, False
         self._received: dict[int, Segment] = {}  # by id of the parameter, whose .grad is a placeholder
         self._open: dict[int, UnitGradient] = {}
-        self._shards: dict[int, tuple[Tensor, Lease]] = {}  # added up over micro-batches
+        self._shards: dict[int, ReducedGradient] = {}
         self._delivered: set[int] = set()
         self._fired = False
 
@@ -217,7 +232,7 @@ class Gradients:
         gradient.add(segment, grad)
         self._received[id(segment.param)] = segment
         if gradient.complete and self._completes(unit):
-            self._complete(unit, gradient)
+            self._complete(unit)
 
     def _completes(self, unit: Unit) -> bool:
         """Whether the last gradient of ``unit`` also is the last read of its weights."""
@@ -243,25 +258,23 @@ class Gradients:
                 unit.check_all_attached()
 
     def complete_together(self, units: Iterable[Unit]) -> None:
-        """Complete the gradients of these units; parameters that have not fired count as zero."""
+        """Complete the gradients of these units, whatever has not fired."""
         for unit in units if self._fired else ():  # torch.autograd.grad accumulates nothing
             if unit.trainable and unit.index not in self._delivered:
-                self._complete(unit, self._open.get(unit.index) or self._begin(unit))
+                self._complete(unit)
 
     def _begin(self, unit: Unit) -> UnitGradient:
         gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
         return gradient
 
     def end_backward(self) -> None:
-        """Complete all gradients at the end of a graph; parameters that have not fired count as zero."""
+        """Complete all gradients at the end of a graph, whatever has not fired."""
         if not self._fired:
             return  # torch.autograd.grad: nothing was accumulated
         for unit in self.units:
-            gradient = self._open.get(unit.index)
-            if self.syncing and unit.trainable and unit.index not in self._delivered:
-                self._complete(unit, gradient or self._begin(unit))
-            elif gradient is not None and not self.syncing:
-                self._complete(unit, gradient)
+            missing = self.syncing and unit.trainable and unit.index not in self._delivered
+            if missing or unit.index in self._open:
+                self._complete(unit)
         self.synced, self._fired = self.syncing, False
 
     def abort_backward(self) -> None:
@@ -275,76 +288,87 @@ class Gradients:
         """Block until every complete gradient has reached the updates."""
         self.updates.wait_for_gradients()
 
-    def reset(self) -> None:
-        """Drop what is left of this step's gradients: it is over, or forgotten."""
+    def reset(self, *, committed: bool = False) -> None:
+        """Drop what is left of this step's gradients: it is ``committed``, or forgotten."""
         self.finish()
         for gradient in self._open.values():
             gradient.lease.release()
-        for _, lease in self._shards.values():
-            lease.release()
+        for shard in self._shards.values():
+            shard.lease.release()
         self._open.clear()
         self._shards.clear()
-        self._delivered.clear()
+        delivered, self._delivered = self._delivered, set()
         self.synced = self._fired = False
         self._received.clear()
-        forgotten = self.updates.forget()
-        # the buffers of those that stayed may hold what is forgotten
-        self.prefetcher.forget(self.prefetcher.staying.intersection(forgotten))
+        if not committed:
+            self.updates.forget()
+            # the buffers of units that stayed may hold what is forgotten
+            self.prefetcher.forget(self.prefetcher.staying & delivered)
 
     # --- completion --------------------------------------------------------------------------
 
-    def _complete(self, unit: Unit, gradient: UnitGradient) -> None:
+    def _complete(self, unit: Unit) -> None:
+        """Reduce what this backward pass gave ``unit``; after the last micro-batch hand its gradient over."""
+        gradient = self._open.get(unit.index)
+        if gradient is None and self.collectives is not None:
+            gradient = self._begin(unit)  # another rank may have one
         if not self.syncing:
             self.pins.unpin(unit.index)
-            gradient.end_backward()
             if self.collectives is not None:
-                self._reduce(unit, self._open.pop(unit.index), self._add_up)
+                self._reduce(unit, lambda: None)
+            elif gradient is not None:
+                gradient.end_backward()
             return
-        del self._open[unit.index]
         self._delivered.add(unit.index)
         weights = self._take_weights(unit)
-        if self.collectives is None:
-            flat = gradient.seal()
-            grad, held = self._to_host(flat, gradient.lease)
-            self.updates.add(unit, grad, held, weights)
+        if self.collectives is not None:
+            self._reduce(unit, lambda: self._hand_over(unit, self._shards.pop(unit.index, None), weights))
             return
+        total = None
+        if gradient is not None:
+            del self._open[unit.index]
+            total = ReducedGradient(gradient.seal(), gradient.lease, bytes(gradient.used))
+        self._hand_over(unit, total, weights)
 
-        def hand_over(shard: Tensor, lease: Lease) -> None:
-            total, held = self._add_up(shard, lease, unit)
-            del self._shards[unit.index]
-            grad, held_on_host = self._to_host(total, held)
-            self.updates.add(unit, grad, held_on_host, weights)
+    def _hand_over(self, unit: Unit, total: ReducedGradient | None, weights: Weights) -> None:
+        """Give a step's gradient to the update; None: see [Note: parameters without a gradient]."""
+        if total is None:
+            weights.release()
+            return
+        grad, held = self._to_host(total.grad, total.lease)
+        used = tuple(segment for segment in unit.segments if total.used[segment.index])
+        self.updates.add(unit, grad, held, weights, used)
 
-        self._reduce(unit, gradient, lambda shard, lease, _: hand_over(shard, lease))
-
-    def _add_up(self, shard: Tensor, lease: Lease, unit: Unit) -> tuple[Tensor, Lease]:
-        """Add a reduced shard to those of earlier micro-batches."""
-        earlier = self._shards.get(unit.index)
-        if earlier is None:
-            self._shards[unit.index] = (shard, lease)
-        else:
-            earlier[0].add_(shard)
-            lease.release()
-        return self._shards[unit.index]
-
-    def _reduce(
-        self, unit: Unit, gradient: UnitGradient, then: Callable[[Tensor, Lease, Unit], object]
-    ) -> None:
+    def _reduce(self, unit: Unit, then: Callable[[], None]) -> None:
+        """Start to reduce ``unit``'s gradient of this backward pass; then add it up, and call ``then``."""
         assert self.collectives is not None
+        gradient = self._open.pop(unit.index)
         flat = gradient.seal()
         spare = self.pool.lease(unit.nbytes, who=f"reduction of {unit.name}")
         nbytes = unit.shard_numel * self.reduce_dtype.itemsize
         lease = self.pool.lease(nbytes, who=f"gradient shard of {unit.name}")
         shard = lease.tensor.view(self.reduce_dtype)
 
-        def ended(_: Tensor) -> None:
+        def ended(used: bytes) -> None:
             gradient.lease.release()
             spare.release()
-            then(shard, lease, unit)
+            self._add_up(unit, ReducedGradient(shard, lease, used))
+            then()
 
-        arrived = spare.tensor.view(unit.dtype)
-        pending = self.collectives.reduce(unit.index, unit.name, flat, arrived, shard, ended)
+        arrived, used = spare.tensor.view(unit.dtype), bytes(gradient.used)
+        pending = self.collectives.reduce(unit.index, unit.name, flat, arrived, shard, used, ended)
         self.updates.announce(pending)
+
+    def _add_up(self, unit: Unit, reduced: ReducedGradient) -> None:
+        """Add a micro-batch's gradient to those of earlier ones."""
+        earlier = self._shards.get(unit.index)
+        if earlier is None and any(reduced.used):
+            self._shards[unit.index] = reduced
+            return
+        if earlier is not None and any(reduced.used):
+            earlier.grad.add_(reduced.grad)
+            earlier.used = bytes(map(operator.or_, earlier.used, reduced.used))
+        reduced.lease.release()
 
     def _take_weights(self, unit: Unit) -> Weights:
         """Return the weights of this rank's shard for the update, as far as they are in memory."""

@@ -17,7 +17,7 @@ is frozen in it may be read after the last one, so they are complete when backwa
 Ranks use different experts. So entering a leaf uses all its units, in the order of the model, and what
 happens inside changes nothing. In backward the first weight or gradient of a leaf opens it; the first
 of anything else closes it: autograd goes through operators from the latest to the earliest, so it has
-left the leaf. Then all its gradients are complete, those of unused experts as zeros. When a
+left the leaf. Then all its gradients are complete; experts that no rank used are left alone. When a
 leaf ran several times before one backward, its gradients come at the end, and so does their completion.
 
 [Note: everything else that autograd saves]

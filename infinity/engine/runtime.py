@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -202,9 +202,9 @@ class Runtime:
         if self._executor is not None:
             self._executor.hooks.leave(module, output)
 
-    def _touch(self, param: nn.Parameter) -> None:
+    def _touch(self, param: nn.Parameter, siblings: Iterable[nn.Parameter | None]) -> None:
         if self.construction.active:
-            self.construction.touch(param)
+            self.construction.touch(param, siblings)
         else:
             self.executor().hooks.touch(param)
 

@@ -73,7 +73,7 @@ class UnitBuilder:
         """``module.__init__`` begins: perhaps a new block."""
         if type(module) in self._blocks:
             outermost = not any(type(parent) in self._blocks for parent in self._stack)
-            if outermost or self._open_nbytes >= self._target / 2:
+            if outermost or self._open_nbytes >= self.target_nbytes / 2:
                 self.close()
         name = type(module).__name__
         self._classes.add(name)
@@ -120,7 +120,7 @@ class UnitBuilder:
         fresh = [(n, p) for n, p in own if id(p) not in self._known and p.is_floating_point()]
         for name, param in fresh:
             nbytes = param.numel() * self.dtype.itemsize
-            if self._open_nbytes >= self._target and nbytes > self._target / 8:
+            if self._open_nbytes >= self.target_nbytes and nbytes > self.target_nbytes / 8:
                 self.close()
             self._known.add(id(param))
             self._open[id(param)] = (f"{type(module).__name__}.{name}", param)
@@ -146,7 +146,8 @@ class UnitBuilder:
         self.close(lambda param: id(param) in used)
 
     @property
-    def _target(self) -> int:
+    def target_nbytes(self) -> int:
+        """Bytes of a full unit, in the compute dtype."""
         return TARGET_SHARD_NBYTES * self.world_size
 
 

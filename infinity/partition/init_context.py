@@ -11,7 +11,14 @@ reaches ``nn.Module.__init__``.
 Initialisers run on whole parameters in the dtype in which the model creates them, in the model's
 own order, so they draw the same random numbers as without infinity. A parameter that is touched
 after its unit closed (``_init_weights`` of Hugging Face models, tied weights) is materialised from
-its master weight, may be written, and is stored again before the next one is.
+its master weight, may be written, and is stored again later.
+
+[Note: when a materialised unit is stored again]
+Code may ask for several parameters before it writes to the first, and what it holds must not be put away
+meanwhile. So units stay materialised, the latest touched ones, as far as a few of them take memory. In any
+case the last one stays beside the next (``a.weight.data.copy_(b.weight)``), and so do those that have a
+module's own parameters (a list of them that is initialised in a loop), which existed together when the
+module was made.
 
 [Note: values that come later]
 A model that will be filled from a checkpoint is built without values: a unit that closes gets neither
@@ -27,7 +34,7 @@ trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches no
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -38,8 +45,12 @@ from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
-Touch = Callable[[nn.Parameter], None]
+#: Called with a parameter and with all parameters that its module itself has.
+Touch = Callable[[nn.Parameter, Iterable[nn.Parameter | None]], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
+#: Units, of the builder's size, that closed and are materialised at one time while a model is built: two in
+#: fp32 where training computes in bf16.
+OPEN_UNITS = 4
 
 
 class ServedParameters(dict[str, nn.Parameter | None]):
@@ -47,7 +58,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
 
     Args:
         values: The dictionary that it replaces.
-        touch: Called with each parameter that is asked for by key.
+        touch: Called with each parameter that is asked for by key, and with all values.
         deep_copy: Makes the plain copy of a parameter for ``copy.deepcopy``, or raises.
     """
 
@@ -59,7 +70,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         if param is not None:
-            self.touch(param)
+            self.touch(param, self.values())
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
@@ -140,7 +151,7 @@ class Construction:
         self.roots: list[nn.Module] = []
         self._patched: dict[type[nn.Module], Any] = {}
         self._building: list[nn.Module] = []
-        self._whole: Unit | None = None  # the closed unit that is materialised now
+        self._whole: dict[Unit, None] = {}  # closed units that are materialised, least recently touched first
         self._thread = threading.get_ident()
         self.active = False
 
@@ -165,12 +176,21 @@ class Construction:
         """Store a unit that just closed and drop its full values."""
         self._put_away(unit)
 
-    def touch(self, param: nn.Parameter) -> None:
-        """Materialise the unit of ``param``, which was asked for by its name in a module."""
+    def touch(self, param: nn.Parameter, siblings: Iterable[nn.Parameter | None] = ()) -> None:
+        """Materialise the unit of ``param``: see [Note: when a materialised unit is stored again].
+
+        Args:
+            siblings: The other parameters of the module that was asked for it.
+        """
         place = self.builder.units.find(param)
-        if place is not None and place[0] is not self._whole:
-            self._stow()
-            self._materialise(place[0])
+        if place is None:
+            return
+        unit = place[0]
+        if unit not in self._whole:
+            keep = {*self.builder.units.holding(p for p in siblings if p is not None), *[*self._whole][-1:]}
+            self._stow(OPEN_UNITS * self.builder.target_nbytes - _created_nbytes(unit), keep)
+            self._materialise(unit)
+        self._whole[unit] = self._whole.pop(unit, None)
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
         """A whole copy of ``param``, for modules that are cloned while a model is built."""
@@ -186,12 +206,15 @@ class Construction:
         else:
             for s in unit.segments:
                 s.param.data = torch.empty(s.shape, dtype=s.created_dtype, device=s.param.device)
-        self._whole = unit
 
-    def _stow(self) -> None:
-        """Store the materialised unit again, as it may have been written."""
-        if self._whole is not None:
-            unit, self._whole = self._whole, None
+    def _stow(self, room_nbytes: int = 0, keep: Container[Unit] = ()) -> None:
+        """Store units again, as they may have been written, until the rest takes at most ``room_nbytes``."""
+        whole_nbytes = sum(_created_nbytes(unit) for unit in self._whole)
+        for unit in [unit for unit in self._whole if unit not in keep]:
+            if whole_nbytes <= room_nbytes:
+                return
+            del self._whole[unit]
+            whole_nbytes -= _created_nbytes(unit)
             self._put_away(unit)
 
     def _counts(self, unit: Unit) -> bool:
@@ -298,6 +321,11 @@ class Construction:
         """The modules that no other module of this construction holds."""
         inner = {id(m) for root in self.roots for m in root.modules() if m is not root}
         return [root for root in self.roots if id(root) not in inner]
+
+
+def _created_nbytes(unit: Unit) -> int:
+    """Bytes of a unit's parameters in the dtype in which the model created them."""
+    return sum(s.numel * s.created_dtype.itemsize for s in unit.segments)
 
 
 def _module_classes(module: nn.Module) -> list[type]:

@@ -71,6 +71,10 @@ class StepOrder:
         self._first_uses = {e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE}
         self.gradients = tuple(event.unit for event in events if event.kind is Kind.DONE)
 
+    def expect_only(self, units: Collection[int]) -> None:
+        """Leave out units that completed without a gradient; until the order changes."""
+        self.gradients = tuple(unit for unit in self.gradients if unit in units)
+
     def forget_gradients(self) -> None:
         """The plan that the order of gradients came from is not followed any more."""
         self.gradients = ()

@@ -32,15 +32,24 @@ _ALIGN_NBYTES = 64
 
 @dataclass(slots=True)
 class Segment:
-    """One parameter's place in its unit (elements of the flat buffer)."""
+    """One parameter's place in its unit (elements of the flat buffer), and its step count.
+
+    Attributes:
+        index: Position among the unit's segments. An offset does not identify a segment: the next one of a
+            parameter without elements has the same.
+        writes: Autograd's count of writes to the parameter when it was attached.
+        steps: Updates that the parameter has had.
+    """
 
     param: nn.Parameter
     name: str
+    index: int
     offset: int
     numel: int
     shape: torch.Size
     created_dtype: torch.dtype
-    writes: int = 0  # autograd's count of writes to the parameter when it was attached
+    writes: int = 0
+    steps: int = 0
 
     @property
     def stop(self) -> int:
@@ -255,8 +264,9 @@ def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Se
     segments: list[Segment] = []
     offset = 0
     for name, param in sorted(params, key=lambda item: item[1].ndim < 2):
-        segments.append(Segment(param, name, offset, param.numel(), param.shape, param.dtype))
-        offset += math.ceil(param.numel() / align) * align
+        index, numel = len(segments), param.numel()
+        segments.append(Segment(param, name, index, offset, numel, param.shape, param.dtype))
+        offset += math.ceil(numel / align) * align
     return segments
 
 

@@ -12,6 +12,11 @@ Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: the n
 overwritten by the next update. A unit in host memory has one place, so it is only updated at
 ``step``.
 
+[Note: step counts]
+The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
+its own, which grows when an update of it is committed, and a shard is updated by runs of segments that have
+both group and count in common: one run, or one for each group, as long as every step uses every parameter.
+
 [Note: the commit barrier]
 The updates of step t+1 write over what step t-1 committed. So the first of them waits until the record
 of step t is on disk; by then the forward pass of step t+1 has waited for nearly all updates of step t
@@ -41,7 +46,7 @@ from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
-from infinity.partition.unit import Unit
+from infinity.partition.unit import Segment, Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
@@ -176,6 +181,11 @@ class Weights:
     lease: Lease | None = None
     stay: bool = False
 
+    def release(self) -> None:
+        """They are read no more; may be called twice."""
+        if self.lease is not None:
+            self.lease.release()
+
 
 class UpdateFuture(Transfer):
     """An update in flight; ends when its last write has landed.
@@ -208,29 +218,26 @@ class UpdateFuture(Transfer):
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """A unit whose gradient of this step is complete on this rank."""
+    """A unit whose gradient of this step is complete on this rank.
+
+    Attributes:
+        lease: Of the gradient.
+        used: Parameters that have a gradient.
+        future: Of the update, when it has started.
+    """
 
     unit: Unit
     grad: Tensor
     sum_of_squares: float
-    lease: Lease  # of the gradient
+    lease: Lease
     weights: Weights
-    future: UpdateFuture | None = None  # when the update has started
+    used: tuple[Segment, ...]
+    future: UpdateFuture | None = None
 
     def release(self) -> None:
         """Gradient and weights are read no more; may be called twice."""
         self.lease.release()
-        if self.weights.lease is not None:
-            self.weights.lease.release()
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements ``[start, stop)`` of a shard that belong to one parameter group."""
-
-    start: int
-    stop: int
-    group: int
+        self.weights.release()
 
 
 class StepHypers:
@@ -239,35 +246,47 @@ class StepHypers:
     Attributes:
         groups: The optimizer's ``param_groups``.
         loss_scale: Of the gradients.
-        steps: That were committed.
     """
 
     def __init__(self) -> None:
         self.groups: Sequence[Mapping[str, Any]] = ()
-        self.loss_scale, self.steps = 1.0, 0
-        self._hypers: list[Hyper] | None = None  # None: not read in this step
-        self._tensors: list[Tensor] = []
-        self._group_of: dict[int, int] = {}  # by id of the parameter; frozen ones are in none
+        self.loss_scale = 1.0
+        self._hypers: list[Hyper] | None = None  # of each group; None: not read in this step
+        self._group_of: dict[int, int] = {}  # by id of the parameter
+        self._tensors: dict[tuple[int, int], Tensor] = {}  # by group and step count
         self._lock = threading.Lock()
 
-    def tensors(self, grad_scale: float) -> list[Tensor]:
-        """Return one tensor for each group; the same all through a step. Any thread."""
+    def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> tuple[Run, ...]:
+        """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
+
+        Args:
+            used: Parameters that have a gradient; those in no group are left alone, too.
+            grad_scale: The same all through a step.
+        """
         with self._lock:
             if self._hypers is None:
-                self._hypers = self._read()
-                self._group_of = {
-                    id(p): i
-                    for i, group in enumerate(self.groups)
-                    for p in group["params"]
-                    if p.requires_grad
-                }
-                scale = grad_scale / self.loss_scale
-                self._tensors = [replace(hyper, grad_scale=scale).tensor() for hyper in self._hypers]
-            return self._tensors
+                self._hypers, self._tensors = self._read(), {}
+                groups = enumerate(self.groups)
+                self._group_of = {id(p): i for i, group in groups for p in group["params"]}
+            hyper_of: dict[int, Tensor] = {}
+            for segment in used:
+                group = self._group_of.get(id(segment.param))
+                if group is not None:
+                    hyper_of[segment.index] = self._tensor(group, segment.steps + 1, grad_scale)
+        return runs_of(unit, hyper_of)
 
-    def spans(self, unit: Unit) -> "tuple[Span, ...]":
-        """Return the parts of a shard that belong to each group; after :meth:`tensors`."""
-        return spans_of(unit, self._group_of)
+    def _tensor(self, group: int, step: int, grad_scale: float) -> Tensor:
+        assert self._hypers is not None
+        if (group, step) not in self._tensors:
+            scale = grad_scale / self.loss_scale
+            hyper = replace(self._hypers[group], step=step, grad_scale=scale)
+            self._tensors[group, step] = hyper.tensor()
+        return self._tensors[group, step]
+
+    def count(self, used: Iterable[Segment]) -> None:
+        """Take note that the update of these parameters is committed; after :meth:`runs`."""
+        for segment in used:
+            segment.steps += id(segment.param) in self._group_of
 
     def check(self) -> None:
         """Raise if the groups changed since the first update of this step.
@@ -290,7 +309,7 @@ class StepHypers:
         return [
             Hyper(
                 lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1],
-                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]), step=self.steps + 1,
+                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
             )
             for group in self.groups
         ]  # fmt: skip
@@ -308,6 +327,9 @@ class Updates:
         early: Start inside backward where versions allow it.
         commits: Writes the commit record; None without two versions on disk.
         on_failure: Called with the error of an update, on the pipeline's thread.
+
+    Attributes:
+        steps: Steps that were committed.
     """
 
     def __init__(
@@ -320,7 +342,7 @@ class Updates:
         self.commits, self._on_failure = commits, on_failure
         self._expecting = False
         self._incoming: list[Pending] = []  # reductions whose gradients will be added
-        self.hypers = StepHypers()
+        self.hypers, self.steps = StepHypers(), 0
         self.ready: dict[int, PendingUpdate] = {}
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
         self._futures: dict[int, UpdateFuture] = {}
@@ -338,15 +360,18 @@ class Updates:
             reduction.wait()
         self._incoming.clear()
 
-    def add(self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights) -> None:
+    def add(
+        self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights, used: tuple[Segment, ...]
+    ) -> None:
         """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
 
         Args:
             lease: Held for ``grad``, given back when the update has read it.
             weights: Those that the update starts from.
+            used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         squares = sum_of_squares(grad)
-        ready = PendingUpdate(unit, grad, squares, lease, weights)
+        ready = PendingUpdate(unit, grad, squares, lease, weights, used)
         with self._lock:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
@@ -382,10 +407,11 @@ class Updates:
             ready = self.ready[index]
             if ready.future is None:
                 self._start(ready, grad_scale)
+            self.hypers.count(ready.used)
             ready.unit.updates += 1
             if ready.unit.home is Tier.NVME:
                 ready.unit.version = (ready.unit.version + 1) % self.tiers.versions
-        self.hypers.steps += 1
+        self.steps += 1
         self._record()
         self._close_step()
 
@@ -394,17 +420,15 @@ class Updates:
         if self.commits is not None:
             futures = [ready.future for ready in self.ready.values() if ready.future is not None]
             versions = tuple(unit.version for unit in self.units)
-            self.commits.add(CommitRecord(self.hypers.steps, versions), futures)
+            self.commits.add(CommitRecord(self.steps, versions), futures)
 
-    def forget(self) -> list[int]:
-        """Drop this step's gradients and updates; the committed version stays. Returns whose they were."""
-        forgotten = list(self.ready)
+    def forget(self) -> None:
+        """Drop this step's gradients and updates; the committed version stays."""
         for ready in self.ready.values():
             if ready.future is not None:
                 ready.future.wait()  # it writes into the next version, which will not be read
             ready.release()
         self._close_step()
-        return forgotten
 
     # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
 
@@ -463,12 +487,11 @@ class Updates:
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         resident = self.tiers.residents[ready.unit.index]
-        hypers = self.hypers.tensors(grad_scale)
-        for span in self.hypers.spans(ready.unit):
-            part = slice(span.start, span.stop)
+        for run in self.hypers.runs(ready.unit, ready.used, grad_scale):
+            part = slice(run.start, run.stop)
             state = tuple(f[part] for f in resident.state)
             weight = resident.weight[part]
-            self.rule.update(weight, ready.grad[part], state, weight, hypers[span.group])
+            self.rule.update(weight, ready.grad[part], state, weight, run.hyper)
         ready.release()
 
     def _launch(self, ready: PendingUpdate, grad_scale: float) -> None:
@@ -480,8 +503,7 @@ class Updates:
         if earlier is not None:
             earlier.wait()
         ready.future = self._futures[unit.index] = future = UpdateFuture()
-        hypers = self.hypers.tensors(grad_scale)
-        runs = tuple(Run(s.start, s.stop, hypers[s.group]) for s in self.hypers.spans(unit))
+        runs = self.hypers.runs(unit, ready.used, grad_scale)
         chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ahead=1))
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
@@ -533,24 +555,26 @@ def _chunks(committed: Version, following: Version) -> tuple[Chunk, ...]:
     return tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
 
 
-def spans_of(unit: Unit, group_of: Mapping[int, int]) -> tuple[Span, ...]:
-    """The shard's elements by parameter group; frozen parameters and padding are in none.
+def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
+    """The shard's elements by the numbers of their update.
+
+    Frozen parameters, those without a gradient, and padding are in none.
 
     Args:
-        group_of: Index of the group of each trainable parameter, by ``id``.
+        hyper_of: By index of the segment; parameters that have all numbers in common share the tensor.
     """
-    spans: list[Span] = []
+    runs: list[Run] = []
     low, high = unit.shard_start, unit.shard_start + unit.shard_numel
-    joined = False  # only padding lies between the last span and this segment; it stays zero
-    for segment in sorted(unit.segments, key=lambda s: s.offset):
-        group = group_of.get(id(segment.param))
+    joined = False  # only padding lies between the last run and this segment; it stays zero
+    for segment in unit.segments:
+        hyper = hyper_of.get(segment.index)
         start, stop = max(low, segment.offset) - low, min(high, segment.stop) - low
-        if group is None:
+        if hyper is None:
             joined = False
         elif start < stop:
-            if joined and spans[-1].group == group:
-                spans[-1] = Span(spans[-1].start, stop, group)
+            if joined and runs[-1].hyper is hyper:
+                runs[-1] = Run(runs[-1].start, stop, hyper)
             else:
-                spans.append(Span(start, stop, group))
+                runs.append(Run(start, stop, hyper))
             joined = True
-    return tuple(spans)
+    return tuple(runs)

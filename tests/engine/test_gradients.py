@@ -60,6 +60,24 @@ def test_what_no_gradient_reached_is_zero(unit, gradient, missing):
     assert torch.equal(flat.float(), expected)
 
 
+def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
+    shapes = [(0, 7), (5, 7), (3, 0), (4, 3), (0,), (9,)]
+    params = [(f"p{i}", nn.Parameter(torch.empty(shape))) for i, shape in enumerate(shapes)]
+    unit = Unit(0, layout(params, 2), torch.bfloat16, 0, 1)
+    gradient, plain = UnitGradient.begin(unit, FakePool(2**20)), {}
+    for turn in range(2):
+        for s in unit.segments if turn else reversed(unit.segments):
+            assert not gradient.complete
+            grad = torch.randn(s.shape).bfloat16()
+            plain[s.name] = plain[s.name] + grad if s.name in plain else grad
+            gradient.add(s, grad)
+        assert gradient.complete
+        gradient.end_backward()
+    flat = gradient.seal()
+    for s in unit.segments:
+        assert torch.equal(flat[s.offset : s.stop].view(s.shape), plain[s.name])
+
+
 def test_frozen_parameters_are_not_waited_for(unit, gradient):
     unit.segments[1].param.requires_grad_(False)
     gradient.add(unit.segments[0], torch.ones(5, 7))

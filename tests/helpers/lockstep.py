@@ -128,7 +128,7 @@ class Lockstep:
             assert abs(self.optimizer.grad_norm - outcome.grad_norm) <= 1e-12 * outcome.grad_norm
 
     def check(self) -> None:
-        """Weights and exact weights are the plain loop's, to the bit."""
+        """Weights, exact weights, moments and step counts are the plain loop's, to the bit."""
         weights = infinity.state_dict(self.model)
         for name, param in self.plain.parameters.items():
             assert torch.equal(weights[name], param.detach()), name
@@ -140,6 +140,7 @@ class Lockstep:
                 assert torch.equal(state[i]["master"], self.plain.masters[name]), name
                 assert torch.equal(state[i]["exp_avg"], self.plain.m[name]), name
                 assert torch.equal(state[i]["exp_avg_sq"], self.plain.v[name]), name
+                assert state[i]["step"] == self.plain.counts[name], name
 
 
 def _tighten(model: nn.Module) -> None:

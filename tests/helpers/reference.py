@@ -39,7 +39,8 @@ class Reference:
 
     Attributes:
         masters: fp32 weights, by parameter name (a tied parameter has one name).
-        steps: Updates applied; a skipped step counts none.
+        steps: Steps that updated; a skipped step counts none.
+        counts: Updates of each parameter: none in a step that gave it no gradient.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Reference:
         self.masters = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self.m = {name: torch.zeros_like(w) for name, w in self.masters.items()}
         self.v = {name: torch.zeros_like(w) for name, w in self.masters.items()}
+        self.counts = dict.fromkeys(self.masters, 0)
         for name, p in self.parameters.items():
             p.data = compute_weight(self.masters[name], dtype)
 
@@ -61,11 +63,16 @@ class Reference:
 
         The losses are not divided: who accumulates divides, or does not, in the batches' loss.
         """
-        losses = []
-        for batch in micro_batches:
-            loss = self.model(**batch).loss
-            (loss * self.loss_scale if self.dtype == torch.float16 else loss).backward()
-            losses.append(loss.detach())
+        return self.finish([self.backward(batch) for batch in micro_batches], lr=lr)
+
+    def backward(self, batch: dict[str, Any]) -> Tensor:
+        """Add the gradients of one micro-batch to ``p.grad``; return its loss."""
+        loss = self.model(**batch).loss
+        (loss * self.loss_scale if self.dtype == torch.float16 else loss).backward()
+        return loss.detach()
+
+    def finish(self, losses: list[Tensor], *, lr: float | None = None) -> "Outcome":
+        """One update from what is in ``p.grad``."""
         norm = self._grad_norm()
         skipped = not bool(torch.isfinite(norm))
         if not skipped:
@@ -89,11 +96,12 @@ class Reference:
         coefficient = 1.0 if limit is None else min(1.0, limit / (float(norm) + 1e-6))
         factor = _f32(float(_f32(coefficient)) / self.loss_scale)
         for name, p in self.parameters.items():
-            if not p.requires_grad:
-                continue
-            g = torch.zeros_like(self.masters[name]) if p.grad is None else p.grad.float() * factor
+            if p.grad is None:
+                continue  # as torch's optimizers do: neither decay nor momentum moves it
+            g = p.grad.float() * factor
             decay = rule.weight_decay if p.ndim >= 2 else 0.0
-            adamw_(self.masters[name], self.m[name], self.v[name], g, self.steps, lr, decay, rule)
+            self.counts[name] += 1
+            adamw_(self.masters[name], self.m[name], self.v[name], g, self.counts[name], lr, decay, rule)
             p.data = compute_weight(self.masters[name], self.dtype)
 
     def _adapt(self, skipped: bool) -> None:

@@ -245,6 +245,71 @@ def test_writes_to_a_closed_unit_by_name_are_stored():
     assert (exact["blocks.1.up.bias"] == 0).all()
 
 
+class Several(nn.Module):
+    """Parameters of one module in units of their own; more than stay materialised for their own sake."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        for i in range(count):
+            setattr(self, f"p{i}", nn.Parameter(torch.full((40, 40), float(i))))
+
+
+def test_parameters_of_one_module_may_all_be_read_before_the_first_is_written():
+    def factory():
+        model = nn.ModuleList([Several(), Several()])
+        held = [getattr(model[0], f"p{i}") for i in range(6)]
+        for i, param in enumerate(held):
+            assert (param == i).all()
+            param.data.add_(0.5)
+        return model
+
+    build = Build(factory, target=1600)
+    assert len(build.units) == 12
+    assert 4 * 1600 < 6 * 40 * 40 * 4
+    assert all((build.exact()[f"0.p{i}"] == i + 0.5).all() for i in range(6))
+    assert all((build.exact()[f"1.p{i}"] == i).all() for i in range(6))
+
+
+def test_a_parameter_may_be_read_before_another_module_is_asked_for_what_is_written_to_it():
+    def factory():
+        model = Stack(3)
+        target, source = model.blocks[0].norm.weight.data, model.blocks[2].norm.bias
+        target.copy_(source + 7)
+        return model
+
+    assert (Build(factory, target=4000).exact()["blocks.0.norm.weight"] == 7).all()
+
+
+def test_units_that_were_materialised_are_stored_when_a_few_others_are():
+    def factory():
+        model = nn.ModuleList([Several(1) for _ in range(8)])
+        most = 0
+        for module in model:
+            module.p0.data.add_(1)
+            most = max(most, sum(not is_placeholder(p.data) for p in model.parameters()))
+        assert most <= 3  # two of those that closed, and the last one, which is open
+        return model
+
+    exact = Build(factory, target=1600).exact()
+    assert all((values == 1).all() for values in exact.values())
+
+
+@pytest.mark.parametrize(("width", "layers", "target"), [(64, 2, 8000), (1024, 2, 16 * 2**20)])
+def test_xlnet_of_any_width_is_built_as_without_infinity(width, layers, target):
+    from transformers import XLNetConfig, XLNetModel
+
+    def factory():
+        torch.manual_seed(0)
+        return XLNetModel(XLNetConfig(vocab_size=64, d_model=width, n_head=2, n_layer=layers, d_inner=width))
+
+    build, plain = Build(factory, target=target, dtype=torch.float32), factory()
+    attention = [p for n, p in build.model.named_parameters() if "rel_attn" in n]
+    assert len(build.units.holding(attention)) > layers  # one module's parameters in several units
+    exact = build.exact()
+    for name, value in plain.named_parameters():
+        assert torch.equal(exact[name], value), name
+
+
 def test_the_meta_device_is_refused():
     with pytest.raises(StateError, match="meta device"):
         Build(lambda: nn.Linear(4, 4, device="meta"))

@@ -1,4 +1,4 @@
-"""Which elements of a shard belong to which parameter group."""
+"""Which elements of a shard are updated with which numbers."""
 
 import torch
 from hypothesis import given, settings
@@ -6,17 +6,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.partition.unit import Unit, layout
-from infinity.shards.updates import spans_of
+from infinity.shards.updates import runs_of
 
 fast = settings(deadline=None, max_examples=150)
+HYPERS = [torch.zeros(8), torch.ones(8)]
 
 
 @st.composite
 def parameters(draw):
-    """Parameters with their groups (None: frozen), and a number of ranks."""
+    """Parameters with their numbers (None: frozen, or without a gradient), and a number of ranks."""
     out = []
     for i in range(draw(st.integers(1, 8))):
-        shape = (draw(st.integers(1, 3000)),) if draw(st.booleans()) else (draw(st.integers(1, 60)), 50)
+        shape = (draw(st.integers(0, 3000)),) if draw(st.booleans()) else (draw(st.integers(0, 60)), 50)
         param = nn.Parameter(torch.empty(shape))
         out.append((f"p{i}", param, draw(st.sampled_from([None, 0, 0, 1]))))
     return out, draw(st.sampled_from([1, 2, 3]))
@@ -24,32 +25,34 @@ def parameters(draw):
 
 @fast
 @given(parameters())
-def test_every_trainable_element_is_in_one_span_and_no_frozen_one(case):
+def test_every_element_with_numbers_is_in_one_run_and_no_other(case):
     params, world_size = case
     segments = layout([(name, param) for name, param, _ in params], 2)
-    group_of = {id(param): group for _, param, group in params if group is not None}
+    chosen = {id(param): number for _, param, number in params}
+    hyper_of = {s.index: HYPERS[n] for s in segments if (n := chosen[id(s.param)]) is not None}
     for rank in range(world_size):
         unit = Unit(0, segments, torch.bfloat16, rank, world_size)
-        spans = spans_of(unit, group_of)
+        runs = runs_of(unit, hyper_of)
         owner = [None] * unit.numel
         for segment in segments:
             for i in range(segment.offset, segment.stop):
-                owner[i] = (group_of.get(id(segment.param)), "frozen")[id(segment.param) not in group_of]
+                number = chosen[id(segment.param)]
+                owner[i] = "left alone" if number is None else number
         got = [None] * unit.shard_numel
-        for span in spans:
-            assert 0 <= span.start < span.stop <= unit.shard_numel
-            for i in range(span.start, span.stop):
-                assert got[i] is None, "in two spans"
-                got[i] = span.group
+        for run in runs:
+            assert 0 <= run.start < run.stop <= unit.shard_numel
+            for i in range(run.start, run.stop):
+                assert got[i] is None, "in two runs"
+                got[i] = 0 if run.hyper is HYPERS[0] else 1
         for mine, wanted in zip(got, owner[unit.shard_start :], strict=False):
             assert mine == wanted if isinstance(wanted, int) else wanted is None or mine is None
-        assert list(spans) == sorted(spans, key=lambda s: s.start)
+        assert list(runs) == sorted(runs, key=lambda run: run.start)
 
 
-def test_neighbours_of_one_group_are_one_span():
+def test_neighbours_with_the_same_numbers_are_one_run():
     params = [(f"p{i}", nn.Parameter(torch.empty(10, 10))) for i in range(4)]
     unit = Unit(0, layout(params, 2), torch.bfloat16, 0, 1)
-    assert len(spans_of(unit, {id(p): 0 for _, p in params})) == 1
-    assert len(spans_of(unit, {id(p): i // 2 for i, (_, p) in enumerate(params)})) == 2
-    assert len(spans_of(unit, {id(p): 0 for _, p in (params[0], params[2])})) == 2
-    assert spans_of(unit, {}) == ()
+    assert len(runs_of(unit, dict.fromkeys(range(4), HYPERS[0]))) == 1
+    assert len(runs_of(unit, {i: HYPERS[i // 2] for i in range(4)})) == 2
+    assert len(runs_of(unit, dict.fromkeys((0, 2), HYPERS[0]))) == 2
+    assert runs_of(unit, {}) == ()

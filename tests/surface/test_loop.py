@@ -8,6 +8,7 @@ from torch.optim import lr_scheduler
 
 import infinity
 from infinity import StateError
+from tests.helpers import training
 from tests.helpers.lockstep import PLACES, batch, lockstep
 from tests.helpers.reference import Rule
 
@@ -238,6 +239,19 @@ def test_optimizer_state_of_another_model_is_an_error(tmp_path):
         del state["state"][2]
         with pytest.raises(StateError, match="no entry for 1 of"):
             pair.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("place", ["host", "nvme", "one-version"])
+def test_a_second_optimizer_begins_with_moments_and_step_counts_of_zero(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step(3)
+        pair.optimizer = training.optimizer_for(pair.model, pair.rule)
+        for name, master in pair.plain.masters.items():
+            pair.plain.m[name], pair.plain.v[name] = torch.zeros_like(master), torch.zeros_like(master)
+            pair.plain.counts[name] = 0
+        pair.check()
+        pair.step(3)
+        pair.check()
 
 
 def test_a_parameter_group_added_later_is_trained(tmp_path):
