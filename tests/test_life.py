@@ -253,12 +253,10 @@ def descriptors() -> int:
 
 
 def remove_directory_of(optimizer: infinity.AdamW) -> None:
-    """Commit a step, and wait for the error."""
     optimizer.synchronize()
     shutil.rmtree(optimizer.runtime.storage.volume.path(0).parent)
-    optimizer.step()
-    with pytest.raises(DiskError, match="removed, replaced or unmounted"):
-        optimizer.synchronize()
+    with pytest.raises(DiskError, match="removed"):
+        optimizer.step()
 
 
 HOW = ["closed", "dropped", "dropped in backward", "dropped with its loss alive", "dropped after an error"]

@@ -302,7 +302,8 @@ class Collectives:
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
-            raise local or self._failure or self.peer_error(f"{kind} {where}", error) from error
+            # which has torch's first line; the others are its C++ stack
+            raise local or self._failure or self.peer_error(f"{kind} {where}", error) from None
 
     def _agree(self, what: tuple[int, ...], where: str, failure: BaseException | None) -> None:
         """Exchange headers: see [Note: the header].

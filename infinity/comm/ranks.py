@@ -152,4 +152,4 @@ def peer_errors(what: str) -> Iterator[None]:
         raise PeerError(
             f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
             "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
-        ) from error
+        ) from None  # its other lines are torch's C++ stack

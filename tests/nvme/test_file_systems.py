@@ -35,6 +35,7 @@ def outcome(folder: Path, meanwhile: Callable[[], object] = lambda: None) -> Out
         with contextlib.closing(optimizer_for(model, Rule(max_grad_norm=None))) as optimizer:
             for step in range(6):
                 if step == 3:
+                    optimizer.synchronize()
                     meanwhile()
                 model(**batch(step)).loss.backward()
                 optimizer.step()
@@ -147,5 +148,5 @@ def test_a_directory_that_goes_away_is_an_error_that_names_it(played, name):
     message, kinds, left = of(played, name)
     assert "DiskError" in kinds, message
     assert f"/{name}/" in message
-    assert "removed, replaced or unmounted" in message
+    assert "removed" in message
     assert not left
