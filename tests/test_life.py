@@ -161,7 +161,7 @@ def test_a_killed_rank_0_without_a_launcher_is_a_typed_error(tmp_path):
         _, other = ranks.wait(timeout_s=60)
     assert other.error_type == "PeerError", other
     assert "rank 0 or its launcher, ended" in other.message
-    assert len(other.traceback.splitlines()) < 60, "torch's own words are many"
+    assert "frame #" not in other.traceback, "torch's C++ stack"
 
 
 # --- what is closed says so ----------------------------------------------------------------------
