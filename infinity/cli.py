@@ -13,9 +13,8 @@ from typing import Any
 
 from infinity.core.errors import InfinityError
 
-#: Exit codes after a signal, as a shell reports them.
+#: Exit code after Ctrl-C, as a shell reports it.
 INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,18 +176,22 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into exceptions, so that every ``finally`` runs.
+    """Turn SIGINT, SIGTERM and SIGHUP (the terminal closed) into exceptions, so that every ``finally`` runs.
 
-    After the first signal SIGTERM is ignored, because launchers send it after Ctrl-C while files are being
-    closed. A second Ctrl-C interrupts that as well.
+    After the first signal SIGTERM and SIGHUP are ignored, because launchers send SIGTERM after Ctrl-C while
+    files are being closed. A second Ctrl-C interrupts that as well. Under ``nohup`` SIGHUP stays ignored.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for other in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(other, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(TERMINATED)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = [(number, signal.signal(number, leave)) for number in (signal.SIGINT, signal.SIGTERM)]
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = [(number, signal.signal(number, leave)) for number in numbers]
     try:
         yield
     finally:

@@ -103,4 +103,4 @@ def close(model: nn.Module) -> None:
 
     Waits for updates in flight, needs no other rank, and may be called after any error, and twice.
     """
-    runtime_of(model).close()
+    runtime_of(model, ended=True).close()

@@ -20,6 +20,7 @@ from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
 from infinity.core.nbytes import parse_nbytes
+from infinity.core.owned import OwnedStack
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import is_served
@@ -83,7 +84,7 @@ def offload_activations(
     capacity = None if budget is None else parse_nbytes(budget)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
-    with contextlib.ExitStack() as stack:
+    with OwnedStack() as stack:
         volume = _open_volume(stack, directories)
         activations = Activations(
             _open_cache(stack, device, volume, host_nbytes), policy,

@@ -55,6 +55,7 @@ def train(recipe: Recipe) -> Summary | None:
     data = open_inputs(recipe, _log_before_views(recipe))
     with ExitStack() as stack:
         folder = make_folder(recipe) if rank() == 0 else None
+        stack.enter_context(_file_errors(recipe))
         views = open_views(recipe, folder, world_size()) if folder else Views()
         stack.callback(views.close)
         model, optimizer = stack.enter_context(built(recipe, folder, views))
@@ -495,6 +496,20 @@ def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
     if not recipe.observe.progress:
         return lambda line: None
     return lambda line: Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _file_errors(recipe: Recipe) -> Iterator[None]:
+    """Raise errors of files in the run's folder as ours, which name the file and say what to do."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except OSError as error:
+        raise InfinityError(
+            f"{error.filename or recipe.run.dir}: {error.strerror}; the run's folder must stay where it is, "
+            "with room to write, until the run has ended"
+        ) from error
 
 
 @contextmanager

@@ -50,9 +50,14 @@ class Publication:
         with writing(f"making a directory beside {out}", self.path):
             out.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
-        with suppress(OSError):  # a file system without locks: what is left behind stays there
-            self._lock = open_locked(self.path, _DIRECTORY)
-        _remove_leftovers(out)
+        try:
+            with suppress(OSError):  # a file system without locks: what is left behind stays there
+                self._lock = open_locked(self.path, _DIRECTORY)
+            with writing(f"looking for what a killed export left beside {out}", self.path):
+                _remove_leftovers(out)
+        except BaseException:
+            self.close()
+            raise
 
     def publish(self) -> None:
         """Bring everything to the drive, then let ``out`` appear.

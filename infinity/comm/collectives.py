@@ -27,11 +27,13 @@ where an element lies in the unit, and would travel in fp32 for the same exactne
 A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
 SIGABRT as soon as it wakes, which it does when the peers' connections close. So the thread waits in
 slices and leaves a collective that will not end. The group then still runs it, and would wait for it
-in its destructor: such a group is never destroyed.
+in its destructor: such a group is never destroyed. Nor is any group in a forked child, where its destructor
+would wait for threads that the child does not have.
 """
 
 import ctypes
 import hashlib
+import os
 import queue
 import threading
 import time
@@ -45,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.comm.peers import Peers
-from infinity.core.errors import DivergenceError, InfinityError, PeerError
+from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied
 from infinity.core.transfer import Transfer
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
@@ -84,7 +86,7 @@ class Pending(Transfer):
     def _while_waiting(self) -> None:
         failure = self._failure(self._what)  # the thread may be stuck in a collective
         if failure is not None:
-            raise failure
+            raise copied(failure)
 
 
 class Collectives:
@@ -111,6 +113,7 @@ class Collectives:
             self._group = dist.new_group(backend="nccl", timeout=timeout)
         self.step = 0  # calls of the optimizer's step; equal on all ranks
         self._count = 0
+        self._closed = False
         self._lock = threading.Lock()  # guards what follows
         self._failure: BaseException | None = None
         self._on_failure = on_failure
@@ -220,8 +223,9 @@ class Collectives:
 
     def close(self) -> None:
         """End the thread; collectives that wait in the queue end first."""
+        self._closed = True
         self._queue.put(None)
-        self._thread.join(timeout=self.timeout_s if self._failure is None else 1.0)
+        self._thread.join(timeout=self.timeout_s if self._failure is None else _FAREWELL_S)
         self.peers.tell("closed its model", failed=False)
         self.peers.close()
 
@@ -263,6 +267,8 @@ class Collectives:
         ready: Callable[[], object] | None = None, then: Callable[[Any], None] | None = None,
         digest: int = 0,
     ) -> Pending:  # fmt: skip
+        if self._closed:
+            raise StateError(f"{kind} {where}: the collectives of this model are closed")
         where, step = f"{where} (step {self.step + 1})", self.step
         pending = Pending(f"{kind} {where}", self._overdue)
 
@@ -306,7 +312,8 @@ class Collectives:
         except InfinityError as error:
             raise local or error from None
         except RuntimeError as error:
-            raise local or self._failure or self.peer_error(f"{kind} {where}", error) from error
+            # which has torch's first line; the others are its C++ stack
+            raise local or self._failure or self.peer_error(f"{kind} {where}", error) from None
 
     def _agree(self, what: tuple[int, ...], digest: int, where: str, failure: BaseException | None) -> bool:
         """Exchange headers: see [Note: the header]. Returns whether ``digest`` is the same on all ranks.
@@ -354,7 +361,7 @@ class Collectives:
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
             if not work.is_completed() and self._overdue("its last collectives") is not None:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                _never_destroy(group)
                 raise RuntimeError("given up")
         work.wait()
 
@@ -369,6 +376,19 @@ class Collectives:
             torch.cuda.set_stream(stream)  # gathers beside compute
         while (job := self._queue.get()) is not None:
             job()
+            del job  # while nothing comes, no model is held
+
+
+def _never_destroy(group: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _after_fork() -> None:
+    for group in dist.distributed_c10d._world.pg_map if dist.is_available() else ():
+        _never_destroy(group)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _first_line(error: BaseException) -> str:

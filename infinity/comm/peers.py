@@ -82,12 +82,14 @@ class Peers:
 
     def explain(self) -> str:
         """Which ranks are why a collective did not end; looks for a few seconds at most."""
-        first, until = self._others(), time.monotonic() + _LOOK_S
+        until = time.monotonic() + _LOOK_S
+        first: dict[int, Entry] = {}
         while True:
             try:
                 entries = self._others()
             except RuntimeError:
                 return "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended"
+            first = first or entries
             told = _told(entries) or _gone(entries, self._me.machine)
             if told:
                 return told

@@ -135,7 +135,8 @@ def all_ranks_or_raise(ranks: Ranks, what: str) -> Iterator[None]:
     if not isinstance(failure, PeerError) and not ranks.least(failure is None, what):
         told = ["" if failure is None else f"{type(failure).__name__}: {failure}"] * ranks.world_size
         if ranks.world_size > 1:
-            dist.all_gather_object(told, told[0])
+            with peer_errors(what):
+                dist.all_gather_object(told, told[0])
         how = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
         failure = failure or PeerError(f"{what} failed: {how}")
     if failure is not None:
@@ -151,4 +152,4 @@ def peer_errors(what: str) -> Iterator[None]:
         raise PeerError(
             f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
             "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
-        ) from error
+        ) from None  # its other lines are torch's C++ stack

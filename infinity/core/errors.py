@@ -4,6 +4,7 @@ A user's wrong value is a :class:`ValueError`, the disk's trouble is an :class:`
 both keep their family so that code which catches the family keeps working.
 """
 
+import copy
 import errno as errno_names
 import os
 from collections.abc import Iterator
@@ -62,8 +63,9 @@ class DiskError(InfinityError, OSError):
         self._made_with = errno, action, self.path, offset, nbytes, moved
         free = free_space(self.path)
         name = errno_names.errorcode.get(errno, str(errno))
+        which = f" of {nbytes} bytes at offset {offset} failed after {moved} bytes" if nbytes else " failed"
         text = (
-            f"{action} of {nbytes} bytes at offset {offset} failed after {moved} bytes: "
+            f"{action}{which}: "
             f"{os.strerror(errno)} ({name}); {free}. The committed step is unharmed; {_advice(errno)}"
         )
         super().__init__(errno, text, self.path)
@@ -79,7 +81,7 @@ class DirectoryError(DiskError):
         self.path, self.offset, self.nbytes = str(path), 0, 0
         name = errno_names.errorcode.get(errno, str(errno))
         text = (
-            f"{action} failed: {os.strerror(errno)} ({name}); "
+            f"{action} failed: {os.strerror(errno)} ({name}); {_advice_on_files(errno)}"
             "give memory.nvme a directory on a local drive that this user may write"
         )
         OSError.__init__(self, errno, text, self.path)
@@ -134,6 +136,21 @@ def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, mo
     return DiskError(errno, action, path, offset=offset, nbytes=nbytes, moved=moved)
 
 
+def copied(error: BaseException) -> BaseException:
+    """Return a copy of an error that is kept, to be raised in its place.
+
+    An error holds every frame that it was raised through: one that outlives them keeps the model of a
+    training loop that is long over.
+    """
+    try:
+        found = copy.copy(error)
+        found.__dict__.update(error.__dict__)  # its notes
+    except Exception:  # of a class whose arguments are not those of its constructor
+        return error
+    found.__cause__, found.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return found
+
+
 def free_space(path: str) -> str:
     """Return the free space of ``path``'s file system, for a message."""
     try:
@@ -143,7 +160,17 @@ def free_space(path: str) -> str:
     return f"{stat.f_bavail * stat.f_frsize} bytes free on the file system"
 
 
+def _advice_on_files(errno: int) -> str:
+    if errno in (errno_names.EMFILE, errno_names.ENFILE):
+        return "raise the limit of open files (ulimit -n), or "
+    return ""
+
+
 def _advice(errno: int) -> str:
+    if errno in (errno_names.ENOENT, errno_names.ENOTDIR, errno_names.ESTALE):
+        return "the directory was removed, replaced or unmounted while the run used it: start the run again"
+    if errno in (errno_names.EMFILE, errno_names.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
     if errno in (errno_names.ENOSPC, errno_names.EDQUOT, errno_names.EFBIG):
         return "make room, or give memory.nvme a directory on a larger file system"
     if errno in (errno_names.EACCES, errno_names.EPERM, errno_names.EROFS):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
+from infinity.core.errors import copied
 from infinity.core.extent import Extent
 
 #: Waits are cut into slices, so that Ctrl-C gets through wherever the signal was delivered (s).
@@ -42,8 +43,8 @@ class Transfer:
         while event is not None and not event.wait(_SLICE_S):
             self._while_waiting()
         if self._error is not None:
-            # Where it was raised first: waiting again adds nothing, and keeps no frame of a waiter alive.
-            raise self._error.with_traceback(self._traceback)
+            # From where it was raised first: waiting adds nothing to it, and keeps no waiter's frame alive.
+            raise copied(self._error).with_traceback(self._traceback)
 
     def _while_waiting(self) -> None:
         """Raise if the end will not come; called again and again while a thread waits."""

@@ -10,8 +10,10 @@ The kernel pins a buffer's pages for every direct request: 2 MiB pages make that
 system at once, which an allocator does when it pleases, and is exactly as large as was asked.
 
 [Note: forked children]
-Buffers are not inherited (MADV_DONTFORK). Otherwise every worker of a ``DataLoader`` would, page by
-page as training writes on, keep a second copy of the whole pool, and huge pages would be broken up.
+A child finds zeros in place of a buffer (MADV_WIPEONFORK). Otherwise every worker of a ``DataLoader`` would,
+page by page as training writes on, keep a second copy of the whole pool, and huge pages would be broken up.
+The addresses stay taken: were they free (MADV_DONTFORK), a buffer that the child gives back could unmap
+what the child has put there since.
 """
 
 import ctypes
@@ -25,8 +27,12 @@ import torch
 from torch import Tensor
 
 from infinity.core.budget import HUGE_NBYTES, rounded
-from infinity.core.errors import BudgetError, StateError
+from infinity.core.errors import BudgetError, StateError, copied
 from infinity.core.nbytes import format_nbytes
+
+#: Of Linux 4.14; the module mmap has no name for it.
+_MADV_WIPEONFORK = 18
+_SLICE_S = 0.5
 
 
 def _cudart() -> Any:
@@ -63,7 +69,10 @@ class HostBuffer:
         # leaves room to start on a multiple of 2 MiB.
         span = nbytes + HUGE_NBYTES if huge else nbytes
         self._map = mmap.mmap(-1, span, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_DONTFORK)
+        try:
+            self._map.madvise(_MADV_WIPEONFORK)
+        except OSError:  # an older kernel
+            self._map.madvise(mmap.MADV_DONTFORK)
         start = 0
         if huge:
             self._advise_huge()
@@ -182,8 +191,9 @@ class BufferPool:
         self._changed = threading.Condition()  # guards what follows
         self._leased_nbytes = self._kept_nbytes = self._peak_nbytes = 0
         self._held: dict[str, int] = {}
+        self._lent: set[Buffer] = set()
         self._kept: OrderedDict[Buffer, None] = OrderedDict()  # oldest first
-        self._released_at = 0.0
+        self._released = 0  # how often something was given back
         self._closed = False
         self._failure: BaseException | None = None
 
@@ -228,15 +238,18 @@ class BufferPool:
                 f"Raise {self.key} by at least {size - self.capacity_nbytes} bytes"
             )
         with self._changed:
-            waiting_since = time.monotonic()
+            left_s, released = self.patience_s, self._released
             while not self._fits(size):
                 if self._failure is not None:
-                    raise self._failure
-                since = max(waiting_since, self._released_at)
-                left_s = since + self.patience_s - time.monotonic()
+                    raise copied(self._failure)
+                if released != self._released:
+                    left_s, released = self.patience_s, self._released
                 if left_s <= 0:
                     raise BudgetError(self._exhausted(size, who))
-                self._changed.wait(left_s)
+                # In slices, none of which counts for more: while the process was stopped nothing could come.
+                began, slice_s = time.monotonic(), min(left_s, _SLICE_S)
+                self._changed.wait(slice_s)
+                left_s -= min(slice_s, time.monotonic() - began)
             return self._lend(nbytes, who)
 
     def try_lease(self, nbytes: int, *, who: str) -> BufferLease | None:
@@ -257,6 +270,12 @@ class BufferPool:
             self._unmap(self._kept_nbytes)
             self._changed.notify_all()
 
+    def unmap_leased(self) -> None:
+        """Give back what is still leased, too: nothing reads or writes it any more."""
+        with self._changed:
+            for buffer in self._lent:
+                buffer.close()
+
     # --- with the lock held ------------------------------------------------------------------
 
     def _fits(self, size: int) -> bool:
@@ -274,6 +293,7 @@ class BufferPool:
         else:
             del self._kept[buffer]
             self._kept_nbytes -= size
+        self._lent.add(buffer)
         self._leased_nbytes += size
         self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes)
         self._held[who] = self._held.get(who, 0) + size
@@ -304,11 +324,12 @@ class BufferPool:
             buffer, lease._buffer = lease._buffer, None
             if buffer is None:
                 return
+            self._lent.discard(buffer)
             self._leased_nbytes -= buffer.nbytes
             self._held[lease.who] -= buffer.nbytes
             if not self._held[lease.who]:
                 del self._held[lease.who]
-            self._released_at = time.monotonic()
+            self._released += 1
             if self._closed:
                 buffer.close()
             else:

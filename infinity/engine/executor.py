@@ -57,6 +57,7 @@ class StepExecutor:
     Attributes:
         on_demand: Uses of the last pass that no plan foresaw.
         planned: Bytes that the last pass was to read and to write; None: it had no plan.
+        stack: Ends the threads and gives back the device memory; refers to no module.
 
     Raises:
         BudgetError: ``memory.device`` is too small; the message has the arithmetic.
@@ -110,7 +111,7 @@ class StepExecutor:
             )
             self._attach_residents(units, streaming)
             activations.budget = self
-            self._stack = stack.pop_all()
+            self.stack = stack.pop_all()
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
         """Let the parameters of units that do not stream view their shards, which are whole."""
@@ -242,7 +243,7 @@ class StepExecutor:
 
     def close(self) -> None:
         """End the threads and give back the device memory. May be called twice."""
-        self._stack.close()
+        self.stack.close()
 
 
 def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:

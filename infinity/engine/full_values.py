@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from infinity.comm.ranks import Ranks
+from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.errors import StateError
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
@@ -33,6 +34,7 @@ class FullValues:
 
     Attributes:
         every_rank: Give the values of ``state_dict()`` to every rank, not only to rank 0.
+        ended: The model was closed, or this is a forked child: nothing is there to be released or stored.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class FullValues:
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers = units, ranks, tiers
         self.construction, self._executor = construction, executor
-        self.every_rank = False
+        self.every_rank = self.ended = False
         self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
         self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
@@ -75,11 +77,12 @@ class FullValues:
         try:
             with torch.no_grad():
                 yield
+            self._executor()  # raises if the model was closed meanwhile
             if before is not None:
                 self._store(unit, unit.flat, before)
             unit.check_all_attached()
         finally:
-            if streams:
+            if streams and not self.ended:
                 outer = prefetcher.running
                 prefetcher.begin_visit()
                 prefetcher.unpin(unit.index)
@@ -88,7 +91,8 @@ class FullValues:
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
         if self.ranks.world_size > 1:
-            dist.broadcast(flat, src=0)
+            with peer_errors("sharing the weights that rank 0 wrote"):
+                dist.broadcast(flat, src=0)
         self.tiers.set_weights(unit, unit.shard_of(flat).cpu(), before.cpu())
         unit.updates += 1
         unit.allow_writes()
@@ -211,7 +215,7 @@ def _copy_to_cpu(param: nn.Parameter) -> Tensor:
     return param.detach().to("cpu", copy=True)
 
 
-def register_state_dict_hooks(module: nn.Module, values: FullValues) -> None:
+def register_state_dict_hooks(module: nn.Module, values: FullValues) -> list[RemovableHandle]:
     """Let a module's ``state_dict`` and ``load_state_dict`` see full values."""
 
     def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -223,6 +227,8 @@ def register_state_dict_hooks(module: nn.Module, values: FullValues) -> None:
     def after(module: nn.Module, incompatible: Any) -> None:
         values.end_load()
 
-    module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+    return [
+        module.register_state_dict_post_hook(save),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
+    ]

@@ -23,12 +23,17 @@ leaf ran several times before one backward, its gradients come at the end, and s
 [Note: everything else that autograd saves]
 goes to the tensor cache, which keeps it, stores it, or lets blocks be recomputed.
 
+[Note: hooks of tensors]
+Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
+look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
+
 [Note: the outermost module]
 Submodules are called on their own, and forward runs twice before one backward. The outermost module
 of a call opens the saved-tensor hooks and closes them.
 """
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -38,13 +43,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.controller import Activations
-from infinity.activations.tensor_cache import KeptTensor, SlotHandle
+from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
+from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
+from infinity.partition.unit import Unit, UnitIndex, placeholder
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,16 @@ class Frame:
     leaf: bool = False
 
 
+class Ended:
+    """Stands for a part that has ended: whatever is asked of it raises :class:`StateError`."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise StateError(self._why)
+
+
 class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
@@ -92,6 +109,13 @@ class Hooks:
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
+
+    def end(self, why: str) -> None:
+        """Raise ``why`` from whatever a module or autograd asks from now on."""
+        while self.stack:
+            self._leave_context(self.stack.pop())  # a forward that was left without its hook
+        ended: Any = Ended(why)
+        self.prefetcher = self.pins = self.gradients = ended
 
     def connect(
         self, prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, attached: Mapping[int, Unit],
@@ -136,7 +160,7 @@ class Hooks:
         for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
                 self._reads[index] += 1
-                value.register_hook(functools.partial(self._passed, index))  # type: ignore[no-untyped-call]
+                value.register_hook(functools.partial(weakly(self._passed), index))  # type: ignore[no-untyped-call]
 
     def _passed(self, index: int, grad: Tensor) -> None:
         if self._reads[index]:
@@ -219,10 +243,15 @@ class Hooks:
         if frame.inference:
             self.prefetcher.end_inference()
         if frame.opened is not None:
-            frame.opened.close()
+            self._leave_context(frame)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+                    leaf.register_hook(weakly(self._enter_backward))  # type: ignore[no-untyped-call]
+
+    def _leave_context(self, frame: Frame) -> None:
+        """Close the context of saved tensors that an outermost call opened."""
+        if frame.opened is not None:
+            frame.opened.close()
 
     # --- saved tensors -----------------------------------------------------------------------
 
@@ -272,9 +301,9 @@ class Hooks:
         elif recomputing:
             self.pins.keep(unit.index, None)
         elif unit.trainable:
-            self.pins.keep(unit.index, torch._C._current_autograd_node())
+            self.pins.keep(unit.index, _reading_node())
         else:
-            self.pins.keep_for(torch._C._current_autograd_node(), unit.index)
+            self.pins.keep_for(_reading_node(), unit.index)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
         """Take note that backward is in ``leaf`` (or in none), and has left the one before."""
@@ -308,19 +337,24 @@ class Hooks:
 
     def _hook_parameters(self) -> None:
         """Register gradient hooks of parameters that became trainable."""
-        for unit, segment in self.units.segments():
+        for _, segment in self.units.segments():
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
                 self._hooked.add(id(segment.param))
-                segment.param.register_hook(functools.partial(self._drop_placeholder, segment.param))  # type: ignore[no-untyped-call]
-                take = functools.partial(self._take_gradient, unit, segment)
-                segment.param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(segment.param))
+                segment.param.register_hook(drop)  # type: ignore[no-untyped-call]
+                segment.param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
 
-    def _drop_placeholder(self, param: nn.Parameter, grad: Tensor) -> None:
+    def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
+        param = ref()
+        assert param is not None, "the units hold it"
         self.gradients.check_received(param)
         if type(param.grad) is ReleasedGradient:
             param.grad = None
 
-    def _take_gradient(self, unit: Unit, segment: Segment, param: Tensor) -> None:
+    def _take_gradient(self, param: nn.Parameter) -> None:
+        place = self.units.find(param)
+        assert place is not None
+        unit, segment = place
         self._enter_backward()
         self._move_to(self._leaf_of.get(unit.index, ()))
         grad = param.grad
@@ -329,9 +363,15 @@ class Hooks:
             self.gradients.receive(unit, segment, grad)
 
 
+def _reading_node() -> int | None:
+    """The number of the autograd node that runs. Not the node: it would keep its graph, and that us."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
 def register_forward_hooks(
     module: nn.Module, enter: Callable[[nn.Module, Any], None], leave: Callable[..., None]
-) -> None:
+) -> list[RemovableHandle]:
     """Register the forward hooks of one module.
 
     They are plain functions: ``copy.deepcopy`` of a module shares functions and would clone the
@@ -344,5 +384,7 @@ def register_forward_hooks(
     def after(module: nn.Module, args: Any, output: Any) -> None:
         leave(module, output)
 
-    module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)  # type: ignore[no-untyped-call]
-    module.register_forward_hook(torch.compiler.disable(after), always_call=True)  # type: ignore[no-untyped-call]
+    return [
+        module.register_forward_pre_hook(untraced(before), prepend=True),
+        module.register_forward_hook(untraced(after), always_call=True),
+    ]

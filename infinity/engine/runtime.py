@@ -5,15 +5,24 @@ An error surfaces at a wait: for a disk, a peer, a buffer. Threads and ranks tha
 thing must learn of it, too. So the part that meets an error which ends the run (a collective, the update
 pipeline, ``close`` on the way out of an exception) calls :meth:`Runtime.fail`: other ranks are told beside
 the collectives, and nothing on this rank waits any longer for a buffer that will not come back.
+
+[Note: how a runtime ends]
+By ``close``; with the interpreter; when model and optimizer are collected; and, in a forked child, at once:
+see :mod:`infinity.core.owned`. The modules hold the runtime, and it holds them: garbage that Python's
+collector finds, as long as nothing else leads to them. So threads, and hooks of tensors, which torch keeps
+where the collector cannot look, know the runtime weakly. After the end its parameters are placeholders, and
+every use of the model or its optimizer raises :class:`StateError`.
 """
 
 import atexit
 import contextlib
+import gc
+import os
 import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +38,7 @@ from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BudgetError, PeerError, StateError
 from infinity.core.nbytes import format_nbytes
+from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.core.plan import Hardware
 from infinity.device.machine import (
     DTYPES,
@@ -37,6 +47,7 @@ from infinity.device.machine import (
     local_ranks,
     total_host_nbytes,
 )
+from infinity.device.memory import BufferPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
@@ -72,8 +83,13 @@ class Runtime:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        if _opened:  # a cell of a notebook that runs again, perhaps: what it had before is garbage
+            gc.collect()
+        close_collected()  # and gives its memory and files back before this one looks for its own
         self.config = config
-        self.stack = contextlib.ExitStack()
+        self.stack = OwnedStack()
+        self.stack.close_with(self)
+        self._ended = ""  # why nothing can be asked of it any more
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
         self.say = MessageBuffer()
@@ -95,7 +111,7 @@ class Runtime:
 
     def _build(self, device: torch.device) -> None:
         memory, partition = self.config.memory, self.config.partition
-        self.ranks = ranks = open_ranks(device, partition.timeout_s, self._give_up)
+        self.ranks = ranks = open_ranks(device, partition.timeout_s, weakly(self._give_up))
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
         self._choose_dtype()
@@ -108,7 +124,8 @@ class Runtime:
         self.storage.open_files(self.run_id, ranks.rank, self.timeline, self._note)
         self.tiers = Tiers(self.storage, ranks)
         self.activations = self._make_activations()
-        self.stack.callback(self.activations.close)
+        for store in self.activations.cache.stores.values():
+            self.stack.callback(store.close)
         self.construction = Construction(
             lambda close: UnitBuilder(self.dtype, ranks.rank, ranks.world_size, close, partition.leaf),
             self.tiers,
@@ -140,7 +157,7 @@ class Runtime:
         if memory.activations == "offload" and not stores:
             wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
             raise SettingError("memory.activations", "offload", wanted)
-        cache = TensorCache(device, stores, lambda wait: self.stalls("activation", wait))
+        cache = TensorCache(device, stores, partial(self.stalls, "activation"))
         recomputed = self.config.layer_schedule  # by itself: little is left to plan
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
         decide = partial(self.ranks.decide, where="the plan for activations")
@@ -150,11 +167,19 @@ class Runtime:
         room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes
         return measure_hardware(self.ranks.device, self.config.memory.nvme, room)
 
-    def _serve(self, module: nn.Module) -> None:
-        _served[module] = self
+    def _serve(self, module: nn.Module) -> Callable[[], None]:
+        _served[module] = weakref.ref(self)
         install_parameter_dict(module, self._touch, self._deep_copy)
-        register_forward_hooks(module, self._enter, self._leave)
-        register_state_dict_hooks(module, self.values)
+        handles = register_forward_hooks(module, self._enter, self._leave)
+        handles += register_state_dict_hooks(module, self.values)
+
+        def take_out() -> None:
+            del _served[module]
+            module.__dict__["_parameters"] = dict(module._parameters.items())
+            for handle in handles:
+                handle.remove()
+
+        return take_out
 
     @property
     def units(self) -> UnitIndex:
@@ -178,16 +203,18 @@ class Runtime:
 
         Raises:
             BudgetError: ``memory.device`` is too small; the message has the arithmetic.
+            StateError: The model was closed, or belongs to the process that forked this one.
         """
+        self.check_open()
         before = self._executor
         if before is None or clips not in (None, before.clips):
             if before is not None:
                 before.retire()
             self._executor = StepExecutor(
                 self.units, self._leaves, self.ranks, self.tiers, self.activations, self.config, self.stalls,
-                self.timeline, clips=clips is not False, before=before, on_failure=self.fail,
+                self.timeline, clips=clips is not False, before=before, on_failure=weakly(self.fail),
             )  # fmt: skip
-            self.stack.callback(self._executor.close)
+            self.stack.callback(self._executor.stack.close)
         assert self._executor is not None
         return self._executor
 
@@ -238,11 +265,13 @@ class Runtime:
 
     def forget_step(self) -> None:
         """Drop the gradients of this step: ``zero_grad()`` without ``step()``."""
+        self.check_open()
         if self._executor is not None:
             self._executor.gradients.reset()
 
     def synchronize(self) -> None:
         """Block until every update has landed."""
+        self.check_open()
         if self._executor is not None:
             self._executor.updates.drain()
 
@@ -270,9 +299,7 @@ class Runtime:
     def _give_up(self, error: BaseException) -> None:
         """Let nothing here wait for a buffer that will not come back."""
         self._failure = self._failure or error
-        storage = getattr(self, "storage", None)  # this may happen while it is built
-        pools = [self._executor.device_pool] if self._executor is not None else []
-        for pool in (*pools, *([] if storage is None else [storage.host_pool])):
+        for pool in self._pools():
             pool.fail(self._failure)
 
     def peer_error(self, what: str, error: RuntimeError) -> PeerError:
@@ -281,22 +308,80 @@ class Runtime:
             return PeerError(f"{what}: {error}")
         return self.ranks.collectives.peer_error(what, error)
 
-    def close(self) -> None:
+    def check_open(self) -> None:
+        """Raise if the runtime has ended.
+
+        Raises:
+            StateError: The model was closed, or belongs to the process that forked this one.
+        """
+        if self._ended:
+            raise StateError(self._ended)
+
+    def close(self, error: BaseException | None = None) -> None:
         """Give back files, memory and threads. May be called twice.
 
         On the way out of an exception the other ranks learn of it.
+
+        Args:
+            error: That exception; None: the one that is being handled, if any.
         """
-        if self in _opened:
-            _opened.discard(self)
-            error = sys.exception() or getattr(sys, "last_value", None)
-            if error is not None and not (isinstance(error, SystemExit) and not error.code):
-                self.fail(error)
-                if self._executor is not None:
-                    self._executor.updates.abandon(error)
-            else:
-                with contextlib.suppress(Exception):  # it has surfaced, or nothing waits for it any more
-                    self.synchronize()  # gathers in flight wait for updates
+        if not self._ended:
+            error = error or sys.exception()
+            try:
+                self._settle(error)
+            finally:
+                self._end(_CLOSED.format(self._named()))
         self.stack.close()
+        for pool in self._pools():
+            pool.unmap_leased()
+        _opened.discard(self)
+
+    def _settle(self, error: BaseException | None) -> None:
+        """Wait for what is in flight, or end it soon with ``error``."""
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self.fail(error)
+            if self._executor is not None:
+                self._executor.updates.abandon(error)
+        else:
+            with contextlib.suppress(Exception):  # it has surfaced, or nothing waits for it any more
+                self.synchronize()  # gathers in flight wait for updates
+        if hasattr(self, "activations"):  # it may have failed while it was built
+            self.activations.close()
+
+    def _end(self, why: str) -> None:
+        """Let every later use raise ``why``; the weights are gone."""
+        self._ended = why
+        if self._executor is not None:
+            self._executor.hooks.end(why)
+        if hasattr(self, "values"):
+            self.values.ended = True
+            for unit in self.units:
+                unit.drop()
+
+    def disown(self) -> None:
+        """End in a forked child, which has neither the threads nor the memory."""
+        if not self._ended:
+            self._end(_FORKED.format(self._named(), os.getppid(), os.getpid()))
+
+    def _named(self) -> str:
+        roots = self.construction.roots if hasattr(self, "construction") else []
+        return ", ".join(type(root).__name__ for root in roots) or "a model"
+
+    def _pools(self) -> list[BufferPool]:
+        """The pools of this rank that were made until now."""
+        pools: list[BufferPool] = [] if self._executor is None else [self._executor.device_pool]
+        return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
+
+
+_CLOSED = (
+    "{} was closed (infinity.close or optimizer.close): its weights, files and threads are gone. Save or "
+    "export a model before it is closed; to go on, build it again under infinity.Init"
+)
+_FORKED = (
+    "{} belongs to process {}. This process, {}, was forked from it and has neither its weights nor its "
+    "threads. Use the model there, and give forked workers plain tensors; a worker that needs a model of "
+    "its own builds one under infinity.Init"
+)
 
 
 def _check_budgets(memory: MemoryConfig, ranks: Ranks) -> None:
@@ -318,15 +403,15 @@ def _check_budgets(memory: MemoryConfig, ranks: Ranks) -> None:
 
 # --- which runtime serves which module -------------------------------------------------------
 
-#: By module that was built under ``Init``.
-_served: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+#: By module that was built under ``Init``. The module's hooks hold the runtime.
+_served: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 #: Those that were not closed.
 _opened: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def runtimes() -> set[Runtime]:
     """Return those that serve a module that still exists."""
-    return set(_served.values())
+    return {runtime for ref in _served.values() if (runtime := ref()) is not None}
 
 
 def is_served(model: nn.Module) -> bool:
@@ -334,15 +419,20 @@ def is_served(model: nn.Module) -> bool:
     return any(module in _served for module in model.modules())
 
 
-def runtime_of(model: nn.Module) -> Runtime:
+def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
     """Return the runtime that serves ``model``, or a model that ``model`` wraps.
 
+    Args:
+        ended: Return one that has ended, too.
+
     Raises:
-        StateError: It was not built under ``infinity.Init``.
+        StateError: It was not built under ``infinity.Init``, or was closed.
     """
     for module in model.modules():
-        runtime = _served.get(module)
+        runtime = _served[module]() if module in _served else None
         if runtime is not None:
+            if not ended:
+                runtime.check_open()
             return runtime
     raise StateError(
         f"{type(model).__name__} was not built under infinity.Init; "
@@ -354,8 +444,17 @@ def _close_all() -> None:
     """Leave no thread running while the interpreter goes, and no files of a run behind."""
     for runtime in list(_opened):
         with contextlib.suppress(Exception):
-            runtime.close()
+            runtime.close(getattr(sys, "last_value", None))  # what ended the program, if it was an exception
+    close_collected()
+
+
+def _disown_all() -> None:
+    """In a forked child: every model belongs to the parent."""
+    for runtime in list(_opened):
+        runtime.disown()
+    _opened.clear()
 
 
 # Before the pools of concurrent.futures close, which updates in flight use: atexit would be too late.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
+os.register_at_fork(after_in_child=_disown_all)

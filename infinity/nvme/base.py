@@ -103,6 +103,7 @@ class BaseFiles:
         self.paths = [folder / name for folder, name in zip(self.folders, names, strict=True)]
         self._lock_path = self.folders[0] / f"{of}.lock"
         self._lock = -1
+        self._seen = 0.0, 0.0  # the writer's last sign of life, and when it was seen first (monotonic)
 
     def find(self) -> SealedBase | None:
         """The base; None: this run may write it, if :attr:`claimed`, or keeps a copy of its own.
@@ -225,9 +226,13 @@ class BaseFiles:
     def _goes_on(self) -> bool:
         """Whether the writer lives and goes on, or has just ended."""
         try:
-            return time.time() - self._lock_path.stat().st_mtime < _PATIENCE_S
+            sign_s = self._lock_path.stat().st_mtime
         except FileNotFoundError:
             return True
+        if sign_s != self._seen[0]:
+            self._seen = sign_s, time.monotonic()
+        # The second, because a clock that was set back makes the sign one of the future.
+        return time.time() - sign_s < _PATIENCE_S and time.monotonic() - self._seen[1] < _PATIENCE_S
 
     def _remove_folders(self) -> None:
         for folder in self.folders:

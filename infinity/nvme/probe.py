@@ -22,6 +22,7 @@ _READ, _WRITTEN = 14, 12
 
 _measured: dict[int, "Speed"] = {}  # by the device number of the file system
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ A rank holds the lock on its file ``rank<r>.lock`` as long as its process lives;
 :mod:`infinity.core.files`. So a directory whose locks are all free is a dead run's, on the machine that asks.
 """
 
+import contextlib
 import errno
 import os
 import secrets
@@ -107,22 +108,31 @@ def leftovers_line(roots: Iterable[Path | str]) -> str:
     """Lines for people about files that no run uses, and how to remove them; empty when there are none."""
     places = [Path(root).resolve() for root in roots]
     lines = []
-    if found := [path for root in places for path in find_leftovers(root)]:
-        runs = "a run" if len(found) == 1 else f"{len(found)} runs"
+    try:
+        dead = [path for root in places for path in find_leftovers(root)]
+        unused = [path for root in places for path in find_unused_bases(root)]
+    except OSError:  # who makes the run's own files says it
+        return ""
+    if dead:
+        runs = "a run" if len(dead) == 1 else f"{len(dead)} runs"
         lines.append(
-            f"{runs} ended without removing {_size_of(found)} of files, which no run uses; "
-            f"to remove them: {_removal_of(found)}"
+            f"{runs} ended without removing {_size_of(dead)} of files, which no run uses; "
+            f"to remove them: {_removal_of(dead)}"
         )
-    if found := [path for root in places for path in find_unused_bases(root)]:
+    if unused:
         lines.append(
-            f"{_size_of(found)} of frozen bases are there that no run uses now; a run of the same checkpoint "
-            f"starts from them; to remove them: {_removal_of(found)}"
+            f"{_size_of(unused)} of frozen bases are there that no run uses now; a run of the same "
+            f"checkpoint starts from them; to remove them: {_removal_of(unused)}"
         )
     return "\n".join(lines)
 
 
 def _size_of(folders: Iterable[Path]) -> str:
-    return format_nbytes(sum(file.stat().st_blocks * 512 for path in folders for file in path.glob("*")))
+    nbytes = 0
+    for file in (file for path in folders for file in path.glob("*")):
+        with contextlib.suppress(OSError):  # its run, or a person, removes it just now
+            nbytes += file.stat().st_blocks * 512
+    return format_nbytes(nbytes)
 
 
 def _removal_of(folders: Iterable[Path]) -> str:

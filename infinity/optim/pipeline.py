@@ -32,7 +32,7 @@ from heapq import heappop, heappush
 
 from torch import Tensor
 
-from infinity.core.errors import StateError
+from infinity.core.errors import StateError, copied
 from infinity.core.extent import Extent
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout
@@ -315,7 +315,7 @@ class UpdatePipeline:
         check_job(job, self._layout)
         with self._changed:
             if self._error is not None:
-                raise self._error
+                raise copied(self._error)
             if self._closing:
                 raise StateError(f"{job.name}: the update pipeline is closed")
             self._count += 1
@@ -324,8 +324,14 @@ class UpdatePipeline:
             self._notify()
 
     def expect(self, expected: Iterable[Expected]) -> None:
-        """Jobs that will come, in order: their states may be read now. What was expected before is over."""
+        """Jobs that will come, in order: their states may be read now. What was expected before is over.
+
+        Raises:
+            StateError: The pipeline is closed.
+        """
         with self._changed:
+            if self._closing:
+                raise StateError("the update pipeline is closed")
             self._submitted.append(ReadAhead(expected))
             self._notify()
 
@@ -339,7 +345,7 @@ class UpdatePipeline:
         with self._changed:
             self._changed.wait_for(self._is_drained)
             if self._error is not None:
-                raise self._error
+                raise copied(self._error)
 
     @property
     def stats(self) -> PipelineStats:

@@ -131,7 +131,8 @@ class Construction:
     Args:
         make_builder: Makes the builder that cuts units, given what to call with a closed one.
         masters: Where values go.
-        serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in.
+        serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in, and
+            returns what takes them out again.
         device: Where the finished model computes; its buffers go there whole.
 
     Attributes:
@@ -142,7 +143,7 @@ class Construction:
         self,
         make_builder: Callable[[Callable[[Unit], None]], UnitBuilder],
         masters: Masters,
-        serve: Callable[[nn.Module], None],
+        serve: Callable[[nn.Module], Callable[[], None]],
         device: torch.device,
     ) -> None:
         self.builder = make_builder(self.close_unit)
@@ -150,6 +151,7 @@ class Construction:
         self.late: LateValues | None = None
         self.roots: list[nn.Module] = []
         self._patched: dict[type[nn.Module], Any] = {}
+        self._take_out: dict[nn.Module, Callable[[], None]] = {}  # by module that is served
         self._building: list[nn.Module] = []
         self._whole: dict[Unit, None] = {}  # closed units that are materialised, least recently touched first
         self._thread = threading.get_ident()
@@ -168,6 +170,7 @@ class Construction:
         self._patched.clear()
         if error is None:
             self._finish()
+        self._leave_strangers()
         self.active = False
 
     # --- units ---------------------------------------------------------------------------
@@ -272,19 +275,30 @@ class Construction:
 
     def _end(self, module: nn.Module) -> None:
         self.builder.end(module)
-        for known in module.modules():
-            if not isinstance(known._parameters, ServedParameters):
-                self._serve(known)
-        if not isinstance(module._parameters, ServedParameters):
-            self._serve(module)
+        self._serve_all(module)
+
+    def _serve_all(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if not isinstance(module._parameters, ServedParameters):
+                self._take_out[module] = self._serve(module)
+
+    def _leave_strangers(self) -> None:
+        """Leave modules alone that are in no model: loss functions, and what an import made on the way.
+
+        Such a module outlives the model, and would keep it.
+        """
+        models = (root for root in self.roots if next(root.parameters(), None) is not None)
+        ours = {module for root in models for module in root.modules()}
+        for module, take_out in self._take_out.items():
+            if module not in ours and next(module.parameters(), None) is None:
+                take_out()
+        self._take_out.clear()
 
     def _finish(self) -> None:
         self._stow()
         roots = self._true_roots()
         for root in roots:
-            for module in root.modules():
-                if not isinstance(module._parameters, ServedParameters):
-                    self._serve(module)
+            self._serve_all(root)
         self.builder.adopt(roots)
         self.builder.check_leaf()
         self.roots = roots

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from infinity.comm.collectives import Collectives
+from infinity.core.errors import copied
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.partition.unit import Unit
@@ -374,6 +375,6 @@ def _once(call: Callable[[], None]) -> Callable[[], None]:
                 except BaseException as error:
                     ended.append(error)
         if ended[0] is not None:
-            raise ended[0]
+            raise copied(ended[0])
 
     return wait

@@ -372,8 +372,8 @@ class BackwardPins:
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher
-        #: In the order in which they came, each with the autograd node that reads it; None: a recomputed
-        #: forward does.
+        #: In the order in which they came, each with the number of the autograd node that reads it; None: a
+        #: recomputed forward does.
         self._kept: dict[int, Any] = {}
         self._node: Any = None  # the autograd node that read frozen units last,
         self._read: list[int] = []  # and which ones
@@ -390,7 +390,8 @@ class BackwardPins:
         """Use a unit until its gradients are complete, or until room is short.
 
         Args:
-            node: The autograd node that reads it; None: a recomputed forward, which needs it to the end.
+            node: Number of the autograd node that reads it; None: a recomputed forward, which needs it to the
+                end.
         """
         if index in self._kept:
             if self._kept[index] is not None:
@@ -399,14 +400,14 @@ class BackwardPins:
         for earlier, reader in list(self._kept.items()):
             if self._prefetcher.holds([*self._kept, index]):
                 break
-            if reader is not None and reader is not node:  # kept for its update only, which can read it again
+            if reader is not None and reader != node:  # kept for its update only, which can read it again
                 self.unpin(earlier)
         self._kept[index] = node
         self._prefetcher.use(index)
 
     def keep_for(self, node: Any, index: int) -> None:
         """Use a unit without gradients until another node reads one."""
-        if node is not self._node:  # no operator reads what an earlier one unpacked
+        if node != self._node:  # no operator reads what an earlier one unpacked
             for read in self._read:
                 self._prefetcher.unpin(read)
             self._node, self._read = node, []

@@ -150,6 +150,12 @@ class Unit:
         for segment in self.segments:
             segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
 
+    def drop(self) -> None:
+        """Give every parameter its placeholder, whatever was written: the model has ended."""
+        attached, self.flat, self.lease = self.flat is not None, None, None
+        for segment in self.segments if attached else ():
+            segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
+
     def check_attached(self, segment: Segment) -> None:
         """Raise unless the parameter views the flat buffer and was not written.
 

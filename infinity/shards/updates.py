@@ -23,6 +23,7 @@ of step t is on disk; by then the forward pass of step t+1 has waited for nearly
 anyway. A process that is killed at any moment leaves a record whose versions are whole.
 """
 
+import errno
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from typing import Any
 from torch import Tensor
 
 from infinity.comm.collectives import Pending
-from infinity.core.errors import InfinityError, StateError
+from infinity.core.errors import DiskError, InfinityError, StateError
 from infinity.core.files import create_file, sync
 from infinity.core.lifecycle import Tier
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
@@ -164,7 +165,11 @@ class Commits:
         for update in updates:
             update.wait()  # ended: raises at once if it failed
         self._sync()
-        write_commit(self.path, record)
+        try:
+            write_commit(self.path, record)
+        except OSError as error:
+            action, code = "writing the commit record", error.errno or errno.EIO
+            raise DiskError(code, action, self.path, offset=0, nbytes=0) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,9 +131,10 @@ def test_python_dash_m_is_the_same_command() -> None:
     [
         ([signal.SIGINT], 130),
         ([signal.SIGTERM], 143),
+        ([signal.SIGHUP], 129),  # the terminal was closed
         ([signal.SIGINT, signal.SIGTERM], 130),  # a launcher's, after Ctrl-C, while files are closed
     ],
-    ids=["Ctrl-C", "SIGTERM", "both"],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "both"],
 )
 def test_a_signal_closes_files_and_is_the_exit_code(signals: list[signal.Signals], code: int) -> None:
     process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -250,6 +251,20 @@ def test_a_failed_run_closes_its_files_and_keeps_its_figures(
         train(recipe(tmp_path))
     assert plain.open == 0
     assert [line["step"] for line in lines(tmp_path) if line["kind"] == "step"] == [1, 2]
+
+
+def test_a_folder_that_is_removed_during_the_run_is_an_error_that_names_the_file(
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Loop._step
+
+    def remove(self: Any, batches: Any) -> float:
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        return step(self, batches)
+
+    monkeypatch.setattr(Loop, "_step", remove)
+    with pytest.raises(infinity.InfinityError, match=r"summary\.json: No such file.*must stay where it is"):
+        train(recipe(tmp_path))
 
 
 def test_an_error_in_the_optimizer_closes_the_model(

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,7 +131,25 @@ def test_a_forked_child_does_not_copy_the_buffers(pool: HostPool) -> None:
     with pool.lease(8 * MIB, who="a") as lease:
         lease.tensor.fill_(1)
         flags = _smaps_flags(lease.tensor.data_ptr())
-    assert "dc" in flags  # do not copy on fork
+        pid = os.fork()
+        if pid == 0:
+            os._exit(any(lease.memory[:4096]))
+        assert os.waitpid(pid, 0)[1] == 0  # zeros, and no fault
+        assert all(lease.memory[:4096])
+    assert "wf" in flags  # wiped in a fork
+
+
+def test_a_process_that_is_stopped_uses_up_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = HostPool(4 * MIB, patience_s=5)
+    first = pool.lease(4 * MIB, who="first")
+    timer = threading.Timer(0.05, first.release)
+    now = itertools.count(step=3600)
+    clock = SimpleNamespace(monotonic=lambda: float(next(now)))  # an hour between two looks
+    monkeypatch.setattr("infinity.device.memory.time", clock)
+    timer.start()
+    pool.lease(2 * MIB, who="second").release()
+    timer.join()
+    pool.close()
 
 
 def test_a_closed_pool_refuses_and_still_takes_back() -> None:

@@ -322,6 +322,19 @@ def test_a_writer_that_does_not_get_on_is_not_waited_for(
     writer.release()
 
 
+def test_a_clock_that_was_set_back_makes_nobody_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, other = place(tmp_path), place(tmp_path)
+    assert writer.find() is None
+    writer.heartbeat()
+    os.utime(writer._lock, (time.time() + 10**6, time.time() + 10**6))  # before the clock was set back
+    monkeypatch.setattr(base, "_PATIENCE_S", 0.1)
+    assert other.find() is None
+    assert not other.claimed
+    writer.release()
+
+
 def test_the_claim_of_a_dead_writer_is_free_and_its_folder_is_offered(tmp_path: Path) -> None:
     dead = place(tmp_path)
     assert dead.find() is None

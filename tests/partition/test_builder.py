@@ -1,5 +1,7 @@
 """Where units end."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -44,8 +46,9 @@ class Build:
             builder.TARGET_SHARD_NBYTES = before
         self.units = construction.builder.units
 
-    def _serve(self, module) -> None:
+    def _serve(self, module) -> Callable[[], None]:
         install_parameter_dict(module, self.construction.touch, self.construction.plain_copy)
+        return lambda: None
 
     def exact(self) -> dict[str, torch.Tensor]:
         values = {}
