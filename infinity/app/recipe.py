@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from infinity.app.data.loader import DataConfig
 from infinity.app.models.config import ModelConfig
+from infinity.app.other_tools import translate
 from infinity.core.config import MemoryConfig, SettingError, Valid, check, setting
 from infinity.core.errors import RecipeError
 from infinity.core.files import read_file
@@ -249,6 +250,8 @@ def _parse_overrides(overrides: Sequence[str]) -> Any:
 
 def _build(merged: Mapping[str, Any], origin: _Origin) -> Recipe:
     sections = _sections()
+    if translation := translate(merged):
+        raise RecipeError(f"{origin.file}: {translation}")
     for name, given in merged.items():
         if name not in sections:
             inner = next(iter(given), None) if isinstance(given, Mapping) else None

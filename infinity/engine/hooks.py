@@ -93,6 +93,11 @@ class Hooks:
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
 
+    @property
+    def recorded(self) -> bool:
+        """Whether autograd recorded a forward pass."""
+        return bool(self._hooked)
+
     def connect(
         self, prefetcher: Prefetcher, pins: BackwardPins, gradients: Gradients, attached: Mapping[int, Unit],
         begin_forward: Callable[[], None],

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
@@ -28,6 +29,7 @@ from infinity.activations.tensor_cache import TensorCache
 from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
 from infinity.core.config import SettingError
 from infinity.core.errors import PeerError, StateError
+from infinity.core.lifecycle import UnitState
 from infinity.core.plan import Hardware
 from infinity.device.machine import DTYPES, choose_dtype, free_host_nbytes
 from infinity.engine.config import EngineConfig
@@ -72,6 +74,7 @@ class Runtime:
         self.say = MessageBuffer()
         self.notes: list[str] = []
         self._executor: StepExecutor | None = None
+        self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
         device = join_ranks(config.partition.timeout_s)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -144,7 +147,7 @@ class Runtime:
 
     def _serve(self, module: nn.Module) -> None:
         _served[module] = self
-        install_parameter_dict(module, self._touch, self._deep_copy)
+        install_parameter_dict(module, self._touch, self._deep_copy, self._check)
         register_forward_hooks(module, self._enter, self._leave)
         register_state_dict_hooks(module, self.values)
 
@@ -171,10 +174,10 @@ class Runtime:
         Raises:
             BudgetError: ``memory.device`` is too small; the message has the arithmetic.
         """
-        before = self._executor
-        if before is None or clips not in (None, before.clips):
-            if before is not None:
-                before.retire()
+        before = self._executor or self._retired
+        if self._executor is None or clips not in (None, self._executor.clips):
+            if self._executor is not None:
+                self._executor.retire()
             self._executor = StepExecutor(
                 self.units, self._leaves, self.ranks, self.tiers, self.activations, self.config, self.stalls,
                 self.timeline, clips=clips is not False, before=before, on_failure=self.fail,
@@ -182,6 +185,26 @@ class Runtime:
             self.stack.callback(self._executor.close)
         assert self._executor is not None
         return self._executor
+
+    def reopen(self) -> None:
+        """Prepare for another block of construction, in which the model is changed.
+
+        Raises:
+            StateError: The model has an optimizer, or ran with gradients.
+        """
+        if self._executor is None:
+            return
+        if self._executor.updates.hypers.groups or self._executor.hooks.recorded:
+            raise StateError(
+                "infinity.Init of a model that has its optimizer, or ran with gradients: add modules and resize "
+                "embeddings before that"
+            )
+        self._executor.retire()
+        for unit in self.units:
+            if unit.gathered:  # in host memory, its parameters views of its shard
+                unit.detach()
+                unit.lifecycle.move(UnitState.ON_HOST)
+        self._executor, self._retired = None, self._executor
 
     # --- what modules call -------------------------------------------------------------------
 
@@ -199,6 +222,11 @@ class Runtime:
             self.construction.touch(param)
         else:
             self.executor().hooks.touch(param)
+
+    def _check(self, param: nn.Parameter) -> None:
+        place = None if self.construction.active else self.units.find(param)
+        if place is not None:
+            place[0].check_place(place[1])
 
     def _deep_copy(self, param: nn.Parameter) -> nn.Parameter:
         if self.construction.active:
@@ -315,6 +343,11 @@ def runtime_of(model: nn.Module) -> Runtime:
     Raises:
         StateError: It was not built under ``infinity.Init``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"wanted the model, an nn.Module; got {type(model).__name__}: write infinity.AdamW(model, lr=...), "
+            "with the model in place of model.parameters(); parameter groups go into params=[...]"
+        )
     for module in model.modules():
         runtime = _served.get(module)
         if runtime is not None:
@@ -323,6 +356,21 @@ def runtime_of(model: nn.Module) -> Runtime:
         f"{type(model).__name__} was not built under infinity.Init; "
         "write `with infinity.Init(recipe): model = ...`"
     )
+
+
+def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before an optimizer that is not infinity's writes to a parameter that a unit holds."""
+    if not _opened or hasattr(optimizer, "runtime"):
+        return
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if any(runtime.units.find(param) for runtime in _opened):
+            raise StateError(
+                f"{type(optimizer).__name__}.step() on parameters that were made under infinity.Init, whose "
+                "gradients and states are sharded: write optimizer = infinity.AdamW(model, lr=...)"
+            )
+
+
+register_optimizer_step_pre_hook(_refuse_other_optimizers)
 
 
 def _close_all() -> None:

@@ -39,8 +39,10 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from infinity.comm.collectives import Collectives
+from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.partition.unit import Unit
@@ -192,12 +194,15 @@ class Staying:
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
-    """Buffers that ``torch.inference_mode`` would mark as its own could not be used in training."""
+    """Buffers that ``torch.inference_mode`` or ``torch.func`` would mark as theirs could not be used in training."""
 
     @functools.wraps(method)
     def normal(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
+            if torch._C._functorch.peek_interpreter_stack() is None:
+                return method(*args, **kwargs)
+            with temporarily_clear_interpreter_stack():
+                return method(*args, **kwargs)
 
     return normal
 
@@ -342,16 +347,21 @@ class UnitMover:
         ready = self._arriving.pop(index, None)
         if ready is not None:
             ready()  # the disk or a peer still writes into the buffer
-        if unit.lease is None:
-            return None
-        if unit.flat is not None:
-            address = unit.flat.untyped_storage().data_ptr()
-            if unit.flat.device.type != "cpu":
-                self._freed[address] = torch.cuda.current_stream().record_event()
-            del self.attached[address]
-            unit.detach()
-        unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
         lease, unit.lease = unit.lease, None
+        if lease is None:
+            return None
+        try:
+            if unit.flat is not None:
+                address = unit.flat.untyped_storage().data_ptr()
+                if unit.flat.device.type != "cpu":
+                    self._freed[address] = torch.cuda.current_stream().record_event()
+                del self.attached[address]
+                unit.detach()
+        except StateError:  # a parameter was written: the stored values are fetched when they are used next
+            lease.release()
+            raise
+        finally:
+            unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
         return lease
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class Build:
         self.units = construction.builder.units
 
     def _serve(self, module) -> None:
-        install_parameter_dict(module, self.construction.touch, self.construction.plain_copy)
+        install_parameter_dict(module, self.construction.touch, self.construction.plain_copy, lambda p: None)
 
     def exact(self) -> dict[str, torch.Tensor]:
         values = {}
