@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from infinity.activations.controller import Activations
@@ -224,8 +225,9 @@ class Runtime:
             self.executor().hooks.touch(param)
 
     def _check(self, param: nn.Parameter) -> None:
-        place = None if self.construction.active else self.units.find(param)
-        if place is not None:
+        if self.construction.active:
+            self.construction.check(param)
+        elif (place := self.units.find(param)) is not None:
             place[0].check_place(place[1])
 
     def _deep_copy(self, param: nn.Parameter) -> nn.Parameter:
@@ -370,7 +372,19 @@ def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> No
             )
 
 
+def _refuse_wrappers(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raise before a module that copies or reduces parameters itself writes to those that a unit holds."""
+    if type(wrapper).__name__ in ("DistributedDataParallel", "DeepSpeedEngine") and module is not None and is_served(module):
+        raise StateError(
+            f"{type(wrapper).__name__} around a model that was built under infinity.Init, which shards weights and "
+            "reduces gradients over ranks by itself: use the model as it is (with Accelerate, the Trainer or "
+            "Lightning as in examples/)"
+        )
+
+
+# Public hooks of torch, for all optimizers and modules: nothing is patched.
 register_optimizer_step_pre_hook(_refuse_other_optimizers)
+register_module_module_registration_hook(_refuse_wrappers)
 
 
 def _close_all() -> None:

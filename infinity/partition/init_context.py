@@ -26,8 +26,9 @@ trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches no
 
 [Note: casts]
 ``module.half()`` and the like (``nn.Module._apply``) replace the data of each parameter while they iterate
-over ``_parameters``. So the iterator looks at each parameter once more when the next is asked for: a cast is
-refused at the first one, in the call itself, before any buffer of the module is cast.
+over ``_parameters``. So the iterator looks at each parameter once more when the next is asked for. While a
+model is built the stored values are cast as the placeholder was. Later a cast is refused at the first
+parameter, in the call itself, before any buffer of the module is cast.
 """
 
 import functools
@@ -205,6 +206,13 @@ class Construction:
         if place is not None and place[0] is not self._whole:
             self._stow()
             self._materialise(place[0])
+
+    def check(self, param: nn.Parameter) -> None:
+        """Cast the stored values of ``param`` if its placeholder was cast: see [Note: casts]."""
+        place = self.builder.units.find(param)
+        if place is not None and place[0] is not self._whole and param.dtype != place[1].created_dtype:
+            place[1].created_dtype = param.dtype
+            self.touch(param)
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
         """A whole copy of ``param``, for modules that are cloned while a model is built."""

@@ -122,13 +122,19 @@ class Unit:
             self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
 
     def attach(self, flat: Tensor) -> None:
-        """Let every parameter view ``flat``, ``(numel,)``."""
-        for segment in self.segments:
-            self.check_released(segment)
-        self.flat = flat
-        for segment in self.segments:
-            segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
-        self.allow_writes()
+        """Let every parameter view ``flat``, ``(numel,)``, also after an error.
+
+        Raises:
+            StateError: See :meth:`check_released`; what was written is lost.
+        """
+        try:
+            for segment in self.segments:
+                self.check_released(segment)
+        finally:
+            self.flat = flat
+            for segment in self.segments:
+                segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+            self.allow_writes()
 
     def allow_writes(self) -> None:
         """Accept the writes to the parameters until now: they are stored."""
@@ -210,9 +216,9 @@ class Unit:
                 "`with infinity.Init(recipe)`, or, of a finished model, `with infinity.Init(model)`"
             )
         raise StateError(
-            f"{segment.name}: its data was replaced outside infinity by {data.dtype} on {data.device}; it is "
-            f"{self.dtype} in its unit again. Choose the dtype with train.dtype in the recipe before building "
-            "the model: .half(), .float() and .to(dtype) cannot change it. Write values inside "
+            f"{segment.name}: its data was replaced or written outside infinity ({data.dtype}, on {data.device}); "
+            f"it is {self.dtype} in its unit again, as it was. Choose the dtype with train.dtype in the recipe "
+            "before building the model: .half(), .float() and .to(dtype) cannot change it. Write values inside "
             "`with infinity.gathered(params, modify=True)`"
         )
 
