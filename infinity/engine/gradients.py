@@ -143,7 +143,7 @@ class ReleasedGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _SHAPES or TracingContext.try_get() is not None:  # torch.compile looks at shapes
                 return func(*args, **(kwargs or {}))
-            if name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double"):
+            if name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double", "empty_like"):
                 return args[0]  # model.to(...): the weight itself is moved or refuses the cast
             if name == "__set__" and args[0] is args[1]:
                 return None  # the same

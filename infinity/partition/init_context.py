@@ -157,6 +157,7 @@ class Construction:
         self._roots: list[weakref.ref[nn.Module]] = []  # what is dropped again in the block is not stored
         self._patched: dict[type[nn.Module], Any] = {}
         self._building: list[nn.Module] = []
+        self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: Unit | None = None  # the closed unit that is materialised now
         self._thread = threading.get_ident()
         self.active = False
@@ -210,9 +211,13 @@ class Construction:
     def check(self, param: nn.Parameter) -> None:
         """Cast the stored values of ``param`` if its placeholder was cast: see [Note: casts]."""
         place = self.builder.units.find(param)
-        if place is not None and place[0] is not self._whole and param.dtype != place[1].created_dtype:
+        if place is not None and place[0] is not self._whole and param.dtype != self._dtype(*place):
             place[1].created_dtype = param.dtype
             self.touch(param)
+
+    def _dtype(self, unit: Unit, segment: Segment) -> torch.dtype:
+        """Dtype of a placeholder."""
+        return unit.dtype if unit.index < self._finished else segment.created_dtype
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
         """A whole copy of ``param``, for modules that are cloned while a model is built."""
@@ -249,7 +254,7 @@ class Construction:
         if self._counts(unit):
             self.masters.put(unit, functools.partial(_master_range, unit.segments))
         for s in unit.segments:
-            s.param.data = placeholder(s.shape, s.created_dtype, s.param.device)
+            s.param.data = placeholder(s.shape, self._dtype(unit, s), s.param.device)
 
     # --- modules -------------------------------------------------------------------------
 
@@ -323,6 +328,7 @@ class Construction:
         for unit in self.builder.units:
             for s in unit.segments:
                 s.param.data = placeholder(s.shape, unit.dtype, self.device)
+        self._finished = len(self.builder.units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
