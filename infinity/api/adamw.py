@@ -234,9 +234,9 @@ class AdamW(torch.optim.Optimizer):
                 unit.check_data(segment)
             elif param.requires_grad:
                 raise StateError(
-                    f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules inside "
-                    "`with infinity.Init(recipe)` or, of a finished model, `with infinity.Init(model)`; or "
-                    "freeze it with requires_grad_(False)"
+                    f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules "
+                    "inside `with infinity.Init(recipe)` or, of a finished model, `with infinity.Init(model)`; "
+                    "or freeze it with requires_grad_(False)"
                 )
 
 
@@ -259,7 +259,7 @@ def _is_number(value: Any, valid: Valid) -> bool:
     """Whether ``value`` is a number (no bool, no text) in a range; one tensor of one element is, too."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and valid.accepts(value)
+    return type(value) is not bool and isinstance(value, numbers.Real) and valid.accepts(value)
 
 
 def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
@@ -273,7 +273,9 @@ def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> 
         )
     for group in saved:
         if lacking := {"lr", "betas", "eps", "weight_decay"} - group.keys():
-            raise StateError(f"the state is not AdamW's: its parameter groups have no {', '.join(sorted(lacking))}")
+            raise StateError(
+                f"the state is not AdamW's: its parameter groups have no {', '.join(sorted(lacking))}"
+            )
         _check_numbers(group)
 
 
@@ -289,7 +291,9 @@ def _check_numbers(group: dict[str, Any]) -> None:
         if group.get(name):
             raise SettingError(name, group[name], "False: infinity.AdamW is plain AdamW")
     if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
-        raise SettingError("decoupled_weight_decay", False, "True, as in torch.optim.AdamW, or no weight_decay")
+        raise SettingError(
+            "decoupled_weight_decay", False, "True, as in torch.optim.AdamW, or no weight_decay"
+        )
 
 
 def _check_state(i: int, param: nn.Parameter, state: dict[str, Any]) -> None:
@@ -299,8 +303,8 @@ def _check_state(i: int, param: nn.Parameter, state: dict[str, Any]) -> None:
         if shape != tuple(param.shape):
             got = "is missing" if shape is None else f"has shape {shape}"
             raise StateError(
-                f"optimizer state of parameter {i}: {name} {got}; wanted {tuple(param.shape)}, from AdamW on the "
-                "same parameters in the same order"
+                f"optimizer state of parameter {i}: {name} {got}; wanted {tuple(param.shape)}, from AdamW on "
+                "the same parameters in the same order"
             )
 
 

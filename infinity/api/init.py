@@ -30,8 +30,10 @@ class Init:
     """
 
     def __init__(self, recipe: EngineConfig | HasEngineConfig | nn.Module | None = None) -> None:
-        again = isinstance(recipe, nn.Module)
-        self.runtime = runtime_of(recipe) if again else Runtime(engine_config(recipe))
+        if isinstance(recipe, nn.Module):
+            self.runtime = runtime_of(recipe)
+        else:
+            self.runtime = Runtime(engine_config(recipe))
 
     def __enter__(self) -> "Init":
         self.runtime.reopen()

@@ -18,7 +18,6 @@ from infinity.engine.config import EngineConfig, HasEngineConfig
 from infinity.shards.shared_base import SharedBase
 from infinity.shards.storage import Storage
 
-
 _DTYPE = "the recipe says it: train.dtype=bf16"
 _PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
 _WHOLE = (

@@ -7,8 +7,8 @@ from typing import Any
 _MARKS = {
     "Accelerate": {"compute_environment", "distributed_type", "fsdp_config", "mixed_precision"},
     "DeepSpeed": {
-        "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping", "bf16",
-        "fp16", "aio", "activation_checkpointing", "zero_allow_untested_optimizer", "wall_clock_breakdown",
+        "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
+        "bf16", "fp16", "aio", "activation_checkpointing", "wall_clock_breakdown",
     },
 }  # fmt: skip
 _BUDGETS = "memory.device, memory.host and memory.nvme (budgets; sizes of buffers follow from them)"

@@ -150,8 +150,8 @@ class ReleasedGradient(torch.Tensor):
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded, and is not here. "
             "Train with infinity.AdamW(model, ...), not another optimizer; clip with its max_grad_norm, read "
-            "optimizer.grad_norm after step(), and scale the loss in place of the gradients (with Accelerate, the "
-            "Trainer or Lightning as in examples/)"
+            "optimizer.grad_norm after step(), and scale the loss in place of gradients (with Accelerate, "
+            "the Trainer or Lightning as in examples/)"
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]

@@ -197,8 +197,8 @@ class Runtime:
             return
         if self._executor.updates.hypers.groups or self._executor.hooks.recorded:
             raise StateError(
-                "infinity.Init of a model that has its optimizer, or ran with gradients: add modules and resize "
-                "embeddings before that"
+                "infinity.Init of a model that has its optimizer, or ran with gradients: add modules and "
+                "resize embeddings before that"
             )
         self._executor.retire()
         for unit in self.units:
@@ -347,8 +347,8 @@ def runtime_of(model: nn.Module) -> Runtime:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"wanted the model, an nn.Module; got {type(model).__name__}: write infinity.AdamW(model, lr=...), "
-            "with the model in place of model.parameters(); parameter groups go into params=[...]"
+            f"wanted the model, an nn.Module; got {type(model).__name__}: write infinity.AdamW(model, "
+            "lr=...), with the model in place of model.parameters(); parameter groups go into params=[...]"
         )
     for module in model.modules():
         runtime = _served.get(module)
@@ -374,10 +374,14 @@ def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> No
 
 def _refuse_wrappers(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     """Raise before a module that copies or reduces parameters itself writes to those that a unit holds."""
-    if type(wrapper).__name__ in ("DistributedDataParallel", "DeepSpeedEngine") and module is not None and is_served(module):
+    if (
+        type(wrapper).__name__ in ("DistributedDataParallel", "DeepSpeedEngine")
+        and module is not None
+        and is_served(module)
+    ):
         raise StateError(
-            f"{type(wrapper).__name__} around a model that was built under infinity.Init, which shards weights and "
-            "reduces gradients over ranks by itself: use the model as it is (with Accelerate, the Trainer or "
+            f"{type(wrapper).__name__} around a model that was built under infinity.Init, which shards "
+            "weights and reduces gradients itself: use the model as it is (with Accelerate, the Trainer or "
             "Lightning as in examples/)"
         )
 

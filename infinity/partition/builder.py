@@ -122,9 +122,9 @@ class UnitBuilder:
         for name, param in fresh:
             if param.device.type == "meta":
                 raise StateError(
-                    f"{type(module).__name__}.{name} is built on the meta device, without values, as from_pretrained "
-                    "of transformers does: inside infinity.Init build the model from its config; load a checkpoint "
-                    "with model = infinity.from_pretrained(directory, recipe), outside"
+                    f"{type(module).__name__}.{name} is built on the meta device, without values, as "
+                    "from_pretrained of transformers does: inside infinity.Init build the model from its "
+                    "config; load a checkpoint with infinity.from_pretrained(directory, recipe), outside"
                 )
             nbytes = param.numel() * self.dtype.itemsize
             if self._open_nbytes >= self._target and nbytes > self._target / 8:

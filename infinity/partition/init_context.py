@@ -175,8 +175,8 @@ class Construction:
         if Construction._open is not None:
             raise StateError(
                 "this infinity.Init is inside another one, whose block is not over: build the models in one "
-                "block, or in one after the other (infinity.from_pretrained opens a block of its own: call it "
-                "outside)"
+                "block, or in one after the other (infinity.from_pretrained opens a block of its own: call "
+                "it outside)"
             )
         Construction._open = self
         self.active = True

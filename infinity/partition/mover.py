@@ -194,7 +194,7 @@ class Staying:
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
-    """Buffers that ``torch.inference_mode`` or ``torch.func`` would mark as theirs could not be used in training."""
+    """Let no buffer be one of ``torch.inference_mode``'s or ``torch.func``'s: training could not use it."""
 
     @functools.wraps(method)
     def normal(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -347,9 +347,10 @@ class UnitMover:
         ready = self._arriving.pop(index, None)
         if ready is not None:
             ready()  # the disk or a peer still writes into the buffer
-        lease, unit.lease = unit.lease, None
-        if lease is None:
+        if unit.lease is None:
             return None
+        unit.check_memory()
+        lease, unit.lease = unit.lease, None
         try:
             if unit.flat is not None:
                 address = unit.flat.untyped_storage().data_ptr()

@@ -76,6 +76,7 @@ class Unit:
         self.updates = 0
         self.flat: Tensor | None = None
         self.lease: Lease | None = None
+        self._address = 0  # of the flat buffer when it was attached
 
     @property
     def name(self) -> str:
@@ -131,7 +132,7 @@ class Unit:
             for segment in self.segments:
                 self.check_released(segment)
         finally:
-            self.flat = flat
+            self.flat, self._address = flat, flat.data_ptr()
             for segment in self.segments:
                 segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
             self.allow_writes()
@@ -142,7 +143,7 @@ class Unit:
             segment.writes = segment.param._version
 
     def detach(self) -> None:
-        """Give every parameter its placeholder; the flat buffer has no reader afterwards, also after an error.
+        """Give every parameter its placeholder; the flat buffer has no reader then, also after an error.
 
         Raises:
             StateError: See :meth:`check_attached`; what was written is lost.
@@ -181,9 +182,22 @@ class Unit:
             if param.dtype != self.dtype or not is_placeholder(param):
                 self._refuse(segment)
             return
-        place = self.flat.data_ptr() + segment.offset * self.dtype.itemsize
+        self.check_memory()
+        place = self._address + segment.offset * self.dtype.itemsize
         if param.dtype != self.dtype or (param.data_ptr() != place and segment.numel):
             self._refuse(segment)
+
+    def check_memory(self) -> None:
+        """Raise if the flat buffer's storage was moved: an engine reads into its old place, for ever.
+
+        Raises:
+            StateError: ``model.share_memory()`` or the like has moved it.
+        """
+        if self.flat is not None and self.flat.data_ptr() != self._address:
+            raise StateError(
+                f"{self.name}: its memory was moved by model.share_memory(), so this model cannot go on; "
+                "close it and build it again, and share plain tensors (infinity.state_dict) in place of it"
+            )
 
     def check_all_attached(self) -> None:
         """See :meth:`check_attached`."""
@@ -216,10 +230,10 @@ class Unit:
                 "`with infinity.Init(recipe)`, or, of a finished model, `with infinity.Init(model)`"
             )
         raise StateError(
-            f"{segment.name}: its data was replaced or written outside infinity ({data.dtype}, on {data.device}); "
-            f"it is {self.dtype} in its unit again, as it was. Choose the dtype with train.dtype in the recipe "
-            "before building the model: .half(), .float() and .to(dtype) cannot change it. Write values inside "
-            "`with infinity.gathered(params, modify=True)`"
+            f"{segment.name}: its data was replaced or written outside infinity ({data.dtype} on "
+            f"{data.device}); it is {self.dtype} in its unit again, as it was. Choose the dtype with "
+            "train.dtype in the recipe before building the model: .half(), .float() and .to(dtype) cannot "
+            "change it. Write values inside `with infinity.gathered(params, modify=True)`"
         )
 
 

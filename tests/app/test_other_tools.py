@@ -45,9 +45,13 @@ ACCELERATE = {
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dump", [json.dumps, yaml.safe_dump])
-def test_a_configuration_of_another_tool_says_where_a_recipe_has_the_same(tmp_path, given, tool, places, dump):
+def test_a_configuration_of_another_tool_says_where_a_recipe_has_the_same(
+    tmp_path, given, tool, places, dump
+):
     path = tmp_path / "config"
     path.write_text(dump(given))
-    with pytest.raises(RecipeError, match=f"config: this is a configuration of {tool}, not a recipe") as error:
+    with pytest.raises(
+        RecipeError, match=f"config: this is a configuration of {tool}, not a recipe"
+    ) as error:
         load_recipe(path)
     assert all(place in str(error.value) for place in places)

@@ -1,4 +1,4 @@
-"""Habits from other loops: each works as in plain PyTorch, or one sentence says what to write, and nothing is lost."""
+"""Habits from other loops: each works as in plain PyTorch, or a sentence says what to write."""
 
 import socket
 import warnings
@@ -14,7 +14,7 @@ import infinity
 from infinity import CheckpointError, StateError
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models, training
-from tests.helpers.lockstep import TINY_UNIT, WIDTH, Lockstep, Toy, batch, lockstep, place, seeded
+from tests.helpers.lockstep import TINY_UNIT, WIDTH, Lockstep, Toy, batch, lockstep, seeded
 from tests.helpers.reference import Reference
 
 BOTH = pytest.mark.parametrize("place", ["host", "nvme"])
@@ -57,9 +57,9 @@ def test_another_optimizer_is_refused_at_its_step_before_it_writes(tmp_path, pla
 def test_a_step_by_hand_is_refused(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.backward(1)
+        bias = pair.model.last.bias
         with pytest.raises(StateError, match=r"not another optimizer"), torch.no_grad():
-            for param in pair.model.parameters():
-                param -= 0.1 * param.grad
+            bias -= 0.1 * bias.grad
         goes_on(pair)
 
 
@@ -92,9 +92,9 @@ def test_parameters_in_place_of_the_model_are_an_error_that_says_what_to_write(w
 
 IMPOSSIBLE = [
     {"lr": -1}, {"lr": float("nan")}, {"lr": float("inf")}, {"lr": "1e-3"}, {"lr": True}, {"lr": None},
-    {"lr": torch.tensor([1.0, 2.0])}, {"betas": (2, 3)}, {"betas": (0.9,)}, {"betas": 0.9}, {"betas": (0.9, 1)},
-    {"betas": (-0.1, 0.9)}, {"betas": ("0.9", 0.9)}, {"eps": -1e-8}, {"eps": float("nan")},
-    {"weight_decay": -0.1}, {"weight_decay": float("nan")}, {"weight_decay": False},
+    {"lr": torch.tensor([1.0, 2.0])}, {"betas": (2, 3)}, {"betas": (0.9,)}, {"betas": 0.9},
+    {"betas": (0.9, 1)}, {"betas": (-0.1, 0.9)}, {"betas": ("0.9", 0.9)}, {"eps": -1e-8},
+    {"eps": float("nan")}, {"weight_decay": -0.1}, {"weight_decay": float("nan")}, {"weight_decay": False},
 ]  # fmt: skip
 OTHER_RULES = [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": False}]
 
@@ -115,7 +115,7 @@ def test_impossible_hyperparameters_are_refused_wherever_they_are_given(tmp_path
             with pytest.raises(ValueError, match=rf"^{name}: got .*; wanted "):
                 pair.optimizer.load_state_dict(state)
         for norm in (-1.0, 0, float("nan"), "1", True):
-            with pytest.raises(ValueError, match="max_grad_norm: got .*; wanted a number > 0, or None"):
+            with pytest.raises(ValueError, match=r"max_grad_norm: got .*; wanted a number > 0, or None"):
                 infinity.AdamW(pair.model, max_grad_norm=norm)
         goes_on(pair)
 
@@ -125,7 +125,9 @@ def test_a_group_that_is_refused_is_not_added(tmp_path):
         held = pair.optimizer.param_groups.pop(1)["params"]
         with pytest.raises(ValueError, match="lr: got -1"):
             pair.optimizer.add_param_group({"params": held, "lr": -1})
-        with pytest.raises(StateError, match=r"shape \(3, 2\) in a parameter group is not one of this model's"):
+        with pytest.raises(
+            StateError, match=r"shape \(3, 2\) in a parameter group is not one of this model's"
+        ):
             pair.optimizer.add_param_group({"params": nn.Linear(2, 3).parameters()})
         pair.optimizer.add_param_group({"params": held, "weight_decay": 0.0})
         goes_on(pair)
@@ -186,7 +188,7 @@ def test_the_state_of_torchs_adamw_is_loaded(tmp_path, place):
          r"groups of \[18\] parameters, this optimizer of \[24\].*params=\[\{"),
         (lambda: _trained_by_torch(torch.optim.SGD, momentum=0.9, lr=0.1), "groups have no betas, eps"),
         (lambda: _trained_by_torch(torch.optim.Adamax), "of parameter 0: exp_avg_sq is missing"),
-        (lambda: _trained_by_torch(groups=lambda m: [*m.parameters()][::-1]), r"exp_avg has shape .*; wanted"),
+        (lambda: _trained_by_torch(groups=lambda m: [*m.parameters()][::-1]), "exp_avg has shape .*; wanted"),
     ],
 )  # fmt: skip
 def test_the_state_of_another_optimizer_is_an_error_before_anything_is_loaded(tmp_path, trained, message):
@@ -226,8 +228,21 @@ def test_a_cast_is_refused_in_the_call_itself_and_undone(tmp_path, place, when):
                 cast(pair.model)
             assert pair.model.offset.dtype == torch.float32
             if when != "new":
-                goes_on(pair)
+                pair.optimizer.zero_grad()
+                pair.step()
         goes_on(pair)
+
+
+@BOTH
+def test_sharing_the_memory_of_weights_is_refused(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        with torch.no_grad():
+            pair.model(**batch(1))
+        assert pair.model.last.weight.isfinite().all()  # its unit is in memory now
+        with pytest.raises(StateError, match=r"moved by model.share_memory\(\).*build it again"):
+            pair.model.share_memory()
+        with pytest.raises(StateError, match="build it again"):
+            pair.step(2)
 
 
 @BOTH
@@ -526,7 +541,9 @@ def test_a_hub_name_is_an_error_without_network(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
-    with pytest.raises(CheckpointError, match=r"not a directory on this machine.*hf download NAME --local-dir"):
+    with pytest.raises(
+        CheckpointError, match=r"not a directory on this machine.*hf download NAME --local-dir"
+    ):
         infinity.from_pretrained("meta-llama/Llama-3.1-8B")
 
 
