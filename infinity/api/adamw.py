@@ -235,8 +235,8 @@ class AdamW(torch.optim.Optimizer):
             elif param.requires_grad:
                 raise StateError(
                     f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules "
-                    "inside `with infinity.Init(recipe)` or, of a finished model, `with infinity.Init(model)`; "
-                    "or freeze it with requires_grad_(False)"
+                    "inside `with infinity.Init(recipe)` or, of a finished model, `with "
+                    "infinity.Init(model)`; or freeze it with requires_grad_(False)"
                 )
 
 

@@ -230,7 +230,7 @@ class Unit:
                 "`with infinity.Init(recipe)`, or, of a finished model, `with infinity.Init(model)`"
             )
         raise StateError(
-            f"{segment.name}: its data was replaced or written outside infinity ({data.dtype} on "
+            f"{segment.name}: its data was replaced outside infinity, or written ({data.dtype} on "
             f"{data.device}); it is {self.dtype} in its unit again, as it was. Choose the dtype with "
             "train.dtype in the recipe before building the model: .half(), .float() and .to(dtype) cannot "
             "change it. Write values inside `with infinity.gathered(params, modify=True)`"
