@@ -24,6 +24,8 @@ class Init:
             ``Init`` or loaded with ``from_pretrained`` and has no optimizer yet: modules that are added to
             it, or embeddings that are resized, in the block join it.
 
+    An error in the block closes the model.
+
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.

@@ -47,6 +47,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholde
 
 Touch = Callable[[nn.Parameter], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
+Check = Callable[[nn.Parameter], None]
 
 
 class ServedParameters(dict[str, nn.Parameter | None]):
@@ -59,7 +60,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         check: Raises if the data of a parameter was replaced; see [Note: casts].
     """
 
-    def __init__(self, values: dict[str, Any], touch: Touch, deep_copy: DeepCopy, check: Touch) -> None:
+    def __init__(self, values: dict[str, Any], touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
         super().__init__(values)
         self.touch = touch
         self.deep_copy = deep_copy
@@ -95,7 +96,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         )
 
 
-def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy, check: Touch) -> None:
+def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
     """Put a :class:`ServedParameters` in place of ``module._parameters``."""
     if not isinstance(module._parameters, ServedParameters):
         module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy, check)
