@@ -100,7 +100,7 @@ def from_pretrained(
         with Init(recipe) as init:
             runtime = init.runtime
             if not path.exists():
-                raise CheckpointError(f"{path} is not a directory on this machine; {_LOCAL}")
+                raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             base = None
             if frozen:  # looks at files that are not open yet
