@@ -1,5 +1,7 @@
 """``AdamW``: a ``torch.optim.Optimizer`` whose updates run beside training."""
 
+import math
+import numbers
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError
 from infinity.core.transfer import TransferEngine
 from infinity.engine.runtime import Runtime, runtime_of
@@ -29,12 +32,14 @@ class AdamW(torch.optim.Optimizer):
         betas: Decay of the first and second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        max_grad_norm: Clip the global norm of the gradients to this; None: never. With None (and two
-            versions on disk) updates start inside backward.
+        max_grad_norm: Clip the global norm of the gradients to this, above 0; None: never. With None (and
+            two versions on disk) updates start inside backward.
         params: Parameter groups as torch takes them, in place of the default two.
 
     Raises:
         StateError: The model, or a trainable parameter of it, was made outside ``infinity.Init``.
+        TypeError: ``model`` is none, but ``model.parameters()``.
+        ValueError: A number is out of range; names it, and what is accepted.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class AdamW(torch.optim.Optimizer):
         params: Iterable[dict[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         self.runtime: Runtime = runtime_of(model)
+        if max_grad_norm not in (None, math.inf) and not _is_number(max_grad_norm, Valid(above=0)):
+            raise SettingError("max_grad_norm", max_grad_norm, "a number > 0, or None: never clip")
         self.max_grad_norm = max_grad_norm
         self.model = model
         self._check_parameters()
@@ -59,6 +66,21 @@ class AdamW(torch.optim.Optimizer):
         self.skipped = False
         self.steps = 0
         self._report_mark = self._mark()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, also for the groups of ``params``: checks the numbers and the parameters."""
+        super().add_param_group(param_group)
+        try:
+            _check_numbers(self.param_groups[-1])
+            for param in self.param_groups[-1]["params"]:
+                if param.requires_grad and self.runtime.units.find(param) is None:
+                    raise StateError(
+                        f"a parameter of shape {tuple(param.shape)} in a parameter group is not one of this "
+                        "model's that were made under infinity.Init, so no tier holds it"
+                    )
+        except BaseException:
+            del self.param_groups[-1]
+            raise
 
     def _connect(self) -> None:
         executor = self.runtime.executor(clips=self.max_grad_norm is not None)
@@ -84,6 +106,11 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             DiskError: A transfer of this step failed; the committed step is unharmed.
         """
+        if self.runtime.executor().updates.hypers.groups is not self.param_groups:
+            raise StateError(
+                "another infinity.AdamW was made for this model after this one: a model has one. For other "
+                "hyperparameters of some parameters give it parameter groups, params=[...]"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -166,15 +193,21 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; every rank must call with the full state."""
+        """Take back what :meth:`state_dict` gave; every rank must call with the full state.
+
+        Also that of ``torch.optim.AdamW`` with the same parameter groups: exact weights stay as they are.
+        """
         params = [p for group in self.param_groups for p in group["params"]]
         state = state_dict["state"]
+        _check_groups(state_dict["param_groups"], self.param_groups)
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if missing:
             raise StateError(
                 f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
                 f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"
             )
+        for i, param in enumerate(params):
+            _check_state(i, param, state[i])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._connect()
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
@@ -199,8 +232,9 @@ class AdamW(torch.optim.Optimizer):
                 unit.check_data(segment)
             elif param.requires_grad:
                 raise StateError(
-                    f"{name} was made outside infinity.Init, so no tier holds it. Replace or add modules "
-                    "inside the `with infinity.Init(recipe)` block, or freeze it with requires_grad_(False)"
+                    f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules "
+                    "inside `with infinity.Init(recipe)` or, of a finished model, `with "
+                    "infinity.Init(model)`; or freeze it with requires_grad_(False)"
                 )
 
 
@@ -212,6 +246,64 @@ class _Mark:
         self.stalls = dict(stalls.seconds)
         self.read = engine.nbytes_read if engine else 0
         self.written = engine.nbytes_written if engine else 0
+
+
+#: Valid numbers of a parameter group, as torch has them.
+_NUMBERS = {"lr": Valid(least=0), "eps": Valid(least=0), "weight_decay": Valid(least=0)}
+_BETA = Valid(least=0, below=1)
+
+
+def _is_number(value: Any, valid: Valid) -> bool:
+    """Whether ``value`` is a number (no bool, no text) in a range; one tensor of one element is, too."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return type(value) is not bool and isinstance(value, numbers.Real) and valid.accepts(value)
+
+
+def _check_groups(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Raise unless the parameter groups of a saved dictionary are AdamW's, and like an optimizer's own."""
+    theirs, ours = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if theirs != ours:
+        raise StateError(
+            f"the state has parameter groups of {theirs} parameters, this optimizer of {ours} (matrices, "
+            "which decay, and vectors); for the state of torch.optim.AdamW(model.parameters()) make it "
+            'with params=[{"params": list(model.parameters())}]'
+        )
+    for group in saved:
+        if lacking := {"lr", "betas", "eps", "weight_decay"} - group.keys():
+            raise StateError(
+                f"the state is not AdamW's: its parameter groups have no {', '.join(sorted(lacking))}"
+            )
+        _check_numbers(group)
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    """Raise if a parameter group has impossible hyperparameters, or those of another rule."""
+    for name, valid in _NUMBERS.items():
+        if not _is_number(group[name], valid):
+            raise SettingError(name, group[name], f"a number {valid}")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or [_is_number(b, _BETA) for b in betas] != [True, True]:
+        raise SettingError("betas", betas, f"two numbers {_BETA}")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise SettingError(name, group[name], "False: infinity.AdamW is plain AdamW")
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+        raise SettingError(
+            "decoupled_weight_decay", False, "True, as in torch.optim.AdamW, or no weight_decay"
+        )
+
+
+def _check_state(i: int, param: nn.Parameter, state: dict[str, Any]) -> None:
+    """Raise unless ``state`` is AdamW's state of ``param``, the i-th of the optimizer."""
+    for name in ("exp_avg", "exp_avg_sq"):
+        shape = tuple(state[name].shape) if name in state else None
+        if shape != tuple(param.shape):
+            got = "is missing" if shape is None else f"has shape {shape}"
+            raise StateError(
+                f"optimizer state of parameter {i}: {name} {got}; wanted {tuple(param.shape)}, from AdamW on "
+                "the same parameters in the same order"
+            )
 
 
 def _default_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

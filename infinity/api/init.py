@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.core.errors import StateError
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
 from infinity.engine.runtime import Runtime, runtime_of, runtimes
 
@@ -19,18 +20,31 @@ class Init:
 
     Args:
         recipe: Budgets, dtype and directories: a recipe (see ``infinity recipe``), or the
-            :class:`~infinity.engine.config.EngineConfig` that it contains.
+            :class:`~infinity.engine.config.EngineConfig` that it contains. Or a model that was built under
+            ``Init`` or loaded with ``from_pretrained`` and has no optimizer yet: modules that are added to
+            it, or embeddings that are resized, in the block join it.
+
+    An error in the block closes the model.
 
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
     """
 
-    def __init__(self, recipe: EngineConfig | HasEngineConfig | None = None) -> None:
-        self.runtime = Runtime(engine_config(recipe))
+    def __init__(self, recipe: EngineConfig | HasEngineConfig | nn.Module | None = None) -> None:
+        if isinstance(recipe, nn.Module):
+            self.runtime = runtime_of(recipe)
+        else:
+            self.runtime = Runtime(engine_config(recipe))
 
     def __enter__(self) -> "Init":
-        self.runtime.construction.__enter__()
+        self.runtime.reopen()
+        try:
+            self.runtime.construction.__enter__()
+        except StateError:
+            if not self.runtime.units:  # nothing was built: no one else will close it
+                self.runtime.close()
+            raise
         return self
 
     def __exit__(

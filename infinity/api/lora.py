@@ -110,7 +110,7 @@ def _cut_into_units(adapted: nn.Module, construction: Construction, world_size: 
     full = builder.TARGET_SHARD_NBYTES * world_size
     with construction:
         construction.late = None  # adapters have their values
-        construction.roots.append(adapted)
+        construction.add_root(adapted)
         nbytes, block = 0, ""
         for name, module in adapted.named_modules():
             fresh = [p for p in module.parameters(recurse=False) if p.requires_grad]

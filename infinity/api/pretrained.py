@@ -13,9 +13,39 @@ from infinity.checkpoint.directory import Checkpoint, stamp_files
 from infinity.checkpoint.load import CheckpointValues, OnProgress
 from infinity.checkpoint.model import build_model, read_config
 from infinity.comm.ranks import Ranks
+from infinity.core.errors import CheckpointError
 from infinity.engine.config import EngineConfig, HasEngineConfig
 from infinity.shards.shared_base import SharedBase
 from infinity.shards.storage import Storage
+
+_DTYPE = "the recipe says it: train.dtype=bf16"
+_PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
+_WHOLE = (
+    "training needs weights in bf16, fp16 or fp32; a base that stays as it is takes 2 bytes per parameter on "
+    "memory.nvme: frozen=True and infinity.add_lora"
+)
+_LOCAL = "nothing is downloaded: give a local directory, such as `hf download NAME --local-dir DIR` makes"
+#: Arguments of transformers' from_pretrained, and what to write in place of each.
+_ELSEWHERE = {
+    "torch_dtype": _DTYPE,
+    "dtype": _DTYPE,
+    "device_map": _PLACE,
+    "max_memory": _PLACE,
+    "offload_folder": _PLACE,
+    "offload_state_dict": _PLACE,
+    "tp_plan": "start the script with torchrun: ranks share every weight",
+    "load_in_8bit": _WHOLE,
+    "load_in_4bit": _WHOLE,
+    "quantization_config": _WHOLE,
+    "low_cpu_mem_usage": "leave it out: weights are always streamed",
+    "ignore_mismatched_sizes": "name the parameters in new=[...], as in new=['classifier.*']",
+    "state_dict": "call model.load_state_dict() afterwards",
+    "local_files_only": "leave it out: nothing is ever downloaded",
+    "trust_remote_code": "leave it out: no code of a checkpoint is run",
+    **dict.fromkeys(
+        ("revision", "token", "use_auth_token", "cache_dir", "force_download", "subfolder"), _LOCAL
+    ),
+}
 
 
 def from_pretrained(
@@ -57,15 +87,20 @@ def from_pretrained(
         The model in evaluation mode, as transformers gives it: call ``train()`` before training.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or does not fit the model; lists every missing,
-            unknown and wrongly shaped key.
+        CheckpointError: A file is missing or damaged, or does not fit the model (lists every missing,
+            unknown and wrongly shaped key); or an argument is one of transformers' that has another place.
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
     """
+    for name in config_overrides:
+        if name in _ELSEWHERE:
+            raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
     path = Path(path)
     with contextlib.ExitStack() as files:
         with Init(recipe) as init:
             runtime = init.runtime
+            if not path.exists():
+                raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             base = None
             if frozen:  # looks at files that are not open yet

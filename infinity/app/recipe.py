@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 
 from infinity.app.data.loader import DataConfig
 from infinity.app.models.config import ModelConfig
+from infinity.app.other_tools import translate
 from infinity.core.config import (
     MemoryConfig,
     SettingError,
@@ -356,6 +357,8 @@ def _resolve(given: Mapping[str, Any], origin: _Origin) -> dict[str, Any]:
 
 def _build(merged: Mapping[str, Any], origin: _Origin) -> Recipe:
     sections = _sections()
+    if translation := translate(merged):
+        raise RecipeError(f"{origin.file}: {translation}")
     for name, given in merged.items():
         if name not in sections:
             inner = next(iter(given), None) if isinstance(given, Mapping) else None

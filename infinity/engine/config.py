@@ -40,7 +40,18 @@ class HasEngineConfig(Protocol):
 
 
 def engine_config(config: EngineConfig | HasEngineConfig | None) -> EngineConfig:
-    """Return the engine's part of ``config``; None stands for the defaults."""
+    """Return the engine's part of ``config``; None stands for the defaults.
+
+    Raises:
+        TypeError: It is neither.
+    """
     if config is None:
         return EngineConfig()
-    return config if isinstance(config, EngineConfig) else config.engine
+    if isinstance(config, EngineConfig):
+        return config
+    if not hasattr(config, "engine"):
+        raise TypeError(
+            f"wanted a recipe; got {type(config).__name__}: write "
+            "infinity.Init(infinity.load_recipe('recipe.yaml'))"
+        )
+    return config.engine

@@ -146,7 +146,7 @@ class UnitBudget:
 
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
         alone, on_nvme = self._ranks.world_size == 1, unit.home is Tier.NVME
-        largest = max(unit.segments, key=lambda s: s.numel)
+        largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
@@ -156,8 +156,8 @@ class UnitBudget:
             on_nvme=on_nvme,
             trainable=trainable,
             waits=trainable and (accumulates or not (self._early and on_nvme)),
-            parameter=largest.name,
-            parameter_nbytes=largest.numel * unit.dtype.itemsize,
+            parameter=largest[1],
+            parameter_nbytes=largest[0] * unit.dtype.itemsize,
         )
 
 

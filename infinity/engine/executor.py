@@ -238,6 +238,7 @@ class StepExecutor:
 
     def retire(self) -> None:
         """Give back what is held: another executor takes this one's place."""
+        self.hooks.release_unscoped_units()
         self.prefetcher.forget()
         self.close()
 

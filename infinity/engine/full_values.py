@@ -191,7 +191,7 @@ class FullValues:
                 segment.steps = 0
 
     def load_optimizer_fields(self, fields: dict[int, dict[str, Tensor]]) -> None:
-        """Replace step counts, exact weights and moments; the weights of the model follow."""
+        """Replace step counts and moments, and exact weights where they are given; the model follows."""
         self._executor().updates.drain()
         self._executor().prefetcher.forget()
         for unit in self.units:
@@ -205,6 +205,8 @@ class FullValues:
                 start, stop = max(low, s.offset), min(high, s.stop)
                 if start < stop:
                     for shard, key in zip(shards, ("master", "exp_avg", "exp_avg_sq"), strict=True):
+                        if key not in fields[id(s.param)]:
+                            continue  # torch.optim.AdamW has no exact weight beside the model's
                         values = fields[id(s.param)][key].reshape(-1)
                         shard[start - low : stop - low].copy_(values[start - s.offset : stop - s.offset])
             self.tiers.set_shard_fields(unit, (shards[0], shards[1], shards[2]))

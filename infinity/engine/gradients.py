@@ -149,14 +149,15 @@ class ReleasedGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _SHAPES or TracingContext.try_get() is not None:  # torch.compile looks at shapes
                 return func(*args, **(kwargs or {}))
-            if name in ("to", "cpu", "cuda") and func(*args, **(kwargs or {})) is args[0]:
-                return args[0]  # model.to() of the device where it is
+            if name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double", "empty_like"):
+                return args[0]  # model.to(...): the weight itself is moved or refuses the cast
             if name == "__set__" and args[0] is args[1]:
                 return None  # the same
         raise StateError(
             f"{name} on a parameter's .grad: the gradient is kept in its unit, sharded, and is not here. "
-            "Clip with infinity.AdamW(..., max_grad_norm=...), read optimizer.grad_norm after step(), and "
-            "scale the loss in place of the gradients"
+            "Train with infinity.AdamW(model, ...), not another optimizer; clip with its max_grad_norm, read "
+            "optimizer.grad_norm after step(), and scale the loss in place of gradients (with Accelerate, "
+            "the Trainer or Lightning as in examples/)"
         )
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -319,8 +320,8 @@ class Gradients:
             elif gradient is not None:
                 gradient.end_backward()
             return
+        weights = self._take_weights(unit)  # may raise, while the gradient is still in its place
         self._delivered.add(unit.index)
-        weights = self._take_weights(unit)
         if self.collectives is not None:
             self._reduce(unit, lambda: self._hand_over(unit, self._shards.pop(unit.index, None), weights))
             return
@@ -375,11 +376,13 @@ class Gradients:
         weights = Weights()
         if self.prefetcher.streams(unit.index):
             self.pins.forget(unit.index)
-            if self.prefetcher.stays(unit.index):
-                weights = Weights(self.mover.stay(unit.index), stay=True)
-            elif (lease := self.mover.take(unit.index)) is not None:
-                weights = self._kept(unit, lease)
-            self.prefetcher.done(unit.index)
+            try:
+                if self.prefetcher.stays(unit.index):
+                    weights = Weights(self.mover.stay(unit.index), stay=True)
+                elif (lease := self.mover.take(unit.index)) is not None:
+                    weights = self._kept(unit, lease)
+            finally:
+                self.prefetcher.done(unit.index)
         return weights
 
     def _kept(self, unit: Unit, lease: Lease) -> Weights:

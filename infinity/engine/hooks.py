@@ -110,6 +110,11 @@ class Hooks:
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
 
+    @property
+    def recorded(self) -> bool:
+        """Whether autograd recorded a forward pass."""
+        return bool(self._hooked)
+
     def end(self, why: str) -> None:
         """Raise ``why`` from whatever a module or autograd asks from now on."""
         while self.stack:

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
@@ -37,6 +39,7 @@ from infinity.activations.tensor_cache import TensorCache
 from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BudgetError, PeerError, StateError
+from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.core.plan import Hardware
@@ -95,6 +98,7 @@ class Runtime:
         self.say = MessageBuffer()
         self.notes: list[str] = []
         self._executor: StepExecutor | None = None
+        self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
         device = join_ranks(config.partition.timeout_s)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -167,15 +171,15 @@ class Runtime:
         room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes
         return measure_hardware(self.ranks.device, self.config.memory.nvme, room)
 
-    def _serve(self, module: nn.Module) -> Callable[[], None]:
+    def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
         _served[module] = weakref.ref(self)
-        install_parameter_dict(module, self._touch, self._deep_copy)
+        install_parameter_dict(module, self._touch, self._deep_copy, self._check)
         handles = register_forward_hooks(module, self._enter, self._leave)
         handles += register_state_dict_hooks(module, self.values)
 
-        def take_out() -> None:
+        def take_out(module: nn.Module) -> None:
             del _served[module]
-            module.__dict__["_parameters"] = dict(module._parameters.items())
+            module.__dict__["_parameters"] = dict(module._parameters)
             for handle in handles:
                 handle.remove()
 
@@ -206,10 +210,10 @@ class Runtime:
             StateError: The model was closed, or belongs to the process that forked this one.
         """
         self.check_open()
-        before = self._executor
-        if before is None or clips not in (None, before.clips):
-            if before is not None:
-                before.retire()
+        before = self._executor or self._retired
+        if self._executor is None or clips not in (None, self._executor.clips):
+            if self._executor is not None:
+                self._executor.retire()
             self._executor = StepExecutor(
                 self.units, self._leaves, self.ranks, self.tiers, self.activations, self.config, self.stalls,
                 self.timeline, clips=clips is not False, before=before, on_failure=weakly(self.fail),
@@ -217,6 +221,26 @@ class Runtime:
             self.stack.callback(self._executor.stack.close)
         assert self._executor is not None
         return self._executor
+
+    def reopen(self) -> None:
+        """Prepare for another block of construction, in which the model is changed.
+
+        Raises:
+            StateError: The model has an optimizer, or ran with gradients.
+        """
+        if self._executor is None:
+            return
+        if self._executor.updates.hypers.groups or self._executor.hooks.recorded:
+            raise StateError(
+                "infinity.Init of a model that has its optimizer, or ran with gradients: add modules and "
+                "resize embeddings before that"
+            )
+        self._executor.retire()
+        for unit in self.units:
+            if unit.gathered:  # in host memory, its parameters views of its shard
+                unit.detach()
+                unit.lifecycle.move(UnitState.ON_HOST)
+        self._executor, self._retired = None, self._executor
 
     # --- what modules call -------------------------------------------------------------------
 
@@ -234,6 +258,12 @@ class Runtime:
             self.construction.touch(param, siblings)
         else:
             self.executor().hooks.touch(param)
+
+    def _check(self, param: nn.Parameter) -> None:
+        if self.construction.active:
+            self.construction.check(param)
+        elif (place := self.units.find(param)) is not None:
+            place[0].check_place(place[1])
 
     def _deep_copy(self, param: nn.Parameter) -> nn.Parameter:
         if self.construction.active:
@@ -428,6 +458,11 @@ def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
     Raises:
         StateError: It was not built under ``infinity.Init``, or was closed.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"wanted the model, an nn.Module; got {type(model).__name__}: write infinity.AdamW(model, "
+            "lr=...), with the model in place of model.parameters(); parameter groups go into params=[...]"
+        )
     for module in model.modules():
         runtime = _served[module]() if module in _served else None
         if runtime is not None:
@@ -438,6 +473,37 @@ def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
         f"{type(model).__name__} was not built under infinity.Init; "
         "write `with infinity.Init(recipe): model = ...`"
     )
+
+
+def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before an optimizer that is not infinity's writes to a parameter that a unit holds."""
+    if not _opened or hasattr(optimizer, "runtime"):
+        return
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if any(runtime.units.find(param) for runtime in _opened):
+            raise StateError(
+                f"{type(optimizer).__name__}.step() on parameters that were made under infinity.Init, whose "
+                "gradients and states are sharded: write optimizer = infinity.AdamW(model, lr=...)"
+            )
+
+
+def _refuse_wrappers(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raise before a module that copies or reduces parameters itself writes to those that a unit holds."""
+    if (
+        type(wrapper).__name__ in ("DistributedDataParallel", "DeepSpeedEngine")
+        and module is not None
+        and is_served(module)
+    ):
+        raise StateError(
+            f"{type(wrapper).__name__} around a model that was built under infinity.Init, which shards "
+            "weights and reduces gradients itself: use the model as it is (with Accelerate, the Trainer or "
+            "Lightning as in examples/)"
+        )
+
+
+# Public hooks of torch, for all optimizers and modules: nothing is patched.
+register_optimizer_step_pre_hook(_refuse_other_optimizers)
+register_module_module_registration_hook(_refuse_wrappers)
 
 
 def _close_all() -> None:

@@ -19,14 +19,14 @@ only has the name really keeps its experts in a list is seen when it is complete
 import difflib
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import chain
 
 import torch
 from torch import nn
 
-from infinity.core.errors import RecipeError
-from infinity.partition.unit import Unit, UnitIndex, layout
+from infinity.core.errors import RecipeError, StateError
+from infinity.partition.unit import Segment, Unit, UnitIndex, layout
 
 #: A unit is full when a rank's shard of it holds this much: several requests of the size at
 #: which drives reach their full speed (bytes).
@@ -60,7 +60,8 @@ class UnitBuilder:
         self._close = close
         self.units = UnitIndex()
         self._known: set[int] = set()  # ids of parameters that joined; units hold the references
-        self._open: dict[int, tuple[str, nn.Parameter]] = {}
+        #: Name, parameter, and the module that it was made for.
+        self._open: dict[int, tuple[str, nn.Parameter, weakref.ref[nn.Module] | None]] = {}
         self._open_nbytes = 0
         self._blocks: set[type[nn.Module]] = set()
         self._stack: list[nn.Module] = []
@@ -119,16 +120,38 @@ class UnitBuilder:
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         fresh = [(n, p) for n, p in own if id(p) not in self._known and p.is_floating_point()]
         for name, param in fresh:
+            if param.device.type == "meta":
+                raise StateError(
+                    f"{type(module).__name__}.{name} is built on the meta device, without values, as "
+                    "from_pretrained of transformers does: inside infinity.Init build the model from its "
+                    "config; load a checkpoint with infinity.from_pretrained(directory, recipe), outside"
+                )
             nbytes = param.numel() * self.dtype.itemsize
             if self._open_nbytes >= self.target_nbytes and nbytes > self.target_nbytes / 8:
                 self.close()
             self._known.add(id(param))
-            self._open[id(param)] = (f"{type(module).__name__}.{name}", param)
+            self._open[id(param)] = (f"{type(module).__name__}.{name}", param, weakref.ref(module))
             self._open_nbytes += nbytes
 
-    def close(self, alive: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-        """Close the open unit with those of its parameters that a module still owns."""
-        params = [item for item in self._open.values() if alive(item[1])]
+    def rejoin(self, unit: Unit, segment: Segment) -> None:
+        """Take a parameter, which has another shape now, out of its closed unit into the open one."""
+        param = segment.param
+        self.units.drop(unit, segment)
+        self._open[id(param)] = (segment.name, param, None)
+        self._open_nbytes += param.numel() * self.dtype.itemsize
+
+    def close(self, used: Container[int] | None = None) -> None:
+        """Close the open unit, without the parameters of modules that were dropped.
+
+        Args:
+            used: Ids of the parameters that a model has, at the end; those whose module was dropped may have
+                found another one.
+        """
+        params = [
+            (name, param)
+            for name, param, made_for in self._open.values()
+            if (made_for is None or made_for() is not None if used is None else id(param) in used)
+        ]
         self._known -= self._open.keys() - {id(param) for _, param in params}  # ids are used again
         self._open, self._open_nbytes = {}, 0
         if params:
@@ -143,7 +166,7 @@ class UnitBuilder:
         for module in chain.from_iterable(root.modules() for root in roots):
             self.join(module)
         used = {id(p) for root in roots for p in root.parameters()}
-        self.close(lambda param: id(param) in used)
+        self.close(used)
 
     @property
     def target_nbytes(self) -> int:

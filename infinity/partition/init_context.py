@@ -30,13 +30,20 @@ A module's ``_parameters`` is a :class:`ServedParameters`: a module that reads `
 key. Asking for a parameter that was released, outside its own module's forward (a parent's forward, a
 tied weight, a model's own ``_init_weights``), gathers its unit and is written into the
 trace. Iterating (``named_parameters``, ``state_dict``, an optimizer) touches nothing.
+
+[Note: casts]
+``module.half()`` and the like (``nn.Module._apply``) replace the data of each parameter while they iterate
+over ``_parameters``. So the iterator looks at each parameter once more when the next is asked for. While a
+model is built the stored values are cast as the placeholder was. Later a cast is refused at the first
+parameter, in the call itself, before any buffer of the module is cast.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Container, Iterable
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +55,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholde
 #: Called with a parameter and with all parameters that its module itself has.
 Touch = Callable[[nn.Parameter, Iterable[nn.Parameter | None]], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
+Check = Callable[[nn.Parameter], None]
 #: Units, of the builder's size, that closed and are materialised at one time while a model is built: two in
 #: fp32 where training computes in bf16.
 OPEN_UNITS = 4
@@ -60,12 +68,20 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         values: The dictionary that it replaces.
         touch: Called with each parameter that is asked for by key, and with all values.
         deep_copy: Makes the plain copy of a parameter for ``copy.deepcopy``, or raises.
+        check: Raises if the data of a parameter was replaced; see [Note: casts].
     """
 
-    def __init__(self, values: dict[str, Any], touch: Touch, deep_copy: DeepCopy) -> None:
+    def __init__(self, values: dict[str, Any], touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
         super().__init__(values)
         self.touch = touch
         self.deep_copy = deep_copy
+        self.check = check
+
+    def items(self) -> Iterator[tuple[str, nn.Parameter | None]]:  # type: ignore[override]
+        for name, param in super().items():
+            yield name, param
+            if param is not None:
+                self.check(param)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
@@ -82,7 +98,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         return copied
 
     def __copy__(self) -> "ServedParameters":
-        return ServedParameters(dict(self.items()), self.touch, self.deep_copy)
+        return ServedParameters(dict(self), self.touch, self.deep_copy, self.check)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise StateError(
@@ -91,10 +107,10 @@ class ServedParameters(dict[str, nn.Parameter | None]):
         )
 
 
-def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy) -> None:
+def install_parameter_dict(module: nn.Module, touch: Touch, deep_copy: DeepCopy, check: Check) -> None:
     """Put a :class:`ServedParameters` in place of ``module._parameters``."""
     if not isinstance(module._parameters, ServedParameters):
-        module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy)
+        module.__dict__["_parameters"] = ServedParameters(module._parameters, touch, deep_copy, check)
 
 
 class Masters(Protocol):
@@ -139,25 +155,47 @@ class Construction:
         late: Gives values when the block ends; None: parameters have them when they are created.
     """
 
+    _open: ClassVar["Construction | None"] = None  # the one block of this process that is not over
+
     def __init__(
         self,
         make_builder: Callable[[Callable[[Unit], None]], UnitBuilder],
         masters: Masters,
-        serve: Callable[[nn.Module], Callable[[], None]],
+        serve: Callable[[nn.Module], Callable[[nn.Module], None]],
         device: torch.device,
     ) -> None:
         self.builder = make_builder(self.close_unit)
         self.masters, self._serve, self.device = masters, serve, device
         self.late: LateValues | None = None
-        self.roots: list[nn.Module] = []
+        self._roots: list[weakref.ref[nn.Module]] = []  # what is dropped again in the block is not stored
         self._patched: dict[type[nn.Module], Any] = {}
-        self._take_out: dict[nn.Module, Callable[[], None]] = {}  # by module that is served
+        #: By module that is served.
+        self._take_out: weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._building: list[nn.Module] = []
+        self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialised, least recently touched first
         self._thread = threading.get_ident()
         self.active = False
 
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The models: modules that no other one holds."""
+        return [root for each in self._roots if (root := each()) is not None]
+
+    def add_root(self, module: nn.Module) -> None:
+        """Take ``module`` for a model, whose new parameters are stored when the block ends."""
+        self._roots.append(weakref.ref(module))
+
     def __enter__(self) -> "Construction":
+        if Construction._open is not None:
+            raise StateError(
+                "this infinity.Init is inside another one, whose block is not over: build the models in one "
+                "block, or in one after the other (infinity.from_pretrained opens a block of its own: call "
+                "it outside)"
+            )
+        Construction._open = self
         self.active = True
         self._patch_all()
         return self
@@ -168,10 +206,12 @@ class Construction:
         for cls, original in self._patched.items():
             cls.__init__ = original  # type: ignore[method-assign]
         self._patched.clear()
-        if error is None:
-            self._finish()
-        self._leave_strangers()
-        self.active = False
+        try:
+            if error is None:
+                self._finish()
+            self._leave_strangers()
+        finally:
+            self.active, Construction._open = False, None
 
     # --- units ---------------------------------------------------------------------------
 
@@ -194,6 +234,17 @@ class Construction:
             self._stow(OPEN_UNITS * self.builder.target_nbytes - _created_nbytes(unit), keep)
             self._materialise(unit)
         self._whole[unit] = self._whole.pop(unit, None)
+
+    def check(self, param: nn.Parameter) -> None:
+        """Cast the stored values of ``param`` if its placeholder was cast: see [Note: casts]."""
+        place = self.builder.units.find(param)
+        if place is not None and place[0] not in self._whole and param.dtype != self._dtype(*place):
+            place[1].created_dtype = param.dtype
+            self.touch(param)
+
+    def _dtype(self, unit: Unit, segment: Segment) -> torch.dtype:
+        """Dtype of a placeholder."""
+        return unit.dtype if unit.index < self._finished else segment.created_dtype
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
         """A whole copy of ``param``, for modules that are cloned while a model is built."""
@@ -224,11 +275,16 @@ class Construction:
         return self.late is None or self.late.counts(unit)
 
     def _put_away(self, unit: Unit) -> None:
-        """Store the values, if they count, and drop them."""
+        """Store the values, if they count, and drop them.
+
+        A parameter that was given another shape (``resize_token_embeddings``) joins the open unit.
+        """
+        for segment in [s for s in unit.segments if s.param.shape != s.shape]:
+            self.builder.rejoin(unit, segment)
         if self._counts(unit):
             self.masters.put(unit, functools.partial(_master_range, unit.segments))
         for s in unit.segments:
-            s.param.data = placeholder(s.shape, s.created_dtype, s.param.device)
+            s.param.data = placeholder(s.shape, self._dtype(unit, s), s.param.device)
 
     # --- modules -------------------------------------------------------------------------
 
@@ -257,7 +313,7 @@ class Construction:
             try:
                 original(module, *args, **kwargs)
             except BaseException:
-                self.roots = [root for root in self.roots if root is not module]
+                self._roots = [each for each in self._roots if each() is not module]
                 raise
             finally:
                 self._building.pop()
@@ -267,7 +323,7 @@ class Construction:
 
     def _begin(self, module: nn.Module) -> None:
         if not self._building:
-            self.roots.append(module)
+            self.add_root(module)
         self._building.append(module)
         if any("__init__" in vars(cls) and cls not in self._patched for cls in _module_classes(module)):
             self._patch_all()  # classes that were defined inside the context
@@ -289,9 +345,9 @@ class Construction:
         """
         models = (root for root in self.roots if next(root.parameters(), None) is not None)
         ours = {module for root in models for module in root.modules()}
-        for module, take_out in self._take_out.items():
+        for module, take_out in list(self._take_out.items()):
             if module not in ours and next(module.parameters(), None) is None:
-                take_out()
+                take_out(module)
         self._take_out.clear()
 
     def _finish(self) -> None:
@@ -301,9 +357,9 @@ class Construction:
             self._serve_all(root)
         self.builder.adopt(roots)
         self.builder.check_leaf()
-        self.roots = roots
+        self._roots = [weakref.ref(root) for root in roots]
         if self.late is not None:
-            self._prune()
+            self._prune(roots)
         names = {id(p): name for root in roots for name, p in root.named_parameters()}
         for unit in self.builder.units:
             unit.rename(names)
@@ -313,16 +369,17 @@ class Construction:
         for unit in self.builder.units:
             for s in unit.segments:
                 s.param.data = placeholder(s.shape, unit.dtype, self.device)
+        self._finished = len(self.builder.units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
 
-    def _prune(self) -> None:
+    def _prune(self, roots: list[nn.Module]) -> None:
         """Leave out parameters that were replaced after their unit closed, as tied ones are.
 
         Only while units have no place yet: see [Note: values that come later].
         """
-        used = {id(p) for root in self.roots for p in root.parameters()}
+        used = {id(p) for root in roots for p in root.parameters()}
         kept: list[Unit] = []
         for unit in self.builder.units:
             params = [(s.name, s.param) for s in unit.segments if id(s.param) in used]
@@ -333,8 +390,9 @@ class Construction:
 
     def _true_roots(self) -> list[nn.Module]:
         """The modules that no other module of this construction holds."""
-        inner = {id(m) for root in self.roots for m in root.modules() if m is not root}
-        return [root for root in self.roots if id(root) not in inner]
+        roots = self.roots
+        inner = {id(m) for root in roots for m in root.modules() if m is not root}
+        return [root for root in roots if id(root) not in inner]
 
 
 def _created_nbytes(unit: Unit) -> int:

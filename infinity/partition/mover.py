@@ -39,9 +39,10 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from infinity.comm.collectives import Collectives
-from infinity.core.errors import copied
+from infinity.core.errors import StateError, copied
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.partition.unit import Unit
@@ -193,12 +194,15 @@ class Staying:
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
-    """Buffers that ``torch.inference_mode`` would mark as its own could not be used in training."""
+    """Let no buffer be one of ``torch.inference_mode``'s or ``torch.func``'s: training could not use it."""
 
     @functools.wraps(method)
     def normal(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
+            if torch._C._functorch.peek_interpreter_stack() is None:
+                return method(*args, **kwargs)
+            with temporarily_clear_interpreter_stack():
+                return method(*args, **kwargs)
 
     return normal
 
@@ -345,14 +349,20 @@ class UnitMover:
             ready()  # the disk or a peer still writes into the buffer
         if unit.lease is None:
             return None
-        if unit.flat is not None:
-            address = unit.flat.untyped_storage().data_ptr()
-            if unit.flat.device.type != "cpu":
-                self._freed[address] = torch.cuda.current_stream().record_event()
-            del self.attached[address]
-            unit.detach()
-        unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
+        unit.check_memory()
         lease, unit.lease = unit.lease, None
+        try:
+            if unit.flat is not None:
+                address = unit.flat.untyped_storage().data_ptr()
+                if unit.flat.device.type != "cpu":
+                    self._freed[address] = torch.cuda.current_stream().record_event()
+                del self.attached[address]
+                unit.detach()
+        except StateError:  # a parameter was written: the stored values are fetched when they are used next
+            lease.release()
+            raise
+        finally:
+            unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
         return lease
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ SHARD_QUANTUM = 2048
 _ALIGN_NBYTES = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Segment:
     """One parameter's place in its unit (elements of the flat buffer), and its step count.
 
@@ -85,6 +85,7 @@ class Unit:
         self.updates = 0
         self.flat: Tensor | None = None
         self.lease: Lease | None = None
+        self._address = 0  # of the flat buffer when it was attached
 
     @property
     def name(self) -> str:
@@ -131,12 +132,19 @@ class Unit:
             self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
 
     def attach(self, flat: Tensor) -> None:
-        """Let every parameter view ``flat``, ``(numel,)``."""
-        self.flat = flat
-        for segment in self.segments:
-            self.check_released(segment)
-            segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
-        self.allow_writes()
+        """Let every parameter view ``flat``, ``(numel,)``, also after an error.
+
+        Raises:
+            StateError: See :meth:`check_released`; what was written is lost.
+        """
+        try:
+            for segment in self.segments:
+                self.check_released(segment)
+        finally:
+            self.flat, self._address = flat, flat.data_ptr()
+            for segment in self.segments:
+                segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+            self.allow_writes()
 
     def allow_writes(self) -> None:
         """Accept the writes to the parameters until now: they are stored."""
@@ -144,11 +152,17 @@ class Unit:
             segment.writes = segment.param._version
 
     def detach(self) -> None:
-        """Give every parameter its placeholder; the flat buffer has no reader afterwards."""
-        self.check_all_attached()
-        self.flat = None
-        for segment in self.segments:
-            segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
+        """Give every parameter its placeholder; the flat buffer has no reader then, also after an error.
+
+        Raises:
+            StateError: See :meth:`check_attached`; what was written is lost.
+        """
+        try:
+            self.check_all_attached()
+        finally:
+            self.flat = None
+            for segment in self.segments:
+                segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
 
     def drop(self) -> None:
         """Give every parameter its placeholder, whatever was written: the model has ended."""
@@ -162,12 +176,8 @@ class Unit:
         Raises:
             StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
         """
-        param = segment.param
-        assert self.flat is not None
-        place = self.flat.data_ptr() + segment.offset * self.dtype.itemsize
-        if param.dtype != self.dtype or (param.data_ptr() != place and segment.numel):
-            self._refuse(segment, "its place in the unit's buffer")
-        if param._version != segment.writes:
+        self.check_place(segment)
+        if segment.param._version != segment.writes:
             raise StateError(
                 f"{segment.name} was written outside `with infinity.gathered(params, modify=True)`: what was "
                 "written would be lost, or would not agree with the exact weights. Write inside that context"
@@ -180,6 +190,30 @@ class Unit:
         else:
             self.check_attached(segment)
 
+    def check_place(self, segment: Segment) -> None:
+        """Raise unless the parameter's data is where it belongs, whatever its values are."""
+        param = segment.param
+        if self.flat is None:
+            if param.dtype != self.dtype or not is_placeholder(param):
+                self._refuse(segment)
+            return
+        self.check_memory()
+        place = self._address + segment.offset * self.dtype.itemsize
+        if param.dtype != self.dtype or (param.data_ptr() != place and segment.numel):
+            self._refuse(segment)
+
+    def check_memory(self) -> None:
+        """Raise if the flat buffer's storage was moved: an engine reads into its old place, for ever.
+
+        Raises:
+            StateError: ``model.share_memory()`` or the like has moved it.
+        """
+        if self.flat is not None and self.flat.data_ptr() != self._address:
+            raise StateError(
+                f"{self.name}: its memory was moved by model.share_memory(), so this model cannot go on; "
+                "close it and build it again, and share plain tensors (infinity.state_dict) in place of it"
+            )
+
     def check_all_attached(self) -> None:
         """See :meth:`check_attached`."""
         for segment in self.segments:
@@ -191,16 +225,29 @@ class Unit:
         Raises:
             StateError: ``.to(dtype)``, ``.half()``, ``p.data = ...`` or the like replaced it.
         """
-        data = segment.param.data
-        if data.dtype != self.dtype or not is_placeholder(data) or _filled(data):
-            self._refuse(segment, "the released placeholder")
+        self.check_place(segment)
+        if _filled(segment.param.data):
+            self._refuse(segment)
 
-    def _refuse(self, segment: Segment, wanted: str) -> NoReturn:
+    def _refuse(self, segment: Segment) -> NoReturn:
+        """Put the unit's parameters back where they belong, and raise."""
         data = segment.param.data
+        for each in self.segments:
+            each.param.data = (
+                placeholder(each.shape, self.dtype, data.device)
+                if self.flat is None
+                else self.flat.narrow(0, each.offset, each.numel).view(each.shape)
+            )
+        if data.shape != segment.shape:
+            raise StateError(
+                f"{segment.name}: its data was given the shape {tuple(data.shape)} outside infinity; it has "
+                f"{tuple(segment.shape)} again. Change shapes (resize_token_embeddings) inside "
+                "`with infinity.Init(recipe)`, or, of a finished model, `with infinity.Init(model)`"
+            )
         raise StateError(
-            f"{segment.name}: its data was replaced outside infinity (now {data.dtype}, "
-            f"{tuple(data.shape)}, on {data.device}); wanted {wanted} in {self.dtype}. Choose the dtype with "
-            "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
+            f"{segment.name}: its data was replaced outside infinity, or written ({data.dtype} on "
+            f"{data.device}); it is {self.dtype} in its unit again, as it was. Choose the dtype with "
+            "train.dtype in the recipe before building the model: .half(), .float() and .to(dtype) cannot "
             "change it. Write values inside `with infinity.gathered(params, modify=True)`"
         )
 
@@ -232,6 +279,13 @@ class UnitIndex(Sequence[Unit]):
         """Append ``unit``, whose index is the number of units before it."""
         self._units.append(unit)
         self._places.update((id(segment.param), (unit, segment)) for segment in unit.segments)
+
+    def drop(self, unit: Unit, segment: Segment) -> None:
+        """Forget a parameter, whose place in ``unit`` stays empty."""
+        unit.segments.remove(segment)
+        for index, other in enumerate(unit.segments):
+            other.index = index
+        del self._places[id(segment.param)]
 
     def replace(self, units: Iterable[Unit]) -> None:
         """Hold ``units`` in place of those from before."""

@@ -313,7 +313,7 @@ class StepHypers:
     def _read(self) -> list[Hyper]:
         return [
             Hyper(
-                lr=float(group["lr"]), beta1=group["betas"][0], beta2=group["betas"][1],
+                lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
                 eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
             )
             for group in self.groups

@@ -46,9 +46,9 @@ class Build:
             builder.TARGET_SHARD_NBYTES = before
         self.units = construction.builder.units
 
-    def _serve(self, module) -> Callable[[], None]:
-        install_parameter_dict(module, self.construction.touch, self.construction.plain_copy)
-        return lambda: None
+    def _serve(self, module) -> Callable[[nn.Module], None]:
+        install_parameter_dict(module, self.construction.touch, self.construction.plain_copy, lambda p: None)
+        return lambda module: None
 
     def exact(self) -> dict[str, torch.Tensor]:
         values = {}

@@ -12,7 +12,9 @@ from infinity.partition.init_context import ServedParameters, install_parameter_
 @pytest.fixture
 def served():
     module, touched = nn.Linear(3, 2), []
-    install_parameter_dict(module, lambda p, _: touched.append(p), lambda p: nn.Parameter(p.detach() + 1))
+    install_parameter_dict(
+        module, lambda p, _: touched.append(p), lambda p: nn.Parameter(p.detach() + 1), lambda p: None
+    )
     return module, touched
 
 
@@ -37,7 +39,7 @@ def test_iterating_serves_nothing(served):
 def test_a_missing_bias_is_none_and_touches_nothing():
     touched = []
     module = nn.Linear(3, 2, bias=False)
-    install_parameter_dict(module, lambda p, _: touched.append(p), lambda p: p)
+    install_parameter_dict(module, lambda p, _: touched.append(p), lambda p: p, lambda p: None)
     assert module.bias is None
     assert not touched
 
@@ -45,7 +47,7 @@ def test_a_missing_bias_is_none_and_touches_nothing():
 def test_serving_twice_is_serving_once(served):
     module, _ = served
     before = module._parameters
-    install_parameter_dict(module, lambda p, _: None, lambda p: p)
+    install_parameter_dict(module, lambda p, _: None, lambda p: p, lambda p: None)
     assert module._parameters is before
 
 
@@ -62,7 +64,7 @@ def test_a_deep_copy_is_plain_and_keeps_ties(served):
     module, _ = served
     tied = nn.Linear(3, 2)
     tied.weight = module.weight
-    install_parameter_dict(tied, lambda p, _: None, lambda p: nn.Parameter(p.detach() + 1))
+    install_parameter_dict(tied, lambda p, _: None, lambda p: nn.Parameter(p.detach() + 1), lambda p: None)
     both = copy.deepcopy(nn.ModuleList([module, tied]))
     assert both[0].weight is both[1].weight
     assert torch.equal(both[0].weight, module.weight + 1)

@@ -1,10 +1,14 @@
-"""Weights in and out on two ranks: rank 0 gets them, or every rank when asked."""
+"""Weights in and out on two ranks: rank 0 gets them, or every rank when asked; a model that is changed."""
 
+import pytest
 import torch
+from torch import nn
 
 import infinity
+from infinity import StateError
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
+from tests.helpers.reference import Reference, Rule
 
 
 def _save_and_load(directory):
@@ -50,3 +54,39 @@ def test_two_ranks_gather_save_and_load(tmp_path):
         assert result["tied"]
         assert result["loaded"] == first["written"]
         assert result["norm"] == first["norm"]
+
+
+def _change_the_finished_model(model):
+    torch.manual_seed(7)
+    model.lm_head = nn.Linear(models.HIDDEN, models.VOCABULARY)
+    model.resize_token_embeddings(models.VOCABULARY + 8)
+
+
+def _train_a_changed_model(directory):
+    factory, batch = models.build("llama", seed=1)
+    model = training.build(factory, "bf16", training.streaming(directory))
+    with training.small_units(), infinity.Init(model):
+        _change_the_finished_model(model)
+    optimizer = training.optimizer_for(model, Rule())
+    losses = []
+    for step in range(3):
+        loss = model(**batch(step)).loss  # the same on both ranks, so the mean is what one has
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with pytest.raises(StateError, match=r"train\.dtype"):
+        model.half()
+    weights = infinity.state_dict(model, every_rank=True)
+    infinity.close(model)
+    return losses, weights
+
+
+def test_two_ranks_train_a_model_that_was_changed_when_it_was_finished(tmp_path):
+    factory, batch = models.build("llama", seed=1)
+    plain = factory()
+    _change_the_finished_model(plain)
+    loop = Reference(plain, torch.bfloat16, Rule())
+    expected = [loop.step([batch(step)]).losses[0].item() for step in range(3)]
+    for losses, weights in run_ranks(_train_a_changed_model, 2, str(tmp_path), timeout_s=60):
+        assert losses == expected
+        assert all(torch.equal(weights[name], param) for name, param in loop.parameters.items())
