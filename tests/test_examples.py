@@ -29,7 +29,7 @@ def run(launcher: str, name: str, nvme: Path, falls_to: float = 0.8) -> None:
     assert losses[-1] < falls_to * losses[0], done.stdout
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.slow), "torchrun"])
 def test_the_plain_loop_trains(launcher: str, tmp_path: Path) -> None:
     run(launcher, "plain_loop.py", tmp_path)
 

@@ -111,7 +111,8 @@ def another_order(folder: Path, guilty: bool) -> None:
 
 def another_model(folder: Path, guilty: bool) -> None:
     with infinity.Init(infinity.load_recipe(overrides=streaming(folder))):
-        torch.nn.Linear(64, 65 if guilty else 64)
+        model = torch.nn.Linear(64, 65 if guilty else 64)
+    infinity.close(model)
 
 
 def skipped_backward(folder: Path, guilty: bool) -> None:

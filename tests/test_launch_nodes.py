@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.launch import ROOT, free_port
 
 #: A tiny run that streams.
@@ -92,6 +94,7 @@ def test_one_process_trains_without_a_launcher(tmp_path):
     assert "tokens/s" in output
 
 
+@pytest.mark.slow  # tests/test_faults.py has it within one node
 def test_an_error_on_one_node_ends_both_and_each_says_why(tmp_path):
     file = tmp_path / "file"
     file.touch()

@@ -36,7 +36,7 @@ def placements(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", ["host", "nvme", "tight"])
+@pytest.mark.parametrize("place", ["host", pytest.param("nvme", marks=pytest.mark.slow), "tight"])
 def test_one_rank_equals_the_plain_loop_to_the_bit(tmp_path, name, place):
     ours = train(*models.build(name, seed=1), placements(tmp_path)[place])
     assert_bitwise(ours, plain_loop(name, 1))

@@ -120,7 +120,9 @@ def check_rounding(name: str, case: str, ranks: list[dict[str, Any]]) -> None:
     assert math.sqrt(difference / norm) < (1e-3 if exact else 0.05), case
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))]
+)
 def test_two_ranks_give_the_same_bits_in_every_placement(tmp_path, name):
     check(name, tmp_path, 2, PLAYED[name])
 

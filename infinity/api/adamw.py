@@ -197,6 +197,7 @@ class AdamW(torch.optim.Optimizer):
 
         Also that of ``torch.optim.AdamW`` with the same parameter groups: exact weights stay as they are.
         """
+        self.runtime.check_open()
         params = [p for group in self.param_groups for p in group["params"]]
         state = state_dict["state"]
         _check_groups(state_dict["param_groups"], self.param_groups)
@@ -207,7 +208,8 @@ class AdamW(torch.optim.Optimizer):
                 f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"
             )
         for i, param in enumerate(params):
-            _check_state(i, param, state[i])
+            if i in state:
+                _check_state(i, param, state[i])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._connect()
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
@@ -249,7 +251,7 @@ class _Mark:
 
 
 #: Valid numbers of a parameter group, as torch has them.
-_NUMBERS = {"lr": Valid(least=0), "eps": Valid(least=0), "weight_decay": Valid(least=0)}
+_NUMBERS = dict.fromkeys(("lr", "eps", "weight_decay"), Valid(least=0, below=math.inf))
 _BETA = Valid(least=0, below=1)
 
 

@@ -5,6 +5,7 @@ its meaning and valid values in the field's metadata. :func:`check` converts and
 recipe or from Python; :func:`describe` says what it accepts, in errors and in ``infinity recipe``.
 """
 
+import errno
 import functools
 import os
 import types
@@ -268,6 +269,8 @@ def _identity(path: str) -> object:
     real = os.path.realpath(path)
     try:
         found = Path(real).stat()
-    except (FileNotFoundError, PermissionError):
-        return real
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
+        return real  # who opens it says what is wrong
     return found.st_dev, found.st_ino

@@ -98,6 +98,7 @@ def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path
     assert "because of operator" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_every_run_packs_the_same_slots(tmp_path):
     """Else a plan, which names them, would be another run's on every rank but the first."""
     overrides = streaming(tmp_path, "memory.activations=plan")
@@ -106,6 +107,7 @@ def test_every_run_packs_the_same_slots(tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_recording_does_not_make_the_predicted_step_longer(tmp_path, monkeypatch):
     """The profiled pass is slowed by 0.3 s; the passes before it tell how long the step takes."""
     packed = Profiler.packed
@@ -152,6 +154,7 @@ def test_ranks_play_one_plan(tmp_path, measured):
     assert ranks[0] == ranks[1]
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_plan_meets_is_the_same_error_on_every_rank(tmp_path, measured):
     _, least, units = measured
     overrides = streaming(tmp_path, f"memory.device={2 * units + least // 2}", "memory.activations=plan")

@@ -239,7 +239,7 @@ def check(counted: Counted, name: str) -> None:
     assert max(counted.fetches.values()) <= 2, name
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_step_reads_every_weight_twice_whatever_the_number_of_micro_batches(
     tmp_path: Path, name: str
 ) -> None:

@@ -129,9 +129,9 @@ def test_python_dash_m_is_the_same_command() -> None:
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
-        ([signal.SIGINT], 130),
+        pytest.param([signal.SIGINT], 130, marks=pytest.mark.slow),
         ([signal.SIGTERM], 143),
-        ([signal.SIGHUP], 129),  # the terminal was closed
+        pytest.param([signal.SIGHUP], 129, marks=pytest.mark.slow),  # the terminal was closed
         ([signal.SIGINT, signal.SIGTERM], 130),  # a launcher's, after Ctrl-C, while files are closed
     ],
     ids=["Ctrl-C", "SIGTERM", "SIGHUP", "both"],

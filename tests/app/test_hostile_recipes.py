@@ -31,7 +31,7 @@ from tests.helpers.models import build
 #: Section, field and type by key.
 KEYS = {f"{section}.{spec.name}": (spec, hint) for section, spec, hint in _settings()}
 #: The fewest cases in which a fault shows soon, and many.
-FEW, MANY = 60, 2000
+FEW, MANY = 30, 2000
 QUICK = settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
 
@@ -325,7 +325,6 @@ def test_many_recipes_that_are_valid_run_or_say_what_to_change(
         ("memory: {nvme: [nv, link]}", "wanted different, non-empty directories"),
         ("memory: {nvme: [new, ./new]}", "wanted different, non-empty directories"),
         ("memory: {nvme: [loop]}", "loop: Too many levels of symbolic links"),
-        ("memory: {nvme: [file/a]}", "file/a: Not a directory"),
         (
             "".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}' if n else 'a'] * 9)}]\n" for n in range(9)),
             "100000 values",

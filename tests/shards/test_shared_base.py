@@ -275,7 +275,7 @@ def test_what_the_checkpoint_lacks_is_trained_and_in_no_base(tmp_path, checkpoin
 def test_a_run_with_other_budgets_takes_from_the_base_what_it_needs(tmp_path, checkpoint, first):
     budgets = {"less": [], "more": ["memory.host=400KiB", "memory.resident=true"]}  # with the same chunks
     with loaded(checkpoint, tmp_path / "alone", frozen=False) as model:
-        losses, whole = train(model), written_nbytes(load_and_close(checkpoint, tmp_path / "whole"))
+        losses, whole = train(model), nbytes_of_a_load(checkpoint, tmp_path / "whole")
     with loaded(checkpoint, tmp_path / "nvme", *budgets.pop(first)) as model:
         written = written_nbytes(model)
         assert (written < whole) == (first == "more")
@@ -291,9 +291,9 @@ def test_a_run_with_other_budgets_takes_from_the_base_what_it_needs(tmp_path, ch
     assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
 
 
-def load_and_close(checkpoint: Path, nvme: Path) -> Any:
+def nbytes_of_a_load(checkpoint: Path, nvme: Path) -> int:
     with loaded(checkpoint, nvme) as model:
-        return model
+        return written_nbytes(model)
 
 
 # --- damage --------------------------------------------------------------------------------------

@@ -255,7 +255,12 @@ def _compile_all(model, backend):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, at graph breaks
 @BOTH
 @pytest.mark.parametrize(
-    ("how", "backend"), [(_compile_blocks, "aot_eager"), (_wrap_blocks, "eager"), (_compile_all, "eager")]
+    ("how", "backend"),
+    [
+        (_compile_blocks, "aot_eager"),
+        pytest.param(_wrap_blocks, "eager", marks=pytest.mark.slow),
+        pytest.param(_compile_all, "eager", marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_blocks_train_as_the_plain_ones(tmp_path, place, how, backend):
     torch._dynamo.reset()
