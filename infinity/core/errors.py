@@ -84,7 +84,11 @@ class DirectoryError(DiskError):
             f"{action} failed: {os.strerror(errno)} ({name}); {_advice_on_files(errno)}"
             "give memory.nvme a directory on a local drive that this user may write"
         )
+        self._made_of = errno, action, self.path
         OSError.__init__(self, errno, text, self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DirectoryError, self._made_of
 
 
 class UnsafePathError(DiskError):
