@@ -150,7 +150,8 @@ class Loop:
         if self._has_run or path is None:
             yield
             return
-        with library_errors(CheckpointError, f"the model in {path}, with its config.json, cannot run"):
+        what = f"the model in {path}, with its config.json, cannot run"
+        with library_errors(CheckpointError, what), enough_memory(self._recipe):
             yield
         self._has_run = True
 
