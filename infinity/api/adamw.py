@@ -198,10 +198,9 @@ class AdamW(torch.optim.Optimizer):
 
         Also that of ``torch.optim.AdamW`` with the same parameter groups: exact weights stay as they are.
         """
-        self.runtime.check_open()
+        self.runtime.values.check_step_over()
         params = [p for group in self.param_groups for p in group["params"]]
         state = dict(state_dict["state"])
-        self.runtime.values.check_step_over()
         _check_groups(state_dict["param_groups"], self.param_groups)
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if state and not any("master" in each for each in state.values()):

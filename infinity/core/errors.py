@@ -155,6 +155,11 @@ def copied(error: BaseException) -> BaseException:
     return found
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what another library's error says, or the name of its type."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
 def free_space(path: str) -> str:
     """Return the free space of ``path``'s file system, for a message."""
     try:
