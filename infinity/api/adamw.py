@@ -56,7 +56,8 @@ class AdamW(torch.optim.Optimizer):
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
-        self.runtime.values.clear_optimizer_fields()
+        if self.runtime.started:
+            self.runtime.values.clear_optimizer_fields()
         self._connect()
         self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
         self._scaled = False
@@ -197,12 +198,16 @@ class AdamW(torch.optim.Optimizer):
 
         Also that of ``torch.optim.AdamW`` with the same parameter groups: exact weights stay as they are.
         """
-        self.runtime.check_open()
+        self.runtime.values.check_step_over()
         params = [p for group in self.param_groups for p in group["params"]]
-        state = state_dict["state"]
+        state = dict(state_dict["state"])
         _check_groups(state_dict["param_groups"], self.param_groups)
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
-        if missing:
+        if state and not any("master" in each for each in state.values()):
+            for i in missing:  # torch's AdamW begins a state with the first gradient
+                zeros = torch.zeros(params[i].shape)
+                state[i] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
+        elif missing:
             raise StateError(
                 f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
                 f"(first: {missing[0]}); every rank must load the dictionary that rank 0 saved"

@@ -89,12 +89,18 @@ def gathered(
         modify: Values that were written are stored at the end; with several ranks, rank 0's.
 
     Raises:
-        StateError: ``modify`` while gradients of a step wait for ``step()``.
+        StateError: ``modify`` while gradients of a step wait for ``step()``; or inside the model's ``Init``.
     """
     if isinstance(params, nn.Module):
         listed = list(params.parameters())
     else:
         listed = [params] if isinstance(params, nn.Parameter) else list(params)
+    if any(runtime.construction.is_building(listed) for runtime in runtimes()):
+        raise StateError(
+            "infinity.gathered inside the infinity.Init block of its model, where parameters are whole when "
+            "they are asked for: write to them as in plain PyTorch, with the same values on every rank; or "
+            "call infinity.gathered after the block"
+        )
     served = [runtime for runtime in runtimes() if runtime.units.holding(listed)]
     with contextlib.ExitStack() as stack:
         for runtime in served:

@@ -27,7 +27,14 @@ from infinity.app.recipe import Recipe, TrainConfig
 from infinity.app.views import ActivationView, Views, open_views
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
-from infinity.core.errors import BudgetError, CheckpointError, InfinityError, RecipeError, library_errors
+from infinity.core.errors import (
+    BudgetError,
+    CheckpointError,
+    InfinityError,
+    RecipeError,
+    first_line,
+    library_errors,
+)
 from infinity.core.files import write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes, usable_cores
@@ -150,7 +157,8 @@ class Loop:
         if self._has_run or path is None:
             yield
             return
-        with library_errors(CheckpointError, f"the model in {path}, with its config.json, cannot run"):
+        what = f"the model in {path}, with its config.json, cannot run"
+        with library_errors(CheckpointError, what), enough_memory(self._recipe):
             yield
         self._has_run = True
 
@@ -328,7 +336,7 @@ def enough_memory(recipe: Recipe) -> Iterator[None]:
         raise BudgetError(
             f"a micro-batch of train.batch_size={recipe.train.batch_size} x "
             f"model.seq_len={recipe.model.seq_len} tokens needs more memory than is free "
-            f"({text.strip().splitlines()[0][:300]}): lower one of them, or set memory.activations=plan"
+            f"({first_line(error)}): lower one of them, or set memory.activations=plan"
         ) from error
 
 

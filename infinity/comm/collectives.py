@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.comm.peers import Peers
-from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied
+from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied, first_line
 from infinity.core.transfer import Transfer
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
@@ -218,7 +218,7 @@ class Collectives:
 
     def peer_error(self, what: str, error: BaseException | None = None) -> PeerError:
         """Why ``what`` did not end, in words; looks for a few seconds who is at fault."""
-        why = f" ({_first_line(error)})" if error is not None else ""
+        why = f" ({first_line(error)})" if error is not None else ""
         return self._peer_error(self.peers.explain(), what, why)
 
     def close(self) -> None:
@@ -389,10 +389,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]
 
 
 def _how(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.collectives import Collectives
-from infinity.core.errors import BudgetError, PeerError
+from infinity.core.errors import BudgetError, PeerError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,6 @@ def peer_errors(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerError(
-            f"{what}: another rank ended or was silent ({str(error).strip().splitlines()[0]}). The first "
+            f"{what}: another rank ended or was silent ({first_line(error)}). The first "
             "error of the other ranks is the cause; raise partition.timeout_s if they are only slow"
         ) from None  # its other lines are torch's C++ stack

@@ -84,7 +84,11 @@ class DirectoryError(DiskError):
             f"{action} failed: {os.strerror(errno)} ({name}); {_advice_on_files(errno)}"
             "give memory.nvme a directory on a local drive that this user may write"
         )
+        self._made_of = errno, action, self.path
         OSError.__init__(self, errno, text, self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DirectoryError, self._made_of
 
 
 class UnsafePathError(DiskError):
@@ -149,6 +153,11 @@ def copied(error: BaseException) -> BaseException:
         return error
     found.__cause__, found.__suppress_context__ = error.__cause__, error.__suppress_context__
     return found
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what another library's error says, or the name of its type."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
 def free_space(path: str) -> str:

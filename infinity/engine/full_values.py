@@ -54,6 +54,7 @@ class FullValues:
     def gathered(self, params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
         units = self.units.holding(params)
         if modify:
+            self._executor().gradients.finish()  # those that are on the way from other ranks
             for unit in units:
                 self._check_writable(unit)
             self._executor().updates.drain()  # an update in flight would write over them
@@ -102,6 +103,18 @@ class FullValues:
             raise StateError(
                 f"{unit.name} has gradients of a step that is not over; write weights after step(), or "
                 "drop the gradients with optimizer.zero_grad() first"
+            )
+
+    def check_step_over(self) -> None:
+        """Raise if an update may have started, or will start, from the state of the optimizer until now.
+
+        Raises:
+            StateError: There are gradients of a step that is not over.
+        """
+        if self._executor().gradients.received:
+            raise StateError(
+                "the model has gradients of a step that is not over: load the state of an optimizer, or make "
+                "another one, after step(), or after optimizer.zero_grad(), which drops the gradients"
             )
 
     # --- state_dict of modules ---------------------------------------------------------------
@@ -180,7 +193,13 @@ class FullValues:
         return out
 
     def clear_optimizer_fields(self) -> None:
-        """Set moments and step counts to zero, as a new optimizer has them; exact weights stay."""
+        """Set moments and step counts to zero, as a new optimizer has them; exact weights stay.
+
+        Raises:
+            StateError: See :meth:`check_step_over`; of an earlier optimizer's step.
+        """
+        if self._executor().updates.hypers.groups:
+            self.check_step_over()
         trained = [unit for unit in self.units if any(segment.steps for segment in unit.segments)]
         if trained:
             self._executor().updates.drain()

@@ -210,6 +210,11 @@ class Gradients:
         self._delivered: set[int] = set()
         self._fired = False
 
+    @property
+    def received(self) -> bool:
+        """Whether a backward pass of this step gave gradients."""
+        return bool(self._received)
+
     # --- what hooks call ---------------------------------------------------------------------
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:

@@ -211,7 +211,10 @@ class Runtime:
         """
         self.check_open()
         before = self._executor or self._retired
-        if self._executor is None or clips not in (None, self._executor.clips):
+        # One that has gradients of a step stays, and with it when updates start, which changes no number.
+        if self._executor is None or not (
+            clips in (None, self._executor.clips) or self._executor.gradients.received
+        ):
             if self._executor is not None:
                 self._executor.retire()
             self._executor = StepExecutor(

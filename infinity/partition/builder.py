@@ -133,6 +133,10 @@ class UnitBuilder:
             self._open[id(param)] = (f"{type(module).__name__}.{name}", param, weakref.ref(module))
             self._open_nbytes += nbytes
 
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether ``param`` joined a unit, open or closed."""
+        return id(param) in self._known
+
     def rejoin(self, unit: Unit, segment: Segment) -> None:
         """Take a parameter, which has another shape now, out of its closed unit into the open one."""
         param = segment.param

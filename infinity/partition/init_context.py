@@ -184,6 +184,10 @@ class Construction:
         """The models: modules that no other one holds."""
         return [root for each in self._roots if (root := each()) is not None]
 
+    def is_building(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether the block is not over, and has any of ``params``."""
+        return self.active and any(self.builder.has(param) for param in params)
+
     def add_root(self, module: nn.Module) -> None:
         """Take ``module`` for a model, whose new parameters are stored when the block ends."""
         self._roots.append(weakref.ref(module))
@@ -236,15 +240,16 @@ class Construction:
         self._whole[unit] = self._whole.pop(unit, None)
 
     def check(self, param: nn.Parameter) -> None:
-        """Cast the stored values of ``param`` if its placeholder was cast: see [Note: casts]."""
+        """Cast the stored values of ``param`` if it was cast: see [Note: casts]."""
         place = self.builder.units.find(param)
-        if place is not None and place[0] not in self._whole and param.dtype != self._dtype(*place):
+        if place is not None and param.dtype != self._dtype(*place):
             place[1].created_dtype = param.dtype
             self.touch(param)
 
     def _dtype(self, unit: Unit, segment: Segment) -> torch.dtype:
-        """Dtype of a placeholder."""
-        return unit.dtype if unit.index < self._finished else segment.created_dtype
+        """Dtype of a parameter, whole or a placeholder, that was not cast."""
+        finished = unit.index < self._finished and unit not in self._whole
+        return unit.dtype if finished else segment.created_dtype
 
     def plain_copy(self, param: nn.Parameter) -> nn.Parameter:
         """A whole copy of ``param``, for modules that are cloned while a model is built."""

@@ -428,5 +428,7 @@ def test_an_allocation_that_the_system_refuses_says_what_to_lower(place: Path) -
         enough_memory(recipe),
     ):
         torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(BudgetError, match=r"\(MemoryError\)"), enough_memory(recipe):
+        raise MemoryError  # of Python, which has no message
     with pytest.raises(RuntimeError, match="must match"), enough_memory(recipe):
         torch.zeros(2) + torch.zeros(3)

@@ -244,15 +244,24 @@ def test_a_config_of_ours_has_the_ranges_of_the_schema(place: Path) -> None:
         assert re.search(rf"config\.json: {key}: got .*; wanted ", changed("whole", config=config | wrong))
 
 
-def test_a_forward_pass_that_fails_names_the_checkpoint(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ValueError("dropout probability has to be between 0 and 1"),
+            "CheckpointError: the model in whole, with its config.json, cannot run: dropout prob",
+        ),
+        (torch.OutOfMemoryError("out of memory"), "BudgetError: a micro-batch of train.batch_size="),
+    ],
+)
+def test_a_first_forward_pass_that_fails_names_the_checkpoint_or_the_memory(
+    place: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("dropout probability has to be between 0 and 1")
+        raise error
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fail)
-    said = run("whole")
-    assert said.startswith(
-        "CheckpointError: the model in whole, with its config.json, cannot run: dropout prob"
-    )
+    assert run("whole").startswith(message)
 
 
 class Reduced:

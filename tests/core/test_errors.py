@@ -54,3 +54,7 @@ def test_errors_travel_between_processes(tmp_path):
     error = errors.DiskError(errno.EIO, "read", tmp_path / "x", offset=1, nbytes=2, moved=1)
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.path, copy.offset, copy.nbytes) == (str(error), error.path, 1, 2)
+    directory = errors.DirectoryError(errno.EROFS, "making it", tmp_path)
+    copy = pickle.loads(pickle.dumps(directory))
+    assert (type(copy), str(copy), copy.path) == (errors.DirectoryError, str(directory), str(tmp_path))
+    assert errors.copied(directory) is not directory

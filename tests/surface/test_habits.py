@@ -1,5 +1,6 @@
 """Habits from other loops: each works as in plain PyTorch, or a sentence says what to write."""
 
+import contextlib
 import socket
 import warnings
 
@@ -14,8 +15,9 @@ import infinity
 from infinity import CheckpointError, StateError
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models, training
-from tests.helpers.lockstep import TINY_UNIT, WIDTH, Lockstep, Toy, batch, lockstep, seeded
-from tests.helpers.reference import Reference
+from tests.helpers.lockstep import TINY_UNIT, WIDTH, Lockstep, Toy, batch, lockstep, seeded, toy
+from tests.helpers.lockstep import place as where
+from tests.helpers.reference import Reference, Rule
 
 BOTH = pytest.mark.parametrize("place", ["host", "nvme"])
 
@@ -85,6 +87,41 @@ def test_a_second_adamw_takes_the_place_of_the_first_which_says_so(tmp_path):
 def test_parameters_in_place_of_the_model_are_an_error_that_says_what_to_write(wrong):
     with pytest.raises(TypeError, match=r"infinity.AdamW\(model, lr=...\)"):
         infinity.AdamW(wrong(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("place", ["host", "nvme", "one-version"])
+def test_another_adamw_or_a_state_between_backward_and_step_is_refused(tmp_path, place):
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=None)) as pair:
+        pair.step()
+        state = pair.optimizer.state_dict()
+        for accumulates in (False, True):
+            with infinity.no_sync(pair.model) if accumulates else contextlib.nullcontext():
+                pair.backward(2)
+            for clip in (None, 1.0):
+                with pytest.raises(StateError, match=r"after step\(\), or after optimizer.zero_grad\(\)"):
+                    infinity.AdamW(pair.model, max_grad_norm=clip)
+            with pytest.raises(StateError, match=r"after step\(\), or after optimizer.zero_grad\(\)"):
+                pair.optimizer.load_state_dict(state)
+            goes_on(pair)
+
+
+@BOTH
+def test_the_first_optimizer_gets_the_gradients_from_before_it(tmp_path, place):
+    rule = Rule(max_grad_norm=None)
+    with training.small_units(TINY_UNIT), infinity.Init(training.recipe("bf16", where(place, tmp_path))):
+        model = toy()
+    try:
+        model(**batch(1)).loss.backward()
+        optimizer, plain = training.optimizer_for(model, rule), Reference(toy(), torch.bfloat16, rule)
+        for number in (1, 2):
+            if number == 2:
+                model(**batch(2)).loss.backward()
+            optimizer.step()
+            plain.step([batch(number)])
+        weights = infinity.state_dict(model)
+        assert all(torch.equal(weights[name], param) for name, param in plain.parameters.items())
+    finally:
+        infinity.close(model)
 
 
 # --- hyperparameters -----------------------------------------------------------------------------
@@ -181,6 +218,33 @@ def test_the_state_of_torchs_adamw_is_loaded(tmp_path, place):
         assert optimizer.steps == 2
 
 
+@BOTH
+def test_a_state_of_torchs_adamw_lacks_what_got_no_gradient(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step(2)
+        _, state = _trained_by_torch()
+        del state["state"][3]
+        optimizer = infinity.AdamW(pair.model, params=[{"params": list(pair.model.parameters())}])
+        optimizer.load_state_dict(state)
+        loaded = optimizer.state_dict()["state"]
+        assert [float(loaded[i]["step"]) for i in (2, 3)] == [1, 0]
+        assert not loaded[3]["exp_avg"].any()
+        assert not loaded[3]["exp_avg_sq"].any()
+
+
+def test_a_state_with_frozen_parameters_in_the_groups_is_loaded(tmp_path):
+    with lockstep("nvme", tmp_path) as pair:
+        params = list(pair.model.parameters())
+        params[0].requires_grad_(False)
+        optimizer = infinity.AdamW(pair.model, params=[{"params": params}])
+        pair.backward(1)
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert 0 not in state["state"]
+        optimizer.load_state_dict(state)
+        assert optimizer.steps == 1
+
+
 @pytest.mark.parametrize(
     ("trained", "message"),
     [
@@ -271,6 +335,11 @@ def test_a_cast_while_the_model_is_built_rounds_as_in_plain_pytorch(tmp_path, pl
         model = Toy()
         getattr(model.blocks[0], cast)()
         getattr(model, cast)()
+        dtypes = {p.dtype for m in model.modules() for p in (*m._parameters.values(),) if p is not None}
+        for name, _ in list(model.named_parameters()):  # each unit is stored again
+            model.get_parameter(name)
+        assert dtypes == {p.dtype for p in model.parameters()}
+        assert len(dtypes) == 1
         return model
 
     with lockstep(place, tmp_path, seeded(make)) as pair:
@@ -360,6 +429,22 @@ def test_functional_calls_give_the_plain_models_values_and_leave_the_model_whole
 
 
 # --- blocks of construction ----------------------------------------------------------------------
+
+
+@BOTH
+def test_gathered_inside_the_block_of_its_model_is_refused(tmp_path, place):
+    with lockstep(place, tmp_path) as other:
+        with training.small_units(TINY_UNIT), infinity.Init(training.recipe("bf16", [])):
+            model = Toy()
+            for param in (model.blocks[0].up.weight, model.last.bias):  # of a closed unit and of the open one
+                refused = pytest.raises(StateError, match=r"inside the infinity\.Init block")
+                with refused, infinity.gathered(param, modify=True):
+                    pass
+            with infinity.gathered(other.model), torch.no_grad():
+                model.last.bias.copy_(other.model.last.bias)
+        mine, theirs = (infinity.state_dict(each)["last.bias"] for each in (model, other.model))
+        assert torch.equal(mine, theirs)
+        infinity.close(model)
 
 
 def test_a_block_in_a_block_is_refused_and_the_outer_one_goes_on():
