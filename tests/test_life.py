@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
 from tests.helpers.launch import mark, run_ranks, start_ranks
+from tests.helpers.limits import limit
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -331,24 +332,17 @@ def test_weakly_calls_a_method_only_while_its_object_lives():
 # --- limits ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def descriptor_limit(number: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_too_few_descriptors_are_an_error_that_says_so_and_leave_nothing(tmp_path):
-    trained(tmp_path / "nvme")[1].close()
+    model, optimizer, _ = trained(tmp_path / "nvme")
+    infinity.export(model, tmp_path / "unlimited")  # what it imports is there from now on
+    optimizer.close()
+    model = optimizer = None
     before, errors = held(tmp_path / "nvme"), []
     first = os.dup(0)  # the lowest that is free
     os.close(first)
     for more in range(16):
         try:
-            with descriptor_limit(first + more):
+            with limit(resource.RLIMIT_NOFILE, first + more):
                 model, optimizer, _ = trained(tmp_path / "nvme")
                 infinity.export(model, tmp_path / "out")
                 optimizer.close()

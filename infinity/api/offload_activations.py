@@ -19,6 +19,7 @@ from infinity.activations.tensor_cache import TensorCache, untraced
 from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
+from infinity.core.files import user_path
 from infinity.core.nbytes import parse_nbytes
 from infinity.core.owned import OwnedStack
 from infinity.device.machine import free_host_nbytes
@@ -79,15 +80,16 @@ def offload_activations(
             "memory.activations in its recipe"
         )
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    directories = [nvme] if isinstance(nvme, (str, Path)) else nvme or [tempfile.gettempdir()]
+    given = [nvme] if isinstance(nvme, (str, Path)) else nvme or [tempfile.gettempdir()]
+    directories = [user_path(each, "nvme") for each in given]
     host_nbytes = free_host_nbytes() // 2 if host is None else parse_nbytes(host)
     capacity = None if budget is None else parse_nbytes(budget)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
     with OwnedStack() as stack:
-        volume = _open_volume(stack, directories)
+        volume = _open_volume(stack, directories, rank)
         activations = Activations(
-            _open_cache(stack, device, volume, host_nbytes), policy,
+            _open_cache(stack, device, volume, host_nbytes, rank), policy,
             lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity),
             partial(decide, rank=rank, share=share),
         )  # fmt: skip
@@ -96,12 +98,11 @@ def offload_activations(
         yield activations
 
 
-def _open_volume(stack: contextlib.ExitStack, directories: Sequence[str | Path]) -> Volume:
+def _open_volume(stack: contextlib.ExitStack, directories: Sequence[Path], rank: int) -> Volume:
     """Open a volume with files of its own, which ``stack`` removes."""
-    run_id, rank = new_run_id(), dist.get_rank() if dist.is_initialized() else 0
-    paths = []
+    run_id, paths = new_run_id(), []
     for root in directories:
-        directory = RunDirectory(Path(root), run_id, rank)
+        directory = RunDirectory(root, run_id, rank)
         stack.callback(directory.remove)
         paths.append(directory.file(f"rank{rank}.bin"))
     volume = Volume(paths, stripe_weights([path.parent for path in paths]))
@@ -110,9 +111,9 @@ def _open_volume(stack: contextlib.ExitStack, directories: Sequence[str | Path])
 
 
 def _open_cache(
-    stack: contextlib.ExitStack, device: torch.device, volume: Volume, host_nbytes: int
+    stack: contextlib.ExitStack, device: torch.device, volume: Volume, host_nbytes: int, rank: int
 ) -> TensorCache:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    """Open a cache that stores in ``volume``; ``stack`` closes what it opens."""
     notes: list[str] = [*volume.notes]
     engine = make_engine("auto", volume, notes.append)
     for line in notes if rank == 0 else ():

@@ -35,7 +35,7 @@ from infinity.core.config import (
     settings_of,
     shown,
 )
-from infinity.core.errors import RecipeError
+from infinity.core.errors import RecipeError, first_line
 from infinity.core.files import read_file, user_path
 from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
@@ -306,7 +306,7 @@ def _parse(text: str) -> Any:
         raise _YamlError(f"nested deeper than {_MOST_LEVELS} levels") from error
     except Exception as error:  # parsers raise many types: ValueError of numbers and dates, those of ${
         key = str(getattr(error, "full_key", None) or "").removeprefix("value").removeprefix(".")
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         raise _YamlError(f"{key}: {reason}" if key else reason) from error
 
 
@@ -347,7 +347,7 @@ def _resolve(given: Mapping[str, Any], origin: _Origin) -> dict[str, Any]:
     except Exception as error:  # a reference may name a resolver, which may raise any type
         key = getattr(error, "full_key", None)
         where = f"{key} {origin.of(str(key))}" if key else origin.file
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         raise RecipeError(f"{where}: {reason[:_MOST_PROBLEM_CHARS]}") from error
     return typing.cast("dict[str, Any]", resolved)
 

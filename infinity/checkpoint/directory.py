@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from infinity.core.errors import CheckpointError
+from infinity.core.errors import CheckpointError, first_line
 from infinity.core.files import open_regular, read_file
 
 SAFETENSORS = "model.safetensors"
@@ -303,9 +303,8 @@ def _unpickle(path: Path) -> dict[str, Stored]:
         os.close(open_regular(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of any type, when the file has anything in it
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"{path} cannot be read as plain tensors: {reason[0][:200]}. {advice}"
+            f"{path} cannot be read as plain tensors: {first_line(error)}. {advice}"
         ) from error
     if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
         raise CheckpointError(f"{path} is not a dictionary of tensors. {advice}")

@@ -16,7 +16,7 @@ collectives: see :mod:`infinity.comm.peers`.
 [Note: which parameters were used]
 The header of a reduction has a digest of the parameters that this rank has gradients of. If all ranks have
 gradients of the same ones, as in nearly every step, the digests are equal, and nothing else is exchanged; if
-nobody has any, nothing is reduced. Only where the digests differ do the ranks exchange the lists.
+no rank has any, nothing is reduced. Only where the digests differ do the ranks exchange the lists.
 
 [Note: reduction]
 Gradients travel in the compute dtype, one slice to each owner, and the owner adds them in fp32 in

@@ -13,6 +13,8 @@ from pathlib import Path
 
 #: The most that a message quotes of another library's (characters).
 _QUOTED_CHARS = 1000
+_TOO_MANY_FILES = errno_names.EMFILE, errno_names.ENFILE
+_MORE_FILES = "raise the limit of open files (ulimit -n)"
 
 
 class InfinityError(Exception):
@@ -81,7 +83,8 @@ class DirectoryError(DiskError):
         self.path, self.offset, self.nbytes = str(path), 0, 0
         name = errno_names.errorcode.get(errno, str(errno))
         text = (
-            f"{action} failed: {os.strerror(errno)} ({name}); {_advice_on_files(errno)}"
+            f"{action} failed: {os.strerror(errno)} ({name}); "
+            f"{_MORE_FILES + ', or ' if errno in _TOO_MANY_FILES else ''}"
             "give memory.nvme a directory on a local drive that this user may write"
         )
         self._made_of = errno, action, self.path
@@ -169,17 +172,11 @@ def free_space(path: str) -> str:
     return f"{stat.f_bavail * stat.f_frsize} bytes free on the file system"
 
 
-def _advice_on_files(errno: int) -> str:
-    if errno in (errno_names.EMFILE, errno_names.ENFILE):
-        return "raise the limit of open files (ulimit -n), or "
-    return ""
-
-
 def _advice(errno: int) -> str:
     if errno in (errno_names.ENOENT, errno_names.ENOTDIR, errno_names.ESTALE):
         return "the directory was removed, replaced or unmounted while the run used it: start the run again"
-    if errno in (errno_names.EMFILE, errno_names.ENFILE):
-        return "raise the limit of open files (ulimit -n)"
+    if errno in _TOO_MANY_FILES:
+        return _MORE_FILES
     if errno in (errno_names.ENOSPC, errno_names.EDQUOT, errno_names.EFBIG):
         return "make room, or give memory.nvme a directory on a larger file system"
     if errno in (errno_names.EACCES, errno_names.EPERM, errno_names.EROFS):

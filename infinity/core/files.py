@@ -4,7 +4,7 @@
 In a directory that several users write, a name may be another user's link to a third file. So nothing is
 written through a name that was found: a file is made anew, exclusively and without following a link, after
 whatever has its name is removed (:func:`create_file`). Files lie in directories that belong to this user and
-are closed to all others (:func:`own_directory`), in a directory where nobody else can replace them
+are closed to all others (:func:`own_directory`), in a directory where no other user can replace them
 (:func:`shared_directory`). Where a file must be found, a lock or a sealed base, its owner is checked on the
 open descriptor (:func:`open_locked`). What a user names is followed, but only a regular file is read, and
 only up to a limit (:func:`read_file`): a pipe would block for ever and ``/dev/zero`` never end.
@@ -84,7 +84,7 @@ def own_directory(path: Path) -> None:
     """Make the directory ``path``, or see that it is this user's; afterwards its mode is 0700.
 
     Raises:
-        UnsafePathError: It is a link, another user's, or one that everybody may write.
+        UnsafePathError: It is a link, another user's, or writable by all users.
         OSError: It cannot be made.
     """
     with suppress(FileExistsError):
@@ -97,8 +97,8 @@ def own_directory(path: Path) -> None:
         if found.st_mode & stat.S_IWOTH:
             raise UnsafePathError(
                 path,
-                f"may be written by everybody (mode {found.st_mode & 0o7777:o}), so what lies in it may be "
-                "anybody's: remove it",
+                f"is writable by all users (mode {found.st_mode & 0o7777:o}), so its files may be another "
+                "user's: remove it",
             )
         if found.st_mode & 0o077:
             os.fchmod(fd, 0o700)
@@ -110,7 +110,7 @@ def shared_directory(path: Path) -> None:
     """Make the directory ``path``, or see that only this user and root can replace what lies in it.
 
     Raises:
-        UnsafePathError: It belongs to another user, or everybody may replace what lies in it.
+        UnsafePathError: It belongs to another user, or all users may replace what lies in it.
         OSError: It cannot be made.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def shared_directory(path: Path) -> None:
     if found.st_mode & stat.S_IWOTH and not sticky:
         raise UnsafePathError(
             path,
-            f"may be written by everybody (mode {found.st_mode & 0o7777:o}), who could replace what lies in "
+            f"is writable by all users (mode {found.st_mode & 0o7777:o}), who could replace what lies in "
             f"it: {advice}, or say chmod o-w (or +t, as on /tmp)",
         )
 
@@ -137,7 +137,7 @@ def _open_found(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise UnsafePathError(path, "is a symbolic link, which somebody put there: remove it") from error
+        raise UnsafePathError(path, "is a symbolic link, not a file of this run: remove it") from error
     owner = os.fstat(fd).st_uid
     if owner != os.geteuid():
         os.close(fd)

@@ -73,6 +73,6 @@ def weakly(method: Callable[P, R]) -> Callable[P, R | None]:
 def _close_dropped() -> None:
     while True:
         call = _dropped.get()
-        with contextlib.suppress(Exception):  # nobody is left to whom it matters
+        with contextlib.suppress(Exception):  # its holder is gone: no caller can be told
             call()
         del call

@@ -34,7 +34,6 @@ class FullValues:
 
     Attributes:
         every_rank: Give the values of ``state_dict()`` to every rank, not only to rank 0.
-        ended: The model was closed, or this is a forked child: nothing is there to be released or stored.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class FullValues:
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers = units, ranks, tiers
         self.construction, self._executor = construction, executor
-        self.every_rank = self.ended = False
+        self.every_rank = False
         self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
         self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
@@ -83,7 +82,7 @@ class FullValues:
                 self._store(unit, unit.flat, before)
             unit.check_all_attached()
         finally:
-            if streams and not self.ended:
+            if streams and unit.lease is not None:  # else the model was closed meanwhile
                 outer = prefetcher.running
                 prefetcher.begin_visit()
                 prefetcher.unpin(unit.index)

@@ -387,7 +387,6 @@ class Runtime:
         if self._executor is not None:
             self._executor.hooks.end(why)
         if hasattr(self, "values"):
-            self.values.ended = True
             for unit in self.units:
                 unit.drop()
 

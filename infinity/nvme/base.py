@@ -113,7 +113,7 @@ class BaseFiles:
         Raises:
             DamagedBaseError: There is one, but not a whole one. It lost its name, and is claimed.
             DirectoryError: The directory cannot be made.
-            UnsafePathError: It is a link, another user's, or everybody's to write.
+            UnsafePathError: It is a link, another user's, or writable by all users.
         """
         for folder in self.folders:
             if folder.exists():

@@ -36,7 +36,7 @@ class RunDirectory:
 
     Raises:
         LockedError: A live process holds the rank's place in it: another run has this id.
-        UnsafePathError: It, or ``root``, is another user's or everybody's to write; nothing was changed.
+        UnsafePathError: It, or ``root``, is another user's or writable by all users; nothing was changed.
         DirectoryError: It cannot be made or written.
     """
 

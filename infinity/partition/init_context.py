@@ -213,7 +213,7 @@ class Construction:
         try:
             if error is None:
                 self._finish()
-            self._leave_strangers()
+            self._release_other_modules()
         finally:
             self.active, Construction._open = False, None
 
@@ -343,10 +343,10 @@ class Construction:
             if not isinstance(module._parameters, ServedParameters):
                 self._take_out[module] = self._serve(module)
 
-    def _leave_strangers(self) -> None:
-        """Leave modules alone that are in no model: loss functions, and what an import made on the way.
+    def _release_other_modules(self) -> None:
+        """Remove hooks from modules that belong to no model: loss functions, and those that an import made.
 
-        Such a module outlives the model, and would keep it.
+        Such a module outlives the model, and its hooks would keep the model alive.
         """
         models = (root for root in self.roots if next(root.parameters(), None) is not None)
         ours = {module for root in models for module in root.modules()}

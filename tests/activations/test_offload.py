@@ -67,6 +67,14 @@ def test_losses_weights_and_buffers_are_those_of_the_plain_loop(tmp_path, policy
     assert not files(tmp_path)
 
 
+def test_a_directory_in_the_home_is_found_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with infinity.offload_activations(Model(), policy="offload", nvme="~/drive"):
+        assert files(tmp_path / "drive")
+    assert not (tmp_path / "~").exists()
+
+
 def test_two_models_one_inside_the_other(tmp_path):
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -162,7 +162,7 @@ def test_a_directory_that_everybody_may_write_is_refused_with_advice(
     path = tmp_path / "open"
     path.mkdir()
     path.chmod(0o777)
-    with pytest.raises(UnsafePathError, match=rf"{path} may be written by everybody \(mode 777\)"):
+    with pytest.raises(UnsafePathError, match=rf"{path} is writable by all users \(mode 777\)"):
         check(path)
     assert path.stat().st_mode & 0o777 == 0o777
 

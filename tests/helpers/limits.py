@@ -1,4 +1,4 @@
-"""What a full disk does, without root."""
+"""Limits of the process, which need no root: of the size of files (a full disk) and of descriptors."""
 
 import contextlib
 import resource
@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    """No file may be larger: the full disk that needs no root."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+def limit(which: int, most: int) -> Iterator[None]:
+    """Set the soft limit ``which``, as ``resource.RLIMIT_NOFILE``, to ``most``."""
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(which, before)
+
+
+def file_limit(nbytes: int) -> contextlib.AbstractContextManager[None]:
+    """No file may be larger: the full disk that needs no root."""
+    return limit(resource.RLIMIT_FSIZE, nbytes)

@@ -366,7 +366,7 @@ def test_a_planted_directory_in_the_bases_place_is_refused(tmp_path: Path) -> No
     (tmp_path / f"base-{KEY}").unlink()
     (tmp_path / f"base-{KEY}").mkdir()
     (tmp_path / f"base-{KEY}").chmod(0o777)
-    with pytest.raises(UnsafePathError, match="may be written by everybody"):
+    with pytest.raises(UnsafePathError, match="is writable by all users"):
         place(tmp_path).find()
     assert list((tmp_path / "home").iterdir()) == []
 

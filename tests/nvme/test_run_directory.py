@@ -145,14 +145,14 @@ def test_a_planted_run_directory_is_refused(shared, victim) -> None:
         RunDirectory(shared, "linked", 0)
     (shared / "open").mkdir()
     (shared / "open").chmod(0o777)
-    with pytest.raises(UnsafePathError, match="open may be written by everybody"):
+    with pytest.raises(UnsafePathError, match="open is writable by all users"):
         RunDirectory(shared, "open", 0)
     assert sorted(path.name for path in victim.parent.iterdir()) == ["victim"]
 
 
 def test_a_directory_in_which_everybody_may_replace_files_is_refused(shared) -> None:
     shared.chmod(0o777)
-    with pytest.raises(UnsafePathError, match=r"nvme may be written by everybody \(mode 777\).*of your own"):
+    with pytest.raises(UnsafePathError, match=r"nvme is writable by all users \(mode 777\).*of your own"):
         RunDirectory(shared, "run", 0)
     assert list(shared.iterdir()) == []
 

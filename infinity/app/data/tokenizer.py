@@ -181,11 +181,11 @@ class DirectoryTokenizer:
             _read_checked(file)
         if (path / "config.json").exists():  # which is read, too
             check_counts(read_json_object(path / "config.json"), path / "config.json")
-        with library_errors(DataError, f"data.tokenizer: {path}: transformers finds no tokenizer there"):
-            with offline():
-                self._library: Any = AutoTokenizer.from_pretrained(
-                    str(path), local_files_only=True, trust_remote_code=False
-                )
+        what = f"data.tokenizer: {path}: transformers finds no tokenizer there"
+        with library_errors(DataError, what), offline():
+            self._library: Any = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
             self.fingerprint = _digest(path)
             self.vocab_size = len(self._library)
             self.separator: int | None = self._library.eos_token_id

@@ -90,7 +90,7 @@ def open_tokens(
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, log))
-        own_directory(path)  # nobody else chose the tokens, and nobody else reads them
+        own_directory(path)  # no other user writes or reads the tokens
         about = json.loads((path / _ABOUT).read_text("utf-8"))
         return Tokens(
             values=_map(path / _TOKENS, tokenizer.encode("").dtype),

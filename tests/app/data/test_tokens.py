@@ -160,7 +160,7 @@ def test_only_their_user_can_read_tokens_and_choose_them(tmp_path: Path) -> None
     read(path)
     assert entry.stat().st_mode & 0o777 == 0o700
     entry.chmod(0o777)
-    with pytest.raises(DataError, match=rf"data\.cache: {entry} may be written by everybody"):
+    with pytest.raises(DataError, match=rf"data\.cache: {entry} is writable by all users"):
         read(path)
     moved = entry.rename(tmp_path / "moved")
     entry.symlink_to(moved)
