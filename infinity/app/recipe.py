@@ -63,6 +63,10 @@ class RunConfig:
 
     dir: str = setting("runs", "directory of the run folders", path=True)
     name: str | None = setting(None, "name of the run's folder in run.dir; null: date, time and process id")
+    resume: Literal["auto", "never", "must"] = setting(
+        "auto",
+        "go on with an interrupted run of this name; never: begin anew; must: an error if there is none",
+    )
     seed: int = setting(0, "seed of the initial weights", valid=Valid(least=0, most=2**63 - 1))
     save: bool | None = setting(
         None, "save the trained model in the run's folder, as model/; null: if model.path is given"
@@ -166,6 +170,7 @@ class Recipe:
             dtype=self.train.dtype,
             loss_scale=self.optim.loss_scale,
             run_name=self.run.name,
+            resume=self.run.resume,
             timeline=self.observe.timeline,
             layer_schedule=self.train.schedule == "layer",
         )

@@ -7,6 +7,7 @@ from infinity.core.config import MemoryConfig
 from infinity.partition.config import PartitionConfig
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+Resume = Literal["auto", "never", "must"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class EngineConfig:
         dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
         loss_scale: First loss scale of fp16 training.
         run_name: Names the run's directories on NVMe; None: a new id.
+        resume: Whether a run of that name that was interrupted goes on; never: it begins anew; must: it is
+            an error if there is none.
         timeline: Record when everything moves and computes.
         layer_schedule: All micro-batches go through a block before the next, which recomputes blocks.
     """
@@ -28,6 +31,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     loss_scale: float = 2.0**16
     run_name: str | None = None
+    resume: Resume = "auto"
     timeline: bool = False
     layer_schedule: bool = False
 

@@ -33,8 +33,9 @@ from infinity.optim.rules import AdamWRule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.commits import Commits
 from infinity.shards.tiers import Tiers
-from infinity.shards.updates import Commits, Updates
+from infinity.shards.updates import Updates
 
 
 class StepExecutor:

@@ -9,7 +9,7 @@ import torch
 
 import infinity
 from infinity.core.transfer import Transfer
-from infinity.shards.updates import CommitRecord, CorruptRecordError, read_commit, write_commit
+from infinity.shards.commits import CommitRecord, CorruptRecordError, read_commit, write_commit
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
@@ -62,7 +62,7 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    from infinity.shards.updates import Commits
+    from infinity.shards.commits import Commits
 
     commits = Commits(tmp_path / "record", lambda: None)
     good, bad = Transfer(), Transfer()
