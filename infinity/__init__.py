@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from infinity.api.lora import add_lora, save_lora
     from infinity.api.offload_activations import offload_activations
     from infinity.api.pretrained import from_pretrained
+    from infinity.api.resume import resume
     from infinity.app.recipe import Recipe, load_recipe
     from infinity.core.errors import (
         BudgetError,
@@ -56,6 +57,7 @@ _HOMES = {
     "load_recipe": "infinity.app.recipe",
     "export": "infinity.api.export",
     "layer_schedule": "infinity.api.layer_schedule",
+    "resume": "infinity.api.resume",
 }
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "load_recipe",
     "no_sync",
     "offload_activations",
+    "resume",
     "save_lora",
     "state_dict",
 ]

@@ -3,12 +3,14 @@
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
+from infinity.api.followed import Followed
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError
 from infinity.core.transfer import TransferEngine
@@ -35,6 +37,10 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: Clip the global norm of the gradients to this, above 0; None: never. With None (and
             two versions on disk) updates start inside backward.
         params: Parameter groups as torch takes them, in place of the default two.
+        follow: What goes on with the run, by names of your own: anything with ``state_dict`` and
+            ``load_state_dict`` (a scheduler, a torchdata loader). With a named run (``run.name``) and
+            directories in ``memory.nvme``, its small state is committed with each step, as the learning
+            rates, buffers and random generators are, and :func:`infinity.resume` puts it back.
 
     Raises:
         StateError: The model, or a trainable parameter of it, was made outside ``infinity.Init``.
@@ -45,7 +51,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 0.01, *, max_grad_norm: float | None = None,
-        params: Iterable[dict[str, Any]] | None = None,
+        params: Iterable[dict[str, Any]] | None = None, follow: Mapping[str, Stateful] | None = None,
     ) -> None:  # fmt: skip
         self.runtime: Runtime = runtime_of(model)
         if max_grad_norm not in (None, math.inf) and not _is_number(max_grad_norm, Valid(above=0)):
@@ -59,6 +65,7 @@ class AdamW(torch.optim.Optimizer):
         if self.runtime.started:
             self.runtime.values.clear_optimizer_fields()
         self._connect()
+        self._followed = Followed(model, self.runtime.ranks.device, follow or {})
         self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
         self._scaled = False
         #: Global norm of the last step's gradients before clipping; None before the first step.
@@ -131,7 +138,45 @@ class AdamW(torch.optim.Optimizer):
         if self.scaler is not None:
             self.scaler.update(self.skipped)
         self._scaled = False
+        if not self.skipped and self.runtime.commits:
+            self._record()
         return loss
+
+    def _record(self) -> None:
+        """Commit the small state of this step; learning rates when schedulers have set the next ones."""
+        state = {**self._followed.state(), "steps": self.steps}
+        if self.scaler is not None:
+            state["loss_scaler"] = self.scaler.state_dict()
+        late = self._late_state if self._followed.is_late else None
+        self.runtime.record({**state, **self._groups()} if late is None else state, late)
+
+    def _late_state(self) -> dict[str, Any]:
+        return {**self._followed.late_state(), **self._groups()}
+
+    def _groups(self) -> dict[str, Any]:
+        return {
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+            ]
+        }
+
+    def load_committed(self, state: dict[str, Any]) -> None:
+        """Put back the small state of a commit, for :func:`infinity.resume`.
+
+        Raises:
+            StateError: This optimizer has other parameter groups, or follows something else.
+        """
+        if len(state["param_groups"]) != len(self.param_groups):
+            raise StateError(
+                f"the interrupted run has {len(state['param_groups'])} parameter groups, this optimizer "
+                f"{len(self.param_groups)}: make it as before"
+            )
+        self._followed.load(state)
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update(saved)
+        self.steps = state["steps"]
+        if self.scaler is not None and "loss_scaler" in state:
+            self.scaler.load_state_dict(state["loss_scaler"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, and the updates that they started."""

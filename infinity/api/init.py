@@ -118,9 +118,14 @@ def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
         values.every_rank = before
 
 
-def close(model: nn.Module) -> None:
+def close(model: nn.Module, *, keep: bool = False) -> None:
     """Give back the files, memory and threads that serve ``model``, whose weights are gone then.
 
-    Waits for updates in flight, needs no other rank, and may be called after any error, and twice.
+    Waits for updates in flight, needs no other rank, and may be called after any error, and twice. On the way
+    out of an exception the files of a named run stay on disk after its first step, and the run can go on:
+    see :func:`infinity.resume`.
+
+    Args:
+        keep: Leave them there in any case.
     """
-    runtime_of(model, ended=True).close()
+    runtime_of(model, ended=True).close(keep=keep)

@@ -41,6 +41,7 @@ from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
 from infinity.optim.config import OptimConfig
 from infinity.partition.config import PartitionConfig
+from infinity.shards.config import DurabilityConfig
 
 COMMAND_LINE = "on the command line"
 #: The longest recipe that is read; one with every key has 5 kB.
@@ -145,6 +146,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    durability: DurabilityConfig = field(default_factory=DurabilityConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -167,6 +169,7 @@ class Recipe:
         return EngineConfig(
             memory=self.memory,
             partition=self.partition,
+            durability=self.durability,
             dtype=self.train.dtype,
             loss_scale=self.optim.loss_scale,
             run_name=self.run.name,

@@ -71,13 +71,35 @@ def append_file(path: Path) -> TextIO:
         UnsafePathError: It is another user's file, or a link to some file.
         OSError: It cannot be opened.
     """
-    fd = _open_found(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    fd = open_found(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         _require_one_name(fd, path)
     except BaseException:
         os.close(fd)
         raise
     return open(fd, "a", encoding="utf-8")
+
+
+def open_found(path: Path, flags: int) -> int:
+    """Open what has a name in a directory that others may write, if it is this user's and no link.
+
+    Raises:
+        UnsafePathError: It is a link, or another user's.
+        OSError: It cannot be opened.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UnsafePathError(path, "is a symbolic link, not a file of this run: remove it") from error
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise UnsafePathError(
+            path, f"belongs to another user (uid {owner}): remove it, or give another directory"
+        )
+    return fd
 
 
 def own_directory(path: Path) -> None:
@@ -89,7 +111,7 @@ def own_directory(path: Path) -> None:
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    fd = _open_found(path, os.O_RDONLY)
+    fd = open_found(path, os.O_RDONLY)
     try:
         found = os.fstat(fd)
         if not stat.S_ISDIR(found.st_mode):
@@ -128,23 +150,6 @@ def shared_directory(path: Path) -> None:
             f"is writable by all users (mode {found.st_mode & 0o7777:o}), who could replace what lies in "
             f"it: {advice}, or say chmod o-w (or +t, as on /tmp)",
         )
-
-
-def _open_found(path: Path, flags: int) -> int:
-    """Open what has a name in a directory that others may write, if it is this user's and no link."""
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UnsafePathError(path, "is a symbolic link, not a file of this run: remove it") from error
-    owner = os.fstat(fd).st_uid
-    if owner != os.geteuid():
-        os.close(fd)
-        raise UnsafePathError(
-            path, f"belongs to another user (uid {owner}): remove it, or give another directory"
-        )
-    return fd
 
 
 def _require_one_name(fd: int, path: Path) -> None:
@@ -263,7 +268,7 @@ def open_locked(path: Path, flags: int, *, shared: bool = False, patience_s: flo
     """
     deadline = time.monotonic() + patience_s
     while True:
-        fd = _open_found(path, flags)
+        fd = open_found(path, flags)
         try:
             if try_lock(fd, shared=shared) and is_named(fd, path):
                 fd, locked = -1, fd

@@ -5,9 +5,9 @@ from typing import Literal, Protocol
 
 from infinity.core.config import MemoryConfig
 from infinity.partition.config import PartitionConfig
+from infinity.shards.config import DurabilityConfig, Resume
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-Resume = Literal["auto", "never", "must"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class EngineConfig:
     Attributes:
         memory: Budgets and directories.
         partition: How ranks share the model.
+        durability: What a committed step survives.
         dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
         loss_scale: First loss scale of fp16 training.
         run_name: Names the run's directories on NVMe; None: a new id.
@@ -28,6 +29,7 @@ class EngineConfig:
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    durability: DurabilityConfig = field(default_factory=DurabilityConfig)
     dtype: Dtype = "auto"
     loss_scale: float = 2.0**16
     run_name: str | None = None

@@ -33,7 +33,6 @@ from infinity.optim.rules import AdamWRule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.shards.commits import Commits
 from infinity.shards.tiers import Tiers
 from infinity.shards.updates import Updates
 
@@ -144,6 +143,7 @@ class StepExecutor:
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
+        self.updates.end_commit()  # what was stepped after the optimizer, a learning rate, is there
         self._divide_again(accumulates=False)
         self.updates.expect()
 
@@ -272,9 +272,6 @@ def _make_updates(
 ) -> Updates:  # fmt: skip
     """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
     storage, pipeline = tiers.storage, None
-    commits = Commits.open(storage)
-    if commits is not None:
-        stack.callback(commits.close)
     if storage.units_engine is not None:
         background = AdamWRule(storage.layout.dtype)
         timed: Any = TimedRule(background, timeline) if timeline.enabled else background
@@ -283,4 +280,6 @@ def _make_updates(
         )
         stack.callback(pipeline.close)
     rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
-    return Updates(tiers, rule, pipeline, units, order, early=early, commits=commits, on_failure=on_failure)
+    return Updates(
+        tiers, rule, pipeline, units, order, early=early, commits=storage.commits, on_failure=on_failure
+    )

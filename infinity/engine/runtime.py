@@ -36,7 +36,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache
-from infinity.comm.ranks import Ranks, agree, join_ranks, open_ranks
+from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BudgetError, PeerError, StateError
 from infinity.core.lifecycle import UnitState
@@ -63,6 +63,8 @@ from infinity.optim.rules import prepare
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.restore import restore
+from infinity.shards.saved import SavedRun
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -125,8 +127,12 @@ class Runtime:
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=ranks.on_accelerator)
         self.stack.callback(self.storage.close)
-        self.storage.open_files(self.run_id, ranks.rank, self.timeline, self._note)
+        self.storage.open_files(
+            self.run_id, ranks, None if self.config.run_name is None else self.config.resume, self.timeline,
+            synced=self.config.durability.survives == "power", note=self._note,
+        )  # fmt: skip
         self.tiers = Tiers(self.storage, ranks)
+        self.tiers.pending = self.storage.saved is not None
         self.activations = self._make_activations()
         for store in self.activations.cache.stores.values():
             self.stack.callback(store.close)
@@ -207,9 +213,12 @@ class Runtime:
 
         Raises:
             BudgetError: ``memory.device`` is too small; the message has the arithmetic.
-            StateError: The model was closed, or belongs to the process that forked this one.
+            StateError: The model was closed, or belongs to the process that forked this one; or the run was
+                interrupted, and its states are not in their places yet.
         """
         self.check_open()
+        if clips is None:
+            self.check_resumed()
         before = self._executor or self._retired
         # One that has gradients of a step stays, and with it when updates start, which changes no number.
         if self._executor is None or not (
@@ -308,6 +317,50 @@ class Runtime:
         if self._executor is not None:
             self._executor.updates.drain()
 
+    # --- commits -----------------------------------------------------------------------------
+
+    def resume(self) -> SavedRun | None:
+        """Put the states of the interrupted run into their places; None: there is none. Every rank calls.
+
+        Raises:
+            StateError: The model is another one, or has no optimizer.
+            DiskError: States cannot be read, or there is no room for them.
+        """
+        self.check_open()
+        saved, volume, store = self.storage.saved, self.storage.volume, self.storage.store
+        if saved is None or not self.tiers.pending or volume is None or store is None:
+            return None
+        if self._executor is None or not self._executor.updates.hypers.groups:
+            raise StateError("infinity.resume(model, optimizer) before the model has an infinity.AdamW")
+        updates, world_size = self._executor.updates, self.ranks.world_size
+        with all_ranks_or_raise(self.ranks, "resuming the run"):
+            left = restore(saved, self.units, self.tiers, volume)
+            self.tiers.settle(self.units)
+        updates.take_over(saved, self.ranks.rank, lambda: left.discard(volume, store, world_size))
+        return saved
+
+    def check_resumed(self) -> None:
+        """Raise if the run was interrupted and its states are not in their places yet.
+
+        Raises:
+            StateError: See there.
+        """
+        if self.tiers.pending and self.storage.saved is not None:
+            raise StateError(
+                f"the run {self.run_id} was interrupted after step {self.storage.saved.step}: call "
+                "step = infinity.resume(model, optimizer) before anything else; run.resume=never begins anew"
+            )
+
+    def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Record the step that :meth:`step` committed, with the small state that belongs to it."""
+        if self.commits:
+            self.executor().updates.record(state, late)
+
+    @property
+    def commits(self) -> bool:
+        """Whether each step is recorded, so that another process can go on with the run."""
+        return self.storage.commits is not None
+
     # --- the end ----------------------------------------------------------------------------
 
     def meet(self) -> None:
@@ -350,18 +403,20 @@ class Runtime:
         if self._ended:
             raise StateError(self._ended)
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None, *, keep: bool = False) -> None:
         """Give back files, memory and threads. May be called twice.
 
-        On the way out of an exception the other ranks learn of it.
+        On the way out of an exception other ranks learn of it, and the files of a run that can go on stay.
 
         Args:
             error: That exception; None: the one that is being handled, if any.
+            keep: Leave the files of a run that can go on.
         """
         if not self._ended:
             error = error or sys.exception()
             try:
                 self._settle(error)
+                self._keep_files(keep or _is_failure(error))
             finally:
                 self._end(_CLOSED.format(self._named()))
         self.stack.close()
@@ -371,7 +426,9 @@ class Runtime:
 
     def _settle(self, error: BaseException | None) -> None:
         """Wait for what is in flight, or end it soon with ``error``."""
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        if error is not None and _is_failure(error):
+            if isinstance(error, KeyboardInterrupt | SystemExit) and self._executor is not None:
+                self._executor.updates.land_commit(_LANDING_S)
             self.fail(error)
             if self._executor is not None:
                 self._executor.updates.abandon(error)
@@ -380,6 +437,12 @@ class Runtime:
                 self.synchronize()  # gathers in flight wait for updates
         if hasattr(self, "activations"):  # it may have failed while it was built
             self.activations.close()
+
+    def _keep_files(self, keep: bool) -> None:
+        """Leave the files on disk, if wanted and if a process could go on with them."""
+        if hasattr(self, "storage") and keep:
+            commits = self.storage.commits
+            self.storage.keep = self.storage.saved is not None or (commits is not None and commits.any)
 
     def _end(self, why: str) -> None:
         """Let every later use raise ``why``; the weights are gone."""
@@ -404,6 +467,13 @@ class Runtime:
         pools: list[BufferPool] = [] if self._executor is None else [self._executor.device_pool]
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
 
+
+def _is_failure(error: BaseException | None) -> bool:
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
+
+
+#: How long the last commit may take to land after a signal (s).
+_LANDING_S = 10.0
 
 _CLOSED = (
     "{} was closed (infinity.close or optimizer.close): its weights, files and threads are gone. Save or "

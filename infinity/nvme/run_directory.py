@@ -72,16 +72,21 @@ class RunDirectory:
         """Remove this rank's files and its lock, and the directory with the last rank's."""
         if self._lock < 0:
             return
-        for path in self._files:
+        for path in (*self._files, *self.path.glob(f"rank{self.rank}-*")):
             path.unlink(missing_ok=True)
         self._lock_path.unlink(missing_ok=True)  # while it is held: see :mod:`infinity.core.files`
-        os.close(self._lock)
-        self._lock = -1
+        self.leave()
         try:
             self.path.rmdir()
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
+
+    def leave(self) -> None:
+        """Give the lock back, and leave the files to the process that goes on with the run."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def find_leftovers(root: Path) -> list[Path]:

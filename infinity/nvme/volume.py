@@ -1,16 +1,17 @@
 """Preallocated files, one per directory, that hand out extents striped over all of them."""
 
+import contextlib
 import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.core.errors import ChangedFileError, DirectoryError, DiskError
+from infinity.core.errors import ChangedFileError, DirectoryError, DiskError, UnsafePathError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
-from infinity.core.files import create_file, is_named
+from infinity.core.files import create_file, is_named, open_found
 
 _MIB = 2**20
 #: Files grow in steps of this, so that small extents do not cost a system call each (bytes).
@@ -57,6 +58,22 @@ class Space:
     taken_nbytes: int = 0
     _free: dict[int, int] = field(default_factory=dict)  # offset -> nbytes, no two touch
 
+    @classmethod
+    def of(cls, taken: Iterable[tuple[int, int]]) -> "Space":
+        """The space of a file in which these ranges (offset and bytes, none of them twice) are taken.
+
+        Raises:
+            ValueError: Two overlap.
+        """
+        space = cls()
+        for offset, nbytes in sorted(taken):
+            if offset < space.end:
+                raise ValueError(f"bytes {offset} to {space.end} are taken twice")
+            if offset > space.end:
+                space._free[space.end] = offset - space.end
+            space.end, space.taken_nbytes = offset + nbytes, space.taken_nbytes + nbytes
+        return space
+
     def take(self, nbytes: int) -> Range:
         """A contiguous range of ``nbytes``."""
         self.taken_nbytes += nbytes
@@ -97,7 +114,7 @@ class Space:
 
 
 class Volume:
-    """One new file per path, in place of what had its name. Any thread may call.
+    """One file per path, new, in place of what had its name, or found. Any thread may call.
 
     A fresh range reads as zeros. A range that was freed and is allocated again holds what it held,
     unless zeros are asked for.
@@ -105,13 +122,18 @@ class Volume:
     Args:
         paths: The files; their directories exist and are this user's own.
         weights: Relative speeds of their drives; equal when None.
+        found: The files are there; for each the space that its extents take. None: they are made.
 
     Raises:
-        DirectoryError: A file cannot be made.
+        DirectoryError: A file cannot be made, or opened.
+        ChangedFileError: A file that was found is shorter than its extents.
         ValueError: ``paths`` and ``weights`` do not fit each other.
     """
 
-    def __init__(self, paths: Sequence[Path], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], weights: Sequence[float] | None = None,
+        found: Sequence[Space] | None = None,
+    ) -> None:  # fmt: skip
         weights = [1.0] * len(paths) if weights is None else list(weights)
         if not paths or len(paths) != len(weights) or min(weights) <= 0:
             raise ValueError(
@@ -122,10 +144,14 @@ class Volume:
         self._peak_nbytes = 0
         self._files: list[_File] = []
         try:
-            self.add(paths)
+            if found is None:
+                self.add(paths)
+            for path, space in zip(paths, found or (), strict=False):
+                self._files.append(_found(path, space))
         except BaseException:
             self.close()
             raise
+        self._peak_nbytes = self.allocated_nbytes
 
     def __len__(self) -> int:
         """Number of files."""
@@ -148,6 +174,14 @@ class Volume:
         self._files += [_sealed(file) for file in files]
         self._peak_nbytes = max(self._peak_nbytes, self.allocated_nbytes)
         return first
+
+    def drop_sealed(self, first: int, count: int) -> None:
+        """Close files that :meth:`add_sealed` took in, which nothing reads any more; their room is free."""
+        for file in self._files[first : first + count]:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fd, 0)  # another process may have it open still
+            file.close()
+            file.seal(0)
 
     def cut(self, first: int) -> list[tuple[Path, int]]:
         """Path and bytes of every file from number ``first`` on, cut off where their last extent ends."""
@@ -357,6 +391,8 @@ class _File:
 
     def check(self) -> None:
         """See :meth:`Volume.check`."""
+        if self.fd < 0:
+            return
         try:
             named = self._sealed or is_named(self.fd, self.path)
             reserved, size = self._reserved, os.fstat(self.fd).st_size
@@ -379,14 +415,38 @@ def _sealed(file: SealedFile) -> _File:
     return taken
 
 
+def _found(path: Path, space: Space) -> _File:
+    file = _File(path, *open_direct(path, open_found, "opening"))
+    file.space, file._reserved = space, os.fstat(file.fd).st_size
+    if file._reserved < space.end:
+        file.close()
+        raise ChangedFileError(path, f"was cut to {file._reserved} bytes of at least {space.end}")
+    return file
+
+
 def _create(path: Path) -> tuple[int, bool]:
     """Descriptor of a new file, and whether it bypasses the page cache."""
+    return open_direct(path, create_file, "making")
+
+
+def open_direct(path: Path, open_file: Callable[[Path, int], int], how: str) -> tuple[int, bool]:
+    """Open a file for reading and writing; its descriptor, and whether it bypasses the page cache.
+
+    Args:
+        open_file: Called with the path and the flags.
+        how: For messages, ``making`` or ``opening``.
+
+    Raises:
+        DirectoryError: It cannot be opened.
+    """
     try:
         try:
-            return create_file(path, os.O_RDWR | os.O_DIRECT), True
+            return open_file(path, os.O_RDWR | os.O_DIRECT), True
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        return create_file(path, os.O_RDWR), False
+        return open_file(path, os.O_RDWR), False
+    except UnsafePathError:
+        raise
     except OSError as error:
-        raise DirectoryError(error.errno or errno.EIO, f"making the file {path}", path) from error
+        raise DirectoryError(error.errno or errno.EIO, f"{how} the file {path}", path) from error

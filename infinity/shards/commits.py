@@ -1,28 +1,48 @@
 """Commit records: which version of each unit is the committed one, after every step.
 
+[Note: what a record needs]
+A record names the version of each unit, the step counts of its parameters, the small state that belongs to
+the step (learning rates, generators, a loader's position), and the file that says where versions lie. It is
+written when the updates of its step have landed, in one of two alternating places. With
+``durability.survives=process`` nothing is synced: the kernel keeps what was written when a process is
+killed. With ``power`` the data, the record and its name are synced, in this order.
+
 [Note: the commit barrier]
 The updates of step t+1 write over what step t-1 committed. So the first of them waits until the record
-of step t is on disk; by then the forward pass of step t+1 has waited for nearly all updates of step t
-anyway. A process that is killed at any moment leaves a record whose versions are whole.
+of step t is on disk on every rank (a rank reduces no gradient of a step before its own record of the step
+before is on disk), and then removes the record of t-1, which is whole no longer. By then the forward pass of
+step t+1 has waited for nearly all updates of step t anyway. A process that is killed at any moment leaves a
+record whose versions are whole, and all ranks one of the same step.
+
+[Note: writes in place]
+``infinity.gathered(modify=True)`` and loaded states write over committed versions. Before the first of these
+writes the records go, and the next forward pass records the same step again.
 """
 
+import contextlib
 import errno
+import io
 import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from infinity.core.errors import DiskError, InfinityError
-from infinity.core.files import create_file, sync
+import torch
+
+from infinity.core.errors import DiskError, InfinityError, StateError, first_line
+from infinity.core.files import create_file, read_file, sync
 from infinity.core.transfer import Transfer
-from infinity.shards.storage import Storage
 
-_MAGIC = "infinity-commit-1"
+_MAGIC = b"infinity-commit-2"
+_LAYOUT_MAGIC = b"infinity-layout-1"
+#: The most that a record, or the description of where versions lie, is expected to have (bytes).
+_MOST_NBYTES = 2**32
 
 
 class CorruptRecordError(InfinityError, OSError):
@@ -30,31 +50,98 @@ class CorruptRecordError(InfinityError, OSError):
 
 
 @dataclass(frozen=True, slots=True)
+class RankFiles:
+    """Names of one rank's files in a run's directories.
+
+    Attributes:
+        generation: Grows when a run goes on with files of another layout: on another number of ranks.
+    """
+
+    rank: int
+    generation: int = 1
+
+    def data(self, drive: int) -> str:
+        """The file of the rank's shards on drive number ``drive``."""
+        return f"rank{self.rank}-{self.generation}-{drive}.bin"
+
+    def record(self, place: int) -> str:
+        """The commit record in ``place``, 0 or 1."""
+        return f"rank{self.rank}-{self.generation}.commit{place}"
+
+    def invalid(self) -> str:
+        """The last record, while committed versions are written in place."""
+        return f"rank{self.rank}-{self.generation}.invalid"
+
+    def layout(self, number: int) -> str:
+        """Where versions lie; there is a new one when extents were allocated since the last record."""
+        return f"rank{self.rank}-{self.generation}.layout{number}"
+
+
+@dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """After ``step``, unit ``i`` of this rank is in its version ``versions[i]``."""
+    """After ``step``, unit ``i`` of this rank is in its version ``versions[i]``.
+
+    Attributes:
+        counts: Updates that each parameter of each unit has had.
+        layout: Number and CRC-32 of the file that says where versions lie.
+        world_size: Ranks that share the units.
+        state: The small state of the step; see :func:`pack`.
+    """
 
     step: int
     versions: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...] = ()
+    layout: tuple[int, int] = (0, 0)
+    world_size: int = 1
+    state: bytes = field(default=b"", repr=False)
 
 
-def write_commit(path: Path, record: CommitRecord) -> None:
+def pack(state: Mapping[str, Any]) -> bytes:
+    """Return a small state (containers of tensors, numbers and text) as bytes.
+
+    Raises:
+        StateError: It has something else, which could not be read back; says what.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(dict(state), file)
+        unpack(file.getvalue())
+    except Exception as error:
+        raise StateError(
+            f"{', '.join(state)}: its state cannot be kept with a commit ({first_line(error)}). "
+            "Tensors, numbers, text, and lists and dictionaries of them can: let state_dict() return these"
+        ) from error
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """Return what :func:`pack` was given; runs no code from ``data``."""
+    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+    return state
+
+
+def write_commit(path: Path, record: CommitRecord, *, synced: bool = True) -> None:
     """Replace the record at ``path``; a crash at any moment leaves the old one or the new one.
 
     What the record speaks of must be on disk before (:meth:`infinity.nvme.volume.Volume.sync`).
     One writer per path.
 
+    Args:
+        synced: The record survives a power cut, too.
+
     Raises:
         OSError: It could not be written; the old record is whole.
     """
-    body = json.dumps({"step": record.step, "versions": record.versions}, separators=(",", ":"))
-    text = f"{_MAGIC} {zlib.crc32(body.encode()):08x} {body}\n"
-    draft = path.with_name(path.name + ".new")
-    with open(create_file(draft), "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync(path.parent)  # the new name, too, survives a power cut
+    fields = {
+        "step": record.step,
+        "versions": record.versions,
+        "counts": [each[0] if len(set(each)) == 1 else each for each in record.counts],
+        "numbers": [len(each) for each in record.counts],
+        "layout": record.layout,
+        "world_size": record.world_size,
+    }
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    _replace(path, _MAGIC, (body, record.state), synced=synced)
 
 
 def read_commit(path: Path) -> CommitRecord | None:
@@ -63,47 +150,130 @@ def read_commit(path: Path) -> CommitRecord | None:
     Raises:
         CorruptRecordError: The file is not a whole record.
     """
+    parts = _read(path, _MAGIC, 2, "not a whole commit record")
+    if parts is None:
+        return None
+    body, state = parts
+    fields = json.loads(body)
+    counts = tuple(
+        tuple(each) if isinstance(each, list) else (each,) * number
+        for each, number in zip(fields["counts"], fields["numbers"], strict=True)
+    )
+    return CommitRecord(
+        fields["step"],
+        tuple(fields["versions"]),
+        counts,
+        tuple(fields["layout"]),
+        fields["world_size"],
+        state,
+    )
+
+
+def write_layout(path: Path, layout: Mapping[str, Any], *, synced: bool) -> int:
+    """Write the description of where versions lie; return its CRC-32.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    return _replace(path, _LAYOUT_MAGIC, (json.dumps(layout, separators=(",", ":")).encode(),), synced=synced)
+
+
+def read_layout(path: Path, crc: int) -> dict[str, Any]:
+    """Return the description at ``path``.
+
+    Raises:
+        CorruptRecordError: It is missing, not whole, or another one than that of CRC-32 ``crc``.
+    """
+    parts = _read(path, _LAYOUT_MAGIC, 1, "not a whole description of where states lie")
+    if parts is None or zlib.crc32(parts[0]) != crc:
+        raise CorruptRecordError(f"{path}: missing, or not the one that the commit record speaks of")
+    layout: dict[str, Any] = json.loads(parts[0])
+    return layout
+
+
+def _replace(path: Path, magic: bytes, parts: Sequence[bytes], *, synced: bool) -> int:
+    """Write a file of checked parts under a draft's name, then give it its own; return the CRC-32."""
+    crc = zlib.crc32(b"".join(parts))
+    sizes = " ".join(str(len(part)) for part in parts)
+    draft = path.with_name(path.name + ".new")
+    with open(create_file(draft), "wb") as file:
+        file.write(b"%s %08x %s\n" % (magic, crc, sizes.encode()))
+        file.writelines(parts)
+        file.flush()
+        if synced:
+            os.fsync(file.fileno())
+    draft.replace(path)
+    if synced:
+        sync(path.parent)  # the new name, too, survives a power cut
+    return crc
+
+
+def _read(path: Path, magic: bytes, count: int, what: str) -> list[bytes] | None:
     try:
-        data = path.read_bytes()
+        data = read_file(path, _MOST_NBYTES)
     except FileNotFoundError:
         return None
     try:
-        magic, crc, body = data.decode().rstrip("\n").split(" ", 2)
-        if magic != _MAGIC or int(crc, 16) != zlib.crc32(body.encode()):
+        head, _, rest = data.partition(b"\n")
+        found, crc, *sizes = head.split(b" ")
+        lengths = [int(size) for size in sizes]
+        if found != magic or len(lengths) != count or sum(lengths) != len(rest):
+            raise ValueError("its first line")
+        if len(crc) != 8 or b"%08x" % zlib.crc32(rest) != crc:
             raise ValueError("checksum")
-        fields = json.loads(body)
-        return CommitRecord(int(fields["step"]), tuple(int(version) for version in fields["versions"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise CorruptRecordError(
-            f"{path}: not a whole commit record ({len(data)} bytes, {error}); "
-            "the drive lost or changed it: restore a checkpoint"
+            f"{path}: {what} ({len(data)} bytes, {error}); the drive lost or changed it"
         ) from error
+    parts, at = [], 0
+    for length in lengths:
+        parts.append(rest[at : at + length])
+        at += length
+    return parts
 
 
 class Commits:
     """Writes one rank's commit records, on a thread of its own.
 
     Args:
-        path: The record.
-        sync: Makes the drive keep what was written (:meth:`infinity.nvme.volume.Volume.sync`).
+        folder: Where records lie.
+        files: Their names.
+        sync: Makes the drive keep what was written (:meth:`infinity.nvme.volume.Volume.sync`); None: what
+            survives the process is enough.
+
+    Attributes:
+        obsolete: Called once with the first record behind all ranks: what an earlier generation had may go.
+        stands: There is a record, written or being written, that is valid.
     """
 
-    def __init__(self, path: Path, sync: Callable[[], None]) -> None:
-        self.path, self._sync = path, sync
+    def __init__(
+        self, folder: Path, files: RankFiles, sync: Callable[[], None] | None = None,
+        obsolete: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.folder, self.files, self._sync, self.obsolete = folder, files, sync, obsolete
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
         self._last: Transfer | None = None
+        self._lock = threading.Lock()  # guards what follows
+        self._places: list[int] = []  # of the records on disk, the newest last
+        self._layout = 0, 0  # number and CRC-32
+        self._written = False
+        self.stands = False
 
-    @classmethod
-    def open(cls, storage: Storage) -> "Commits | None":
-        """Return the writer of a rank's commit records; None where no unit has two versions on disk."""
-        if storage.volume is None or storage.commit_record is None or storage.memory.versions < 2:
-            return None
-        return cls(storage.commit_record, storage.volume.sync)
+    def take_over(self, record: CommitRecord, place: int) -> None:
+        """Go on behind a record that was found in ``place``."""
+        self._places, self._layout, self.stands = [place], record.layout, True
 
-    def add(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
-        """Write ``record`` as soon as every update has landed; never, if one fails."""
+    def add(
+        self, record: CommitRecord, updates: Sequence[Transfer], layout: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write ``record`` as soon as every update has landed; never, if one fails.
+
+        Args:
+            layout: Where versions lie, if that has changed since the last record.
+        """
         self.wait()
         written = self._last = Transfer()
+        self.stands = True
         left = [len(updates) + 1]
         lock = threading.Lock()
 
@@ -112,7 +282,7 @@ class Commits:
                 left[0] -= 1
                 if left[0]:
                     return
-            self._thread.submit(written.run, partial(self._write, record, updates))
+            self._thread.submit(written.run, partial(self._write, record, updates, layout))
 
         for update in updates:
             update.then(landed)
@@ -127,16 +297,79 @@ class Commits:
         if self._last is not None:
             self._last.wait()
 
+    @property
+    def landed(self) -> bool:
+        """Whether no record is being written."""
+        return self._last is None or self._last.done()
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a record on disk."""
+        return bool(self._places)
+
+    def retire(self) -> None:
+        """Remove the record before the last one, whose versions are about to be written; any thread.
+
+        The last one is on disk on every rank.
+        """
+        with self._lock:
+            old, self._places = self._places[:-1], self._places[-1:]
+            for place in old:
+                (self.folder / self.files.record(place)).unlink(missing_ok=True)
+            if old:
+                self._remove_old_layouts()
+            if self._written:
+                obsolete, self.obsolete = self.obsolete, lambda: None
+                obsolete()
+
+    def invalidate(self) -> None:
+        """Remove every record: committed versions are about to be written in place.
+
+        Raises:
+            DiskError: The update of the last step failed.
+        """
+        self.wait()
+        with self._lock:
+            self.stands = False
+            places, self._places = self._places, []
+            for place in places[:-1]:
+                (self.folder / self.files.record(place)).unlink(missing_ok=True)
+            for place in places[-1:]:
+                (self.folder / self.files.record(place)).replace(self.folder / self.files.invalid())
+
     def close(self) -> None:
         """End the thread, after the record that is being written."""
         self._thread.shutdown()
 
-    def _write(self, record: CommitRecord, updates: Sequence[Transfer]) -> None:
+    def _write(
+        self, record: CommitRecord, updates: Sequence[Transfer], layout: Mapping[str, Any] | None
+    ) -> None:
         for update in updates:
             update.wait()  # ended: raises at once if it failed
-        self._sync()
+        place = 1 - self._places[-1] if self._places else 0
+        path, synced = self.folder / self.files.record(place), self._sync is not None
         try:
-            write_commit(self.path, record)
+            if self._sync is not None:
+                self._sync()
+            if layout is not None:
+                number = self._layout[0] + 1
+                crc = write_layout(self.folder / self.files.layout(number), layout, synced=synced)
+                self._layout = number, crc
+            with self._lock:
+                write_commit(path, replace(record, layout=self._layout), synced=synced)
+                if not self._places:
+                    (self.folder / self.files.invalid()).unlink(missing_ok=True)
+                self._places, self._written = [*self._places[-1:], place], True
+        except DiskError:
+            raise
         except OSError as error:
             action, code = "writing the commit record", error.errno or errno.EIO
-            raise DiskError(code, action, self.path, offset=0, nbytes=0) from error
+            raise DiskError(code, action, path, offset=0, nbytes=0) from error
+
+    def _remove_old_layouts(self) -> None:
+        for number in range(self._layout[0] - 1, 0, -1):
+            path = self.folder / self.files.layout(number)
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                continue
+            return

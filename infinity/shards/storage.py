@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
+from infinity.core.errors import StateError
 from infinity.core.transfer import TransferEngine
 from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool
@@ -17,6 +19,9 @@ from infinity.nvme.run_directory import RunDirectory
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
+from infinity.shards.commits import Commits, RankFiles
+from infinity.shards.config import Resume
+from infinity.shards.saved import SavedRun, clear, find_saved
 from infinity.shards.store import ShardStore
 
 
@@ -33,7 +38,10 @@ class Storage:
         host_pool: Staging buffers, and shards that stay in host memory.
         volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
         units_engine: The same engine for shards, which can be watched.
-        commit_record: Where this rank records its commits; None without a directory.
+        commits: Writes this rank's commit records; None if no process could go on with the run.
+        saved: The last commit of an interrupted run, with which this one goes on.
+        drives: Number of files that shards lie in.
+        keep: Leave the files on disk at the end, for a process that goes on with the run.
         chunk_numel: Elements of a shard that are staged at one time.
         resident_nbytes: What shards that stay may take of ``host_pool``.
     """
@@ -48,7 +56,9 @@ class Storage:
         self.units_engine: WatchedEngine | None = None
         self.store: ShardStore | None = None
         self.chunk_numel = CHUNK_NUMEL
-        self.commit_record: Path | None = None
+        self.commits: Commits | None = None
+        self.saved: SavedRun | None = None
+        self.drives, self.keep = 0, False
         self._drafts: list[Path] = []
         staging = 0
         if memory.nvme:
@@ -57,26 +67,43 @@ class Storage:
             staging = budget.STAGED_CHUNKS * self._chunk_nbytes
         self.resident_nbytes = self._room_for_residents(staging)
 
-    def open_files(self, run_id: str, rank: int, timeline: Timeline, note: Callable[[str], object]) -> None:
-        """Make this rank's files in every directory of ``memory.nvme``; none: do nothing.
+    def open_files(
+        self, run_id: str, ranks: Ranks, resume: Resume | None, timeline: Timeline, *, synced: bool,
+        note: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        """Make this rank's files in every directory of ``memory.nvme``, or find them; none: do nothing.
 
         Args:
+            resume: Whether an interrupted run of this id goes on; None: the id is new, and no process will
+                look for it again.
+            synced: Commits survive a power cut.
             note: Gets a line for people about each thing that the machine lacks.
 
         Raises:
             DiskError: A directory cannot be written.
             SettingError: ``memory.engine`` cannot be used here.
+            StateError: The run cannot go on; says why.
         """
         if not self.memory.nvme:
+            if resume == "must":
+                raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
         directories = []
         for root in self.memory.nvme:
-            directories.append(RunDirectory(Path(root), run_id, rank))
-            self._stack.callback(directories[-1].remove)
-        paths = [directory.file(f"rank{rank}.bin") for directory in directories]
+            directories.append(RunDirectory(Path(root), run_id, ranks.rank))
+            self._stack.callback(self._end_directory, directories[-1])
+        folders = [directory.path for directory in directories]
+        rank, files = ranks.rank, RankFiles(ranks.rank)
+        if resume is not None:
+            files = self._look_for_commit(folders, ranks, resume, note)
+        own = None if self.saved is None else self.saved.own
+        paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
+        paths = paths if own is None else list(own.data)
+        self.drives = len(paths)
         self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]
-        self.commit_record = directories[0].file(f"rank{rank}.commit")
-        self.volume = Volume(paths, stripe_weights([path.parent for path in paths]))
+        self.volume = Volume(
+            paths, stripe_weights([path.parent for path in paths]), None if own is None else own.spaces()
+        )
         self._stack.callback(self.volume.close)
         for line in (*self.volume.notes, missing_huge_pages()):
             if line:
@@ -91,6 +118,38 @@ class Storage:
             state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,
             chunk_numel=self.chunk_numel,
         )  # fmt: skip
+        if resume in ("auto", "must") and self.memory.versions == 2:
+            folder = folders[0] if own is None else own.folder
+            self.commits = Commits(folder, files, self.volume.sync if synced else None)
+            self._stack.callback(self.commits.close)
+
+    def _look_for_commit(
+        self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]
+    ) -> RankFiles:
+        """Set ``saved``, remove what belongs to no commit, and return the names of this rank's files."""
+        if resume != "never":
+            self.saved = find_saved(folders, ranks, note)
+        if self.saved is None:
+            if resume == "must":
+                raise StateError(
+                    f"run.resume=must, but there is no commit in {', '.join(map(str, folders))}; "
+                    "run.resume=auto begins a new run there"
+                )
+            clear(folders, ranks)
+            return RankFiles(ranks.rank)
+        if self.memory.versions == 1:
+            raise StateError(
+                f"an interrupted run is in {', '.join(map(str, folders))}, which memory.versions=1 would "
+                "write over: set memory.versions=2 to go on, or run.resume=never to begin anew"
+            )
+        clear(folders, ranks, keep=(self.saved.generation,))
+        return RankFiles(ranks.rank, self.saved.generation + (self.saved.own is None))
+
+    def _end_directory(self, directory: RunDirectory) -> None:
+        if self.keep:
+            directory.leave()
+        else:
+            directory.remove()
 
     def draft_paths(self) -> list[Path]:
         """A file of the run's own in each directory: what becomes a shared base when it is whole."""

@@ -14,8 +14,9 @@ weights and no more.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from infinity.core.extent import Extent
+from infinity.core.extent import Extent, Piece
 from infinity.nvme.volume import Volume
 
 _NOWHERE = Extent(())
@@ -40,6 +41,10 @@ class ChunkExtents:
     def state(self) -> Extent:
         """Everything but the weights."""
         return self.exact + self.moments
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.weight.pieces + self.exact.pieces + self.moments.pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,39 @@ class StoredShard:
         return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
 
 
+def versions_to_plain(versions: Iterable[Version]) -> list[Any]:
+    """Versions as lists of numbers, for a file; see :func:`versions_of_plain`."""
+    return [
+        [
+            [
+                chunk.start,
+                chunk.numel,
+                *([[p.file, p.offset, p.nbytes] for p in extent.pieces] for extent in each),
+            ]
+            for chunk in version.chunks
+            for each in [(chunk.weight, chunk.exact, chunk.moments)]
+        ]
+        for version in versions
+    ]
+
+
+def versions_of_plain(plain: list[Any], first: int = 0) -> list[Version]:
+    """Versions that :func:`versions_to_plain` gave, in the files from number ``first`` on."""
+    return [
+        Version(
+            tuple(
+                ChunkExtents(
+                    start,
+                    numel,
+                    *(Extent(tuple(Piece(first + p[0], p[1], p[2]) for p in each)) for each in rest),
+                )
+                for start, numel, *rest in chunks
+            )
+        )
+        for chunks in plain
+    ]
+
+
 class ShardStore:
     """The extents of every unit of this rank.
 
@@ -89,6 +127,9 @@ class ShardStore:
         versions: Places per unit that is trained, 1 or 2.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
         moments_itemsize: Bytes of moments per element.
+
+    Attributes:
+        changes: Grows whenever a unit gets or loses extents.
     """
 
     def __init__(
@@ -99,6 +140,7 @@ class ShardStore:
         self._weight_itemsize, self._moments_itemsize = weight_itemsize, moments_itemsize
         self._exact_itemsize = state_itemsize - moments_itemsize
         self._shards: dict[int, StoredShard] = {}  # by unit
+        self.changes = 0
 
     def allocate(self, unit: int, shard_numel: int, name: str, first: int = 0) -> None:
         """Make room for one version of a unit's weights, in the files from number ``first`` on.
@@ -107,7 +149,18 @@ class ShardStore:
             DiskError: The file system is full.
         """
         version = Version(self._weights(self.places(shard_numel), name, first))
-        self._shards[unit] = StoredShard([version], name, first)
+        self._set(unit, StoredShard([version], name, first))
+
+    def adopt(self, unit: int, name: str, versions: list[Version]) -> None:
+        """Let a unit have extents that were found, and that the volume counts as taken."""
+        self._set(unit, StoredShard(versions, name))
+
+    def versions_of(self, unit: int) -> list[Version]:
+        return self._shards[unit].versions
+
+    def _set(self, unit: int, shard: StoredShard) -> None:
+        self._shards[unit] = shard
+        self.changes += 1
 
     def fits(self, version: Version) -> bool:
         """Whether every extent of ``version`` has the size of what it holds; exact values may lack."""
@@ -119,7 +172,7 @@ class ShardStore:
 
     def share(self, unit: int, name: str, version: Version) -> None:
         """Let a unit have its only version in sealed files, which other runs read, too."""
-        self._shards[unit] = StoredShard([version], name, shared=True)
+        self._set(unit, StoredShard([version], name, shared=True))
 
     def shared(self, unit: int) -> bool:
         """Whether the unit's only version lies in sealed files, which are never written again."""
@@ -133,7 +186,7 @@ class ShardStore:
         """
         shared = self._shards[unit]
         places = [(chunk.start, chunk.numel) for chunk in shared.versions[0].chunks]
-        self._shards[unit] = StoredShard([Version(self._weights(places, shared.name))], shared.name)
+        self._set(unit, StoredShard([Version(self._weights(places, shared.name))], shared.name))
 
     def places(self, shard_numel: int) -> list[tuple[int, int]]:
         """Start and elements of every chunk of a shard."""
@@ -162,7 +215,14 @@ class ShardStore:
         [version] = shard.versions
         chunk = self._with_exact(version.chunks[number], shard.name, shard.first)
         shard.versions = [Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))]
+        self.changes += 1
         return chunk
+
+    def add_all_exact(self, unit: int) -> None:
+        """Make room, zeros, for what makes a unit exact that was never trained."""
+        for number, chunk in enumerate(self._shards[unit].versions[0].chunks):
+            if not chunk.exact.pieces:
+                self.add_exact(unit, number)
 
     def train(self, unit: int) -> None:
         """Make room for all that training needs; moments are zeros. Once is enough.
@@ -180,16 +240,20 @@ class ShardStore:
             Version(tuple(self._with_moments(self._with_exact(c, name), name) for c in version.chunks))
             for version in bare
         ]
+        self.changes += 1
 
     def free(self, unit: int) -> None:
         """Give back what a unit holds; shared extents stay as they are."""
         shard = self._shards.pop(unit, None)
-        if shard is None or shard.shared:
-            return
-        for version in shard.versions:
-            for chunk in version.chunks:
-                self.volume.free(chunk.weight)
-                self.volume.free(chunk.state)
+        self.changes += 1
+        if shard is not None and not shard.shared:
+            self.free_versions(shard.versions)
+
+    def free_versions(self, versions: Iterable[Version]) -> None:
+        """Give back extents that no unit has any more."""
+        for chunk in (chunk for version in versions for chunk in version.chunks):
+            self.volume.free(chunk.weight)
+            self.volume.free(chunk.state)
 
     def _weights(
         self, places: Iterable[tuple[int, int]], name: str, first: int = 0

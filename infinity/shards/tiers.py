@@ -10,8 +10,8 @@ them exact, and in the host budget the room for its moments is only set aside. W
 would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +48,10 @@ class Resident:
     leases: tuple[Lease, ...]
     set_aside: bool
 
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in (self.weight, *self.state))
+
 
 class Tiers:
     """The homes of all units of this rank.
@@ -58,6 +62,10 @@ class Tiers:
 
     Attributes:
         shared_base: Places units of a frozen base in extents that runs share, while it is loaded.
+        from_base: Indices of units that were loaded so: their values can be had again.
+        pending: The states of an interrupted run are still to be put into their places. Until then units
+            on NVMe have none, and what is stored in a unit is forgotten.
+        before_write: Called before committed values are written in place.
     """
 
     def __init__(self, storage: Storage, ranks: Ranks) -> None:
@@ -71,6 +79,10 @@ class Tiers:
         self.residents: dict[int, Resident] = {}
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
         self.shared_base: SharedBase | None = None
+        self.from_base: set[int] = set()
+        self._recorded: set[int] = set()  # residents whose values are on NVMe, too
+        self.pending = False
+        self.before_write: Callable[[], object] = lambda: None
 
     # --- homes -------------------------------------------------------------------------------
 
@@ -86,6 +98,8 @@ class Tiers:
             self._used_nbytes += nbytes
             self._make_resident(unit, set_aside=True)
         elif self.store is not None:
+            if self._awaits(unit):
+                return
             if self.shared_base is None or not self.shared_base.place(unit):
                 self.store.allocate(unit.index, unit.shard_numel, unit.name)
         else:
@@ -145,23 +159,31 @@ class Tiers:
     def _promote_to_host(self, unit: Unit) -> None:
         """Move a unit from NVMe into host memory if it fits."""
         nbytes = self._nbytes(unit, moments=bool(unit.trainable))
-        if not self._stored(unit) or self._used_nbytes + nbytes > self.resident_nbytes:
+        if (
+            unit.index in self.residents
+            or not self._stored(unit)
+            or self._used_nbytes + nbytes > self.resident_nbytes
+        ):
             return
         self._used_nbytes += nbytes
         self._make_resident(unit, set_aside=bool(unit.trainable))
+        self._read_resident(unit)
+        assert self.store is not None
+        self.store.free(unit.index)
+
+    def _read_resident(self, unit: Unit) -> None:
+        """Fill a unit in host memory from its committed version on NVMe."""
         ours = self.residents[unit.index]
         for start, weight, state in self._each_stored_chunk(unit):
             part = slice(start, start + len(weight))
             ours.weight[part].copy_(weight)
             for mine, field in zip(ours.state, state, strict=False):
                 mine[part].copy_(field)
-        assert self.store is not None
-        self.store.free(unit.index)
 
     def _give_moments(self, unit: Unit) -> None:
         resident = self.residents.get(unit.index)
         if resident is None:
-            if self.store is not None:
+            if self.store is not None and not self._awaits(unit):
                 self._train(unit)
             return
         if len(resident.state) == len(self.layout.fields):
@@ -197,7 +219,10 @@ class Tiers:
         if unit.index not in self.residents and not self._stored(unit):
             self.place(unit)
             if self._shared(unit):
+                self.from_base.add(unit.index)
                 return  # with its values
+        if self._awaits(unit):
+            return
         first, trains = unit.shard_start, self._trains(unit)
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
             values = master(first + start, first + start + len(weight))
@@ -209,6 +234,8 @@ class Tiers:
                 store_master(self.layout, values, weight, state)
             for moment in state[-_MOMENTS:] if trains else ():
                 moment.zero_()
+        if self.shared_base is not None:
+            self.from_base.add(unit.index)
 
     def get(self, unit: Unit) -> Tensor:
         """Return the full exact values, fp32, ``(numel,)``. Every rank must call."""
@@ -262,9 +289,16 @@ class Tiers:
 
         Moments of a unit that has none are zeros, and are not stored.
         """
+        if write:
+            self.before_write()
+            self.from_base.discard(unit.index)
+            self._recorded.discard(unit.index)
         resident = self.residents.get(unit.index)
         if resident is None:
-            yield from self._each_stored_chunk(unit, read=read, write=write)
+            if self._awaits(unit):
+                yield from self._each_missing_chunk(unit)
+            else:
+                yield from self._each_stored_chunk(unit, read=read, write=write)
             return
         missing = self.layout.fields[len(resident.state) :]
         for start in range(0, unit.shard_numel, self.chunk_numel):
@@ -301,6 +335,16 @@ class Tiers:
                             )
                         landing.close()
                         landing.enter_context(held.pop_all())
+
+    def _each_missing_chunk(self, unit: Unit) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
+        """Zeros: while a model is built some code reads values, which count for nothing then."""
+        for start, numel in self._store.places(unit.shard_numel):
+            state = (torch.zeros(numel, dtype=field.dtype) for field in self.layout.fields)
+            yield start, torch.zeros(numel, dtype=unit.dtype), tuple(state)
+
+    def _awaits(self, unit: Unit) -> bool:
+        """Whether the unit's states will come from an interrupted run."""
+        return self.pending and not (unit.index in self.from_base or self.shared_base is not None)
 
     def _room(self, nbytes: int, landing: ExitStack) -> Lease:
         """Staging memory, beside what is ``landing`` or after it."""
@@ -343,6 +387,73 @@ class Tiers:
             if extent.pieces:
                 yield extent, memory[begin : begin + nbytes]
             begin += nbytes
+
+    # --- the states of an interrupted run (infinity.shards.resume) ------------------------------
+
+    def adopt(self, unit: Unit, versions: list[Version], committed: int) -> None:
+        """Let a unit have versions that were found; one that lives in host memory is read."""
+        self._store.adopt(unit.index, unit.name, versions)
+        unit.version = committed
+        if unit.index in self.residents:
+            self._read_resident(unit)
+            self._recorded.add(unit.index)
+
+    def make_anew(self, unit: Unit) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
+        """Give a unit room, and yield the start, weights and state of each chunk, to be written."""
+        unit.version = 0
+        if unit.index not in self.residents:
+            self._store.allocate(unit.index, unit.shard_numel, unit.name)
+            if unit.trainable or any(segment.steps for segment in unit.segments):
+                self._store.train(unit.index)
+        yield from self._each_chunk(unit, read=False, write=True)
+
+    @contextmanager
+    def reading(self, chunk: ChunkExtents) -> Iterator[tuple[Tensor, ...]]:
+        """Weights and state of a chunk that was found, in memory that is held inside the context."""
+        weight_nbytes = self.layout.weight_nbytes(chunk.numel)
+        with self.pool.lease(
+            weight_nbytes + self.layout.state_nbytes(chunk.numel), who="saved states"
+        ) as lease:
+            weight = lease.tensor[:weight_nbytes].view(self.layout.dtype)
+            state = self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
+            self._fetch(chunk, lease, weight, state)
+            yield weight, *state
+
+    # --- residents on NVMe, for a commit -------------------------------------------------------
+
+    def changed_residents(self, updated: Container[int]) -> list[int]:
+        """Indices of units in host memory that have other values than their version on NVMe, or none there.
+
+        Args:
+            updated: Units that a step has updated.
+        """
+        kept = (index for index in self.residents if index not in self.from_base)
+        return [index for index in kept if index in updated or index not in self._recorded]
+
+    def store_resident(self, unit: Unit) -> list[Transfer]:
+        """Start to write a unit in host memory into its next version on NVMe, which becomes the unit's.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        resident, store = self.residents[unit.index], self._store
+        if not store.has(unit.index):
+            store.allocate(unit.index, unit.shard_numel, unit.name)
+        elif unit.index in self._recorded or store.trains(unit.index):
+            unit.version = (unit.version + 1) % self.versions
+        if len(resident.state) == len(self.layout.fields):
+            store.train(unit.index)
+        elif self._exact.fields:
+            store.add_all_exact(unit.index)
+        self._recorded.add(unit.index)
+        started = []
+        for chunk in self._committed(unit).chunks:
+            extent, at = chunk.weight + chunk.state, 0
+            for values in (resident.weight, *resident.state):
+                part = values[chunk.start : chunk.start + chunk.numel].view(torch.uint8).numpy().data
+                started.append(self._engine.write(extent.part(at, part.nbytes), part))
+                at += part.nbytes
+        return started
 
     # --- what training moves -----------------------------------------------------------------
 

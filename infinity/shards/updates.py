@@ -12,6 +12,10 @@ Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: the n
 overwritten by the next update. A unit in host memory has one place, so it is only updated at
 ``step``.
 
+[Note: shards in host memory]
+A unit in host memory is updated in its place. For a commit it is written to NVMe, too, into its next
+version, while the next step computes; its next update waits until the bytes have left.
+
 [Note: step counts]
 The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
 its own, which grows when an update of it is committed, and a shard is updated by runs of segments that have
@@ -20,8 +24,9 @@ both group and count in common: one run, or one for each group, as long as every
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +41,9 @@ from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipel
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
-from infinity.shards.commits import CommitRecord, Commits
+from infinity.shards.commits import CommitRecord, Commits, pack
+from infinity.shards.restore import describe
+from infinity.shards.saved import SavedRun
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
 
@@ -112,6 +119,23 @@ class PendingUpdate:
         """Gradient and weights are read no more; may be called twice."""
         self.lease.release()
         self.weights.release()
+
+
+@dataclass(slots=True)
+class Commit:
+    """A committed step that is not recorded yet.
+
+    Attributes:
+        landing: What must land before.
+        layout: Where versions lie, if that has changed.
+        state: The small state of the step, but for what ``late`` returns.
+    """
+
+    record: CommitRecord
+    landing: Sequence[Transfer]
+    layout: Mapping[str, Any] | None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    late: Callable[[], Mapping[str, Any]] | None = None
 
 
 class StepHypers:
@@ -199,7 +223,7 @@ class Updates:
         units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
         early: Start inside backward where versions allow it.
-        commits: Writes the commit record; None without two versions on disk.
+        commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update, on the pipeline's thread.
 
     Attributes:
@@ -214,6 +238,12 @@ class Updates:
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
         self.units, self.order, self.early = units, order, early
         self.commits, self._on_failure = commits, on_failure
+        self._commit: Commit | None = None  # what is not recorded yet
+        self._state = b""  # the small state of the last record
+        self._layout = -1  # changes of the store that the last record knew
+        self._stored: dict[int, list[Transfer]] = {}  # of units in host memory, on their way to NVMe
+        if commits is not None:
+            tiers.before_write = self._before_write
         self._expecting = False
         self._incoming: list[Pending] = []  # reductions whose gradients will be added
         self.hypers, self.steps = StepHypers(), 0
@@ -286,15 +316,89 @@ class Updates:
             if ready.unit.home is Tier.NVME:
                 ready.unit.version = (ready.unit.version + 1) % self.tiers.versions
         self.steps += 1
-        self._record()
+        if self.commits is not None:
+            self._store_residents()
+            futures = (ready.future for ready in self.ready.values())
+            landing: list[Transfer] = [future for future in futures if future is not None]
+            landing += [transfer for each in self._stored.values() for transfer in each]
+            self._commit = self._make_commit(landing)
         self._close_step()
 
-    def _record(self) -> None:
-        """Write the commit record when the updates of this step have landed."""
+    def _store_residents(self) -> None:
+        """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
+        for index in self.tiers.changed_residents(self.ready):
+            self._pass_barrier()
+            self._stored[index] = self.tiers.store_resident(self.units[index])
+            self.planned_written += self.tiers.residents[index].nbytes
+
+    def _make_commit(self, landing: Sequence[Transfer]) -> "Commit":
+        versions = tuple(unit.version for unit in self.units)
+        counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
+        record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
+        layout, store = None, self.tiers.store
+        assert store is not None
+        if self._layout != store.changes:
+            self._layout, layout = store.changes, describe(self.units, self.tiers)
+        return Commit(record, landing, layout)
+
+    def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Record the step that :meth:`commit` ended, with the small state that belongs to it.
+
+        Args:
+            late: Returns the rest of it, which is ready when the next forward pass begins; None: that is all.
+        """
+        if self._commit is not None:
+            self._commit.state, self._commit.late = dict(state), late
+            if late is None:
+                self.end_commit()
+
+    def end_commit(self) -> None:
+        """Hand the last commit over to be written; without one, that of a step written over in place."""
+        commit, self._commit = self._commit, None
+        if self.commits is None:
+            return
+        if commit is not None:
+            late = commit.late() if commit.late is not None else {}
+            self._state = pack({**commit.state, **late})
+        elif self._state and not self.commits.stands:
+            self._store_residents()
+            commit = self._make_commit([t for each in self._stored.values() for t in each])
+        if commit is not None:
+            self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
+
+    def take_over(self, saved: SavedRun, rank: int, obsolete: Callable[[], None]) -> None:
+        """Go on after a saved commit, whose states are in their places.
+
+        Args:
+            obsolete: Called when the next commit stands on all ranks.
+        """
+        self.steps, self._state = saved.step, saved.state(rank)
         if self.commits is not None:
-            futures = [ready.future for ready in self.ready.values() if ready.future is not None]
-            versions = tuple(unit.version for unit in self.units)
-            self.commits.add(CommitRecord(self.steps, versions), futures)
+            self.commits.obsolete = obsolete
+            if saved.own is not None:
+                self.commits.take_over(saved.own.record, saved.own.place)
+
+    def land_commit(self, timeout_s: float) -> None:
+        """Wait for the commit that was handed over last, however it ends, but not for ever."""
+        deadline = time.monotonic() + timeout_s
+        while self.commits is not None and not self.commits.landed and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _pass_barrier(self) -> None:
+        """Return when the next versions may be written; see the commit barrier."""
+        if self.commits is not None:
+            if self._commit is not None:
+                self.end_commit()
+            self.commits.wait()
+            self.commits.retire()
+
+    def _before_write(self) -> None:
+        """Committed values are about to be written in place."""
+        for transfers in self._stored.values():
+            for transfer in transfers:
+                transfer.wait()
+        if self.commits is not None and self.commits.stands:
+            self.commits.invalidate()
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -360,6 +464,8 @@ class Updates:
             self._update_resident(ready, grad_scale)
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
+        for transfer in self._stored.pop(ready.unit.index, ()):
+            transfer.wait()
         resident = self.tiers.residents[ready.unit.index]
         for run in self.hypers.runs(ready.unit, ready.used, grad_scale):
             part = slice(run.start, run.stop)
@@ -371,8 +477,7 @@ class Updates:
     def _launch(self, ready: PendingUpdate, grad_scale: float) -> None:
         assert self.pipeline is not None
         unit = ready.unit
-        if self.commits is not None:
-            self.commits.wait()  # see the commit barrier
+        self._pass_barrier()
         earlier = self._futures.get(unit.index)
         if earlier is not None:
             earlier.wait()

@@ -1,0 +1,32 @@
+"""``infinity.resume``: going on with an interrupted run, in a training loop of one's own."""
+
+from torch import nn
+
+from infinity.api.adamw import AdamW
+from infinity.core.errors import StateError
+from infinity.engine.runtime import runtime_of
+from infinity.shards.commits import unpack
+
+
+def resume(model: nn.Module, optimizer: AdamW) -> int:
+    """Go on with the interrupted run whose name the model's recipe has: put all of its states back.
+
+    Weights and optimizer states become those of the last committed step, bitwise; so do learning rates, the
+    loss scale, buffers, random generators, and what the optimizer follows. Every rank must call, once, before
+    the first forward pass. The number of ranks, the budgets and the directories may be others than before.
+
+    Returns:
+        Number of committed steps, with which the loop goes on; 0: a new run.
+
+    Raises:
+        StateError: The model, or what the optimizer follows, differs from the interrupted run's.
+        DiskError: States cannot be read.
+    """
+    runtime = runtime_of(model)
+    if not isinstance(optimizer, AdamW) or optimizer.runtime is not runtime:
+        raise StateError("infinity.resume(model, optimizer): wanted the model's infinity.AdamW")
+    saved = runtime.resume()
+    if saved is None:
+        return 0
+    optimizer.load_committed(unpack(saved.state(runtime.ranks.rank)))
+    return saved.step

@@ -1,0 +1,24 @@
+"""Settings of commits."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.core.config import Valid, check, setting
+
+#: Whether a run that was interrupted goes on.
+Resume = Literal["auto", "never", "must"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurabilityConfig:
+    """What the commit of every step survives."""
+
+    survives: Literal["process", "power"] = setting(
+        "process",
+        "what a committed step survives; process: any kill; power: a power cut, too, for a sync of the "
+        "drives in every step",
+        valid=Valid(choices=("process", "power")),
+    )
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -1,0 +1,268 @@
+"""Puts the states of an interrupted run into their places.
+
+[Note: found, then put in place]
+Before the model is built, the ranks agree on the newest commit (:mod:`infinity.shards.saved`). While it is
+built nothing is stored. Afterwards :func:`restore` gives every unit its states. With as many ranks as
+before, a unit that is cut as it was keeps its extents: nothing moves, but into host memory if it lives there
+now. Any other unit is made anew from the old shards, chunk by chunk; the old files go when the first commit
+after that stands on all ranks, and until then a crash leaves them as they were.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from infinity.core.errors import StateError
+from infinity.core.files import open_found
+from infinity.nvme.volume import SealedFile, Volume, open_direct
+from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.shards.saved import SavedRank, SavedRun
+from infinity.shards.store import ShardStore, Version, versions_of_plain, versions_to_plain
+from infinity.shards.tiers import Tiers
+
+
+def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
+    """Where the versions of every unit lie, and what lies there: a layout for a commit.
+
+    A unit whose values come from a checkpoint that is loaded again has none.
+    """
+    store = tiers.store
+    assert store is not None
+    listed = []
+    for unit in units:
+        versions = None
+        if not _comes_again(unit, tiers):
+            versions = versions_to_plain(store.versions_of(unit.index))
+        segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
+        listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
+    return {"dtype": str(tiers.layout.dtype), "drives": tiers.storage.drives, "units": listed}
+
+
+def _comes_again(unit: Unit, tiers: Tiers) -> bool:
+    return unit.index in tiers.from_base and not any(s.steps for s in unit.segments)
+
+
+@dataclass(slots=True)
+class Restored:
+    """What units no longer need when the first commit after them stands on all ranks.
+
+    Attributes:
+        versions: Extents in the rank's own files.
+        sources: Files of the generation before.
+    """
+
+    versions: list[Version] = field(default_factory=list)
+    sources: list["_Source"] = field(default_factory=list)
+
+    def discard(self, volume: Volume, store: ShardStore, world_size: int) -> None:
+        """Give room back."""
+        store.free_versions(self.versions)
+        for source in self.sources:
+            volume.drop_sealed(source.first, len(source.saved.data))
+            for path in source.paths(world_size):
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+
+
+def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> Restored:
+    """Give every unit the states of the saved commit, in its home; this rank's part.
+
+    Raises:
+        StateError: The model is another one than that of the run; names the first difference.
+        DiskError: States cannot be read, or there is no room.
+    """
+    dtype, was = str(tiers.layout.dtype), (saved.own or saved.load(0)).layout["dtype"]
+    if was != dtype:
+        raise StateError(
+            f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
+        )
+    mine = None if saved.own is None else _Source(saved.own, 0)
+    likes = {u.index for u in units if mine is not None and mine.is_like(u, tiers.chunk_numel)}
+    comes_again = {u.index for u in units if u.index in tiers.from_base}
+    left, restored = Restored(), [u for u in units if u.index not in comes_again]
+    sources = {} if mine is None or saved.own is None else {saved.own.files.rank: mine}
+    if any(unit.index not in likes for unit in restored):
+        for rank in range(saved.world_size):
+            if rank not in sources:
+                sources[rank] = _open_source(saved.load(rank), volume)
+    tiers.pending = False
+    with contextlib.closing(_Reader(tiers, sources, saved.world_size)) as reader:
+        for unit in restored:
+            if tiers.store is not None and unit.index not in tiers.residents:
+                tiers.store.free(unit.index)  # it may have been placed for values of a base
+            if mine is not None and unit.index in likes:
+                _adopt(unit, mine, tiers)
+            else:
+                _make_anew(unit, tiers, reader)
+            unit.updates += 1
+    if mine is not None:
+        left.versions = [version for index, version in mine.versions() if index not in likes]
+    else:
+        left.sources = list(sources.values())
+    return left
+
+
+def _open_source(saved: SavedRank, volume: Volume) -> "_Source":
+    first = len(volume)
+    for path in saved.data:
+        fd, direct = open_direct(path, open_found, "opening")
+        volume.add_sealed([SealedFile(path, fd, direct, path.stat().st_size)])
+    return _Source(saved, first)
+
+
+def _differs(how: str) -> str:
+    return (
+        f"the model is not the one of the interrupted run, which {how}: build it as before; run.resume=never "
+        "begins anew"
+    )
+
+
+class _Source:
+    """One rank's units of the saved commit.
+
+    Attributes:
+        first: Number of the volume's file that is its first.
+    """
+
+    def __init__(self, saved: SavedRank, first: int) -> None:
+        self.saved, self.record, self.first = saved, saved.record, first
+        self.units: Sequence[Mapping[str, Any]] = saved.layout["units"]
+        self._versions = [versions_of_plain(unit["versions"] or [], first) for unit in self.units]
+
+    def segments(self) -> Iterator[tuple[str, int, int, tuple[int, ...], int]]:
+        """Name, unit, offset, shape and step count of every parameter."""
+        for index, (unit, counts) in enumerate(zip(self.units, self.record.counts, strict=True)):
+            for (name, offset, shape), steps in zip(unit["segments"], counts, strict=True):
+                yield name, index, offset, tuple(shape), steps
+
+    def is_like(self, unit: Unit, chunk_numel: int) -> bool:
+        """Whether the unit is cut as the one of its index was, into chunks that can be staged."""
+        if unit.index >= len(self.units) or not self._versions[unit.index]:
+            return False
+        saved = self.units[unit.index]
+        return (
+            saved["numel"] == unit.numel
+            and saved["segments"] == [[s.name, s.offset, list(s.shape)] for s in unit.segments]
+            and all(c.numel <= chunk_numel for v in self._versions[unit.index] for c in v.chunks)
+        )
+
+    def versions(self) -> Iterator[tuple[int, Version]]:
+        """Every version, with the index of its unit."""
+        return ((index, version) for index, each in enumerate(self._versions) for version in each)
+
+    def of_unit(self, index: int) -> list[Version]:
+        return self._versions[index]
+
+    def committed(self, index: int) -> Version:
+        """The committed version of a unit.
+
+        Raises:
+            StateError: The run has none: its values come from a checkpoint.
+        """
+        versions = self._versions[index]
+        if not versions:
+            raise StateError(
+                _differs(f"loads {self.units[index]['segments'][0][0]} from a checkpoint, frozen")
+            )
+        return versions[self.record.versions[index] % len(versions)]
+
+    def paths(self, world_size: int) -> Iterator[Path]:
+        """Every file of the rank in its generation; its locks, if it is none of ``world_size`` ranks."""
+        rank = self.saved.files.rank
+        stem = f"rank{rank}-{self.saved.files.generation}"
+        for folder in {self.saved.folder, *(path.parent for path in self.saved.data)}:
+            yield from folder.glob(f"{stem}[-.]*")
+            if rank >= world_size:
+                yield folder / f"rank{rank}.lock"
+
+
+def _adopt(unit: Unit, source: _Source, tiers: Tiers) -> None:
+    """Let a unit keep its extents; one that lives in host memory is read."""
+    for segment, steps in zip(unit.segments, source.record.counts[unit.index], strict=True):
+        segment.steps = steps
+    tiers.adopt(unit, source.of_unit(unit.index), source.record.versions[unit.index])
+
+
+def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
+    """Make a unit's states from the saved shards, wherever they are."""
+    for s in unit.segments:
+        s.steps = reader.find(s).steps
+    for start, weight, state in tiers.make_anew(unit):
+        for fields in (weight, *state):
+            fields.zero_()
+        first = unit.shard_start + start
+        for s in unit.segments:
+            low, high = max(first, s.offset), min(first + len(weight), s.stop)
+            if low < high:
+                place = reader.find(s)
+                parts = (fields[low - first : high - first] for fields in (weight, *state))
+                reader.read(place.unit, place.offset + low - s.offset, tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter was: index of the unit, offset in it, shape; and its step count."""
+
+    unit: int
+    offset: int
+    shape: tuple[int, ...]
+    steps: int
+
+
+class _Reader:
+    """Reads ranges of saved units; keeps the chunk that was read last.
+
+    Args:
+        sources: By old rank.
+    """
+
+    def __init__(self, tiers: Tiers, sources: Mapping[int, _Source], world_size: int) -> None:
+        self._tiers, self._sources, self._world_size = tiers, sources, world_size
+        any_rank = next(iter(sources.values()))
+        self._numels = [unit["numel"] // world_size for unit in any_rank.units]
+        self._places = {place[0]: _Place(*place[1:]) for place in any_rank.segments()}
+        self._held = contextlib.ExitStack()
+        self._at: tuple[int, int, int] | None = None
+        self._fields: tuple[Tensor, ...] = ()
+
+    def find(self, segment: Segment) -> _Place:
+        """Return where a parameter was.
+
+        Raises:
+            StateError: The run has no such parameter.
+        """
+        place = self._places.get(segment.name)
+        if place is None or place.shape != tuple(segment.shape):
+            has = f"no {segment.name}" if place is None else f"{segment.name} of shape {place.shape}"
+            raise StateError(_differs(f"has {has}; this one has shape {tuple(segment.shape)}"))
+        return place
+
+    def read(self, unit: int, position: int, into: tuple[Tensor, ...]) -> None:
+        """Copy elements of a saved unit, from ``position`` of its flat buffer on, field by field."""
+        numel, done, count = self._numels[unit], 0, len(into[0])
+        while done < count:
+            rank, within = divmod(position + done, numel)
+            start, fields = self._chunk(rank, unit, within)
+            take = min(count - done, start + len(fields[0]) - within)
+            for target, values in zip(into, fields, strict=True):
+                target[done : done + take] = values[within - start : within - start + take]
+            done += take
+
+    def _chunk(self, rank: int, unit: int, within: int) -> tuple[int, tuple[Tensor, ...]]:
+        """Start and fields of the chunk that has element ``within`` of a rank's shard."""
+        chunks = self._sources[rank].committed(unit).chunks
+        number = next(n for n, c in enumerate(chunks) if c.start <= within < c.start + c.numel)
+        if self._at != (rank, unit, number):
+            self.close()
+            self._fields = self._held.enter_context(self._tiers.reading(chunks[number]))
+            self._at = rank, unit, number
+        return chunks[number].start, self._fields
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
+        self._at, self._fields = None, ()
+        self._held.close()

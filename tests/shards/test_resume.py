@@ -1,0 +1,89 @@
+"""A run that was interrupted goes on: bitwise the run that was not."""
+
+import torch
+import pytest
+
+import infinity
+from tests.helpers import models
+from tests.helpers.reference import Rule
+from tests.helpers.training import build, optimizer_for, recipe, streaming, small_units
+
+STEPS = 6
+PLACES = {
+    "nvme": ["memory.host=200KiB", "memory.resident=false"],
+    "host": ["memory.host=64MiB"],
+    "both": ["memory.host=700KiB"],
+}
+
+
+def overrides(directory, place, *more):
+    return [f"memory.nvme=[{directory}]", *PLACES[place], "run.name=mine", *more]
+
+
+def start(kind, dtype, given, rule, seed=3):
+    factory, batch = models.build(kind, seed=seed)
+    model = build(factory, dtype, given)
+    return model, optimizer_for(model, rule), batch
+
+
+def run(model, optimizer, batch, steps):
+    losses = []
+    for step in steps:
+        loss = model(**batch(step)).loss
+        optimizer.scale(loss).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def interrupt(model):
+    infinity.close(model, keep=True)
+
+
+def state(model, optimizer):
+    weights = infinity.state_dict(model)
+    return weights, optimizer.state_dict()["state"]
+
+
+def same(a, b):
+    assert a[0].keys() == b[0].keys() and a[1].keys() == b[1].keys()
+    for key in a[0]:
+        assert torch.equal(a[0][key], b[0][key]), key
+    for key in a[1]:
+        for name in a[1][key]:
+            assert torch.equal(a[1][key][name], b[1][key][name]), (key, name)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    done = {}
+
+    def get(kind, dtype, rule, tmp):
+        key = kind, dtype, rule
+        if key not in done:
+            model, optimizer, batch = start(kind, dtype, [], rule)
+            losses = run(model, optimizer, batch, range(STEPS))
+            done[key] = losses, state(model, optimizer)
+            infinity.close(model)
+        return done[key]
+
+    return get
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("before", PLACES)
+@pytest.mark.parametrize("after", PLACES)
+def test_a_run_goes_on_bitwise_in_every_place(tmp_path, before, after, dtype, whole):
+    rule = Rule(max_grad_norm=None)
+    losses, final = whole("gpt", dtype, rule, tmp_path)
+    model, optimizer, batch = start("gpt", dtype, overrides(tmp_path, before), rule)
+    assert infinity.resume(model, optimizer) == 0
+    assert run(model, optimizer, batch, range(3)) == losses[:3]
+    interrupt(model)
+    model, optimizer, batch = start("gpt", dtype, overrides(tmp_path, after), rule, seed=99)
+    _, batch = models.build("gpt", seed=3)
+    assert infinity.resume(model, optimizer) == 3
+    assert run(model, optimizer, batch, range(3, STEPS)) == losses[3:]
+    same(state(model, optimizer), final)
+    infinity.close(model)
+    assert list(tmp_path.iterdir()) == []
