@@ -72,7 +72,10 @@ class RunDirectory:
         """Remove this rank's files and its lock, and the directory with the last rank's."""
         if self._lock < 0:
             return
-        for path in (*self._files, *self.path.glob(f"rank{self.rank}-*")):
+        files = set(self._files)
+        with contextlib.suppress(OSError):  # no descriptor is left to list it with
+            files.update(self.path.glob(f"rank{self.rank}-*"))
+        for path in files:
             path.unlink(missing_ok=True)
         self._lock_path.unlink(missing_ok=True)  # while it is held: see :mod:`infinity.core.files`
         self.leave()

@@ -9,7 +9,14 @@ import torch
 
 import infinity
 from infinity.core.transfer import Transfer
-from infinity.shards.commits import CommitRecord, CorruptRecordError, read_commit, write_commit
+from infinity.shards.commits import (
+    CommitRecord,
+    Commits,
+    CorruptRecordError,
+    RankFiles,
+    read_commit,
+    write_commit,
+)
 from tests.helpers import models
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
@@ -25,18 +32,25 @@ def test_a_record_is_not_written_through_a_planted_link(tmp_path):
     assert (victim.read_text(), read_commit(tmp_path / "rank0.commit")) == ("precious", record)
 
 
+def newest(folder):
+    records = [read_commit(path) for path in folder.glob("*.commit?")]
+    return max(records, key=lambda record: record.step)
+
+
 def test_the_record_follows_every_committed_step(tmp_path):
     factory, batch = models.build("gpt", seed=1)
     for clip in (1.0, None):
-        model = build(factory, "bf16", streaming(tmp_path))
+        model = build(factory, "bf16", streaming(tmp_path, "run.name=mine"))
         optimizer = optimizer_for(model, Rule(max_grad_norm=clip))
         runtime = optimizer.runtime
         for step in range(3):
             model(**batch(step)).loss.backward()
             optimizer.step()
             optimizer.synchronize()
-            record = read_commit(runtime.executor().updates.commits.path)
-            assert record == CommitRecord(step + 1, tuple(unit.version for unit in runtime.units))
+            record = newest(tmp_path / "mine")
+            assert record.step == step + 1
+            assert record.versions == tuple(unit.version for unit in runtime.units)
+            assert record.counts == tuple((step + 1,) * len(unit.segments) for unit in runtime.units)
         optimizer.close()
 
 
@@ -62,9 +76,7 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    from infinity.shards.commits import Commits
-
-    commits = Commits(tmp_path / "record", lambda: None)
+    commits = Commits(tmp_path, RankFiles(0))
     good, bad = Transfer(), Transfer()
     good.finish(None)
     commits.add(CommitRecord(1, (0,)), [good])
@@ -73,7 +85,7 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
     bad.finish(infinity.DiskError(errno.EIO, "write", tmp_path / "x", offset=0, nbytes=1))
     with pytest.raises(infinity.DiskError):
         commits.wait()
-    assert read_commit(commits.path) == CommitRecord(1, (0,))
+    assert newest(tmp_path) == CommitRecord(1, (0,))
     commits.close()
 
 
