@@ -145,7 +145,7 @@ class Collectives:
 
     def reduce(
         self, index: int, where: str, full: Tensor, spare: Tensor, out: Tensor, used: bytes,
-        then: Callable[[bytes], None],
+        then: Callable[[bytes], None], ready: Callable[[], object] | None = None,
     ) -> Pending:  # fmt: skip
         """Start the reduction of a unit's gradients: the mean over ranks of this rank's slice.
 
@@ -156,6 +156,7 @@ class Collectives:
                 rank used a parameter.
             used: For each parameter of the unit 1 if it has a gradient, 0 if ``full`` is zero there.
             then: Called with ``used`` of all ranks together, on the collectives' thread.
+            ready: Waits for what every rank must have done before any goes on; may raise.
         """
 
         def issue(same: bool) -> bytes:
@@ -173,7 +174,7 @@ class Collectives:
             return by_any
 
         digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest())
-        return self._submit("reduce", index, where, issue, then=then, digest=digest)
+        return self._submit("reduce", index, where, issue, ready, then=then, digest=digest)
 
     def sum(self, values: Sequence[float], where: str) -> list[float]:
         """The sums over ranks of a few float64 values; blocks."""

@@ -362,7 +362,9 @@ class Gradients:
             then()
 
         arrived, used = spare.tensor.view(unit.dtype), bytes(gradient.used)
-        pending = self.collectives.reduce(unit.index, unit.name, flat, arrived, shard, used, ended)
+        pending = self.collectives.reduce(
+            unit.index, unit.name, flat, arrived, shard, used, ended, self.updates.wait_for_commit
+        )
         self.updates.announce(pending)
 
     def _add_up(self, unit: Unit, reduced: ReducedGradient) -> None:

@@ -384,12 +384,17 @@ class Updates:
         while self.commits is not None and not self.commits.landed and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def _pass_barrier(self) -> None:
-        """Return when the next versions may be written; see the commit barrier."""
+    def wait_for_commit(self) -> None:
+        """Return when the last step's record is on disk; see the commit barrier. Any thread."""
         if self.commits is not None:
             if self._commit is not None:
                 self.end_commit()
             self.commits.wait()
+
+    def _pass_barrier(self) -> None:
+        """Return when the next versions may be written; see the commit barrier."""
+        self.wait_for_commit()
+        if self.commits is not None:
             self.commits.retire()
 
     def _before_write(self) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 import infinity
 from tests.helpers import models
+from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, recipe, streaming, small_units
 
@@ -87,3 +88,32 @@ def test_a_run_goes_on_bitwise_in_every_place(tmp_path, before, after, dtype, wh
     same(state(model, optimizer), final)
     infinity.close(model)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def train_some(directory, steps, expected, wanted, place="nvme", ending="keep"):
+    """On each rank: build, go on, train up to ``steps``; losses, and what rank 0 gathers."""
+    rule = Rule(max_grad_norm=None)
+    model, optimizer, _ = start("gpt", "fp32", overrides(directory, place), rule, seed=wanted)
+    _, batch = models.build("gpt", seed=3)
+    assert infinity.resume(model, optimizer) == expected
+    losses = run(model, optimizer, batch, range(expected, steps))
+    final = state(model, optimizer)
+    infinity.close(model, keep=ending == "keep")
+    return losses, final
+
+
+@pytest.mark.parametrize("places", [("nvme", "nvme", "nvme"), ("host", "nvme", "both")])
+def test_states_are_the_same_on_any_number_of_ranks(tmp_path, places):
+    found = {}
+    for number, (world, place) in enumerate(zip((1, 2, 1), places)):
+        args = (str(tmp_path), number + 1, number, number, place)
+        results = run_ranks(train_some, world, *args) if world > 1 else [train_some(*args)]
+        found[number] = results[0][1]
+    # nothing is trained: states stay what they are on one and on two ranks
+    for world in (2, 1):
+        args = (str(tmp_path), 3, 3, 7, "nvme")
+        results = run_ranks(train_some, world, *args) if world > 1 else [train_some(*args)]
+        same(results[0][1], found[2])
