@@ -260,7 +260,7 @@ SCENARIOS: tuple[tuple[Callable[[Path, bool], None], str, str, str], ...] = (
     (broken_probe, "DiskError", "PeerError", "rank 1 failed with DiskError"),
     (cut_file, "DiskError", "PeerError", "rank 1 failed with ChangedFileError"),
     (replaced_file, "DiskError", "PeerError", "rank 1 failed with ChangedFileError"),
-    (removed_file, "DiskError", "PeerError", "rank1.bin was removed or replaced"),
+    (removed_file, "DiskError", "PeerError", "rank1-1-0.bin was removed or replaced"),
 )
 
 
@@ -449,7 +449,7 @@ def test_a_killed_rank_ends_the_other_which_names_it(tmp_path, how):
     assert other.error_type == "PeerError", other
     assert "rank 1" in other.message
     assert "was killed or crashed" in other.message
-    assert [path.name for path in files(tmp_path)] == ["rank1.bin"]
+    assert [path.name for path in files(tmp_path)] == ["rank1-1-0.bin"]
     if how == "idle":
         leftovers_are_told(tmp_path)
 

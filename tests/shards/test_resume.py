@@ -1,13 +1,13 @@
 """A run that was interrupted goes on: bitwise the run that was not."""
 
-import torch
 import pytest
+import torch
 
 import infinity
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
-from tests.helpers.training import build, optimizer_for, recipe, streaming, small_units
+from tests.helpers.training import build, optimizer_for
 
 STEPS = 6
 PLACES = {
@@ -47,7 +47,8 @@ def state(model, optimizer):
 
 
 def same(a, b):
-    assert a[0].keys() == b[0].keys() and a[1].keys() == b[1].keys()
+    assert a[0].keys() == b[0].keys()
+    assert a[1].keys() == b[1].keys()
     for key in a[0]:
         assert torch.equal(a[0][key], b[0][key]), key
     for key in a[1]:
