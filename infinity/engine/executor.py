@@ -16,7 +16,7 @@ from torch import nn
 from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, DiskError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.device.machine import free_host_nbytes
@@ -88,7 +88,9 @@ class StepExecutor:
             host = storage.host_pool if ranks.on_accelerator else None
             staging = None if host is None else Staging(host, storage.piece_nbytes)
             order = StepOrder()
-            self.updates = _make_updates(tiers, units, order, timeline, early, on_failure, stack)
+            self.updates = _make_updates(
+                tiers, units, order, timeline, early, config.durability.every, on_failure, stack
+            )
             self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
             streaming = [u for u in units if u.home is Tier.NVME or not ranks.alone_on_cpu]
@@ -207,6 +209,7 @@ class StepExecutor:
         norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
         updated = set(self.updates.ready)
         if math.isfinite(norm):
+            self._choose_interval()
             self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
@@ -216,6 +219,22 @@ class StepExecutor:
         self._conclude_pass()
         self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain
         return norm
+
+    def _choose_interval(self) -> None:
+        """Decide, once and on all ranks alike, which steps are recorded."""
+        interval = self.updates.interval
+        if interval.chosen or (proposed := interval.propose()) is None:
+            return
+        interval.chosen = True
+        every, room = -self.ranks.least(-proposed, "durability.every"), True
+        if every > 1:
+            try:
+                self.tiers.add_versions(self.units)
+            except DiskError:
+                room = False
+            if not self.ranks.least(room, "durability.every"):
+                every = 1
+        interval.every = every
 
     def _count_step(self) -> None:
         """Let collectives belong to the next step from now on: a rank that is a step behind is found."""
@@ -267,7 +286,7 @@ def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
 
 
 def _make_updates(
-    tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, early: bool,
+    tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, early: bool, every: int | None,
     on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
     """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
@@ -281,5 +300,6 @@ def _make_updates(
         stack.callback(pipeline.close)
     rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
     return Updates(
-        tiers, rule, pipeline, units, order, early=early, commits=storage.commits, on_failure=on_failure
-    )
+        tiers, rule, pipeline, units, order, early=early, commits=storage.commits, on_failure=on_failure,
+        every=every,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ back, because the kernel may still write into them.
 [Note: what may be read ahead] The state of a committed version changes only by the unit's own update,
 so it can be read as soon as the earlier update has landed. It is read in the order in which jobs will
 come, and only into buffers that leave :data:`RESERVE` chunks for jobs that come in another order. A
-job takes what was read for it only where the extents are its own; anything else is dropped. Code that
+job takes what was read for it only where it reads the same extents; anything else is dropped. Code that
 writes states in another way (``load_state_dict``) drains the pipeline first, which forgets it all.
 """
 
@@ -61,6 +61,11 @@ class Chunk:
     state_read: Extent
     weight_write: Extent
     state_write: Extent
+
+    @property
+    def reads(self) -> tuple[int, int, Extent, Extent]:
+        """What is read: elements and extents."""
+        return self.start, self.numel, self.weight_read, self.state_read
 
 
 @dataclass(slots=True)
@@ -440,12 +445,12 @@ class UpdatePipeline:
         job = progress.job
         self._ahead.came(job)
         slots = [slot for slot in self._slots if slot.ahead and not slot.dropped and slot.name == job.name]
-        if tuple(slot.chunk for slot in slots) != job.chunks[: len(slots)]:
+        if [slot.chunk.reads for slot in slots] != [chunk.reads for chunk in job.chunks[: len(slots)]]:
             self._drop(slots)
             return
         progress.started = len(slots)
-        for slot in slots:
-            slot.progress = progress
+        for slot, chunk in zip(slots, job.chunks, strict=False):
+            slot.progress, slot.chunk = progress, chunk  # which knows where it is written
             if job.weight is None:
                 self._read_weight(slot)
 

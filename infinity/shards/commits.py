@@ -22,11 +22,14 @@ writes the records go, and the next forward pass records the same step again.
 import contextlib
 import errno
 import io
+import itertools
 import json
+import math
 import os
 import threading
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -232,6 +235,61 @@ def _read(path: Path, magic: bytes, count: int, what: str) -> list[bytes] | None
     return parts
 
 
+#: Part of a step within which a hidden commit lands, and part of the time that others may cost.
+_HIDDEN, _MOST_COST = 0.8, 0.035
+#: Commits after which the interval is chosen.
+_SEEN_COMMITS = 4
+
+
+class CommitInterval:
+    """Which steps are recorded: every one, or as few as keep the cost of commits low.
+
+    Beside its record a commit writes what lies in host memory. Where that lands within the step after it,
+    every step is recorded; else every n-th one, so that even if compute waited for all of it, it would take at
+    most 3.5 % of the time.
+
+    Args:
+        every: The number of steps; None: from the first steps' times.
+
+    Attributes:
+        every: Steps from one record to the next.
+        chosen: It stays as it is.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every, self.chosen = 1, False
+        self._wanted = every
+        self._began_s: list[float] = []
+        self._landing_s: list[float] = []
+
+    def ends(self, step: int) -> bool:
+        """Whether ``step`` is recorded."""
+        return step % self.every == 0
+
+    def began(self, stored: Iterable[Transfer]) -> None:
+        """Note that a step ends, whose states in host memory are on their way to the disk."""
+        if self.chosen:
+            return
+        index, began_s = len(self._began_s), time.monotonic()
+        self._began_s.append(began_s)
+        self._landing_s.append(0.0)
+        for transfer in stored:
+            transfer.then(partial(self._landed, index, began_s))
+
+    def _landed(self, index: int, began_s: float) -> None:
+        self._landing_s[index] = max(self._landing_s[index], time.monotonic() - began_s)
+
+    def propose(self) -> int | None:
+        """Return the number of steps that this rank would choose; None: too few were seen."""
+        if self._wanted is not None:
+            return self._wanted
+        if len(self._began_s) < _SEEN_COMMITS:
+            return None
+        step_s = min(b - a for a, b in itertools.pairwise(self._began_s[1:]))  # the first is slow
+        landing_s = max(self._landing_s[1:-1])  # the last may be on its way
+        return 1 if landing_s <= _HIDDEN * step_s else math.ceil(landing_s / (_MOST_COST * step_s))
+
+
 class Commits:
     """Writes one rank's commit records, on a thread of its own.
 
@@ -243,6 +301,7 @@ class Commits:
 
     Attributes:
         obsolete: Called once with the first record behind all ranks: what an earlier generation had may go.
+        last: The record that is being written, or was written last.
         stands: There is a record, written or being written, that is valid.
     """
 
@@ -252,7 +311,8 @@ class Commits:
     ) -> None:  # fmt: skip
         self.folder, self.files, self._sync, self.obsolete = folder, files, sync, obsolete
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
-        self._last: Transfer | None = None
+        self.last = Transfer()  # the record that is being written, or was
+        self.last.finish()
         self._lock = threading.Lock()  # guards what follows
         self._places: list[int] = []  # of the records on disk, the newest last
         self._layout = 0, 0  # number and CRC-32
@@ -272,7 +332,7 @@ class Commits:
             layout: Where versions lie, if that has changed since the last record.
         """
         self.wait()
-        written = self._last = Transfer()
+        written = self.last = Transfer()
         self.stands = True
         left = [len(updates) + 1]
         lock = threading.Lock()
@@ -294,13 +354,7 @@ class Commits:
         Raises:
             DiskError: An update of that step failed; the record before it stands.
         """
-        if self._last is not None:
-            self._last.wait()
-
-    @property
-    def landed(self) -> bool:
-        """Whether no record is being written."""
-        return self._last is None or self._last.done()
+        self.last.wait()
 
     @property
     def any(self) -> bool:

@@ -20,5 +20,12 @@ class DurabilityConfig:
         valid=Valid(choices=("process", "power")),
     )
 
+    every: int | None = setting(
+        None,
+        "steps from one recorded commit to the next; null: 1, or more if states in host memory cannot be "
+        "written beside each step",
+        valid=Valid(least=1, most=10**9),
+    )
+
     def __post_init__(self) -> None:
         check(self)

@@ -51,10 +51,12 @@ class Restored:
     """What units no longer need when the first commit after them stands on all ranks.
 
     Attributes:
+        adopted: Units that have the places of the saved commit; all others have new ones.
         versions: Extents in the rank's own files.
         sources: Files of the generation before.
     """
 
+    adopted: set[int]
     versions: list[Version] = field(default_factory=list)
     sources: list["_Source"] = field(default_factory=list)
 
@@ -83,7 +85,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     mine = None if saved.own is None else _Source(saved.own, 0)
     likes = {u.index for u in units if mine is not None and mine.is_like(u, tiers.chunk_numel)}
     comes_again = {u.index for u in units if u.index in tiers.from_base}
-    left, restored = Restored(), [u for u in units if u.index not in comes_again]
+    left, restored = Restored(likes), [u for u in units if u.index not in comes_again]
     sources = {} if mine is None or saved.own is None else {saved.own.files.rank: mine}
     if any(unit.index not in likes for unit in restored):
         for rank in range(saved.world_size):

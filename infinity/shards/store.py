@@ -67,7 +67,7 @@ class StoredShard:
     """A unit's shard on NVMe.
 
     Attributes:
-        versions: One while it was never trained, else all.
+        versions: One while it was never trained, else two or more places, of which an update writes the next.
         name: The unit's, for messages.
         first: Number of the first file that it lies in, where that is none of the volume's own.
         shared: Its only version lies in sealed files, which are never written again.
@@ -124,7 +124,7 @@ class ShardStore:
         volume: Where they are allocated.
         weight_itemsize: Bytes of weight per element.
         state_itemsize: Bytes of state per element, moments included.
-        versions: Places per unit that is trained, 1 or 2.
+        versions: Places per unit that is trained: 1, 2, or 3 where not every step is recorded.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
         moments_itemsize: Bytes of moments per element.
 
@@ -224,8 +224,11 @@ class ShardStore:
             if not chunk.exact.pieces:
                 self.add_exact(unit, number)
 
-    def train(self, unit: int) -> None:
+    def train(self, unit: int, versions: int | None = None) -> None:
         """Make room for all that training needs; moments are zeros. Once is enough.
+
+        Args:
+            versions: Places; None: as many as the store's.
 
         Raises:
             DiskError: The file system is full.
@@ -235,12 +238,29 @@ class ShardStore:
             return
         [first], name = shard.versions, shard.name
         places = [(chunk.start, chunk.numel) for chunk in first.chunks]
-        bare = [first, *(Version(self._weights(places, name)) for _ in range(1, self.versions))]
-        shard.versions = [
-            Version(tuple(self._with_moments(self._with_exact(c, name), name) for c in version.chunks))
-            for version in bare
-        ]
+        count = self.versions if versions is None else versions
+        bare = [first, *(Version(self._weights(places, name)) for _ in range(1, count))]
+        shard.versions = [self._whole(version, name) for version in bare]
         self.changes += 1
+
+    def add_version(self, unit: int) -> None:
+        """Make room for another version of a unit that is trained, if it has fewer than the store's.
+
+        Raises:
+            DiskError: The file system is full; nothing changed.
+        """
+        shard = self._shards[unit]
+        if shard.trains and not shard.shared and len(shard.versions) < self.versions:
+            places = [(chunk.start, chunk.numel) for chunk in shard.versions[0].chunks]
+            shard.versions = [
+                *shard.versions,
+                self._whole(Version(self._weights(places, shard.name)), shard.name),
+            ]
+            self.changes += 1
+
+    def _whole(self, version: Version, name: str) -> Version:
+        """The version with room for all that training needs."""
+        return Version(tuple(self._with_moments(self._with_exact(c, name), name) for c in version.chunks))
 
     def free(self, unit: int) -> None:
         """Give back what a unit holds; shared extents stay as they are."""

@@ -440,9 +440,9 @@ class Tiers:
         if not store.has(unit.index):
             store.allocate(unit.index, unit.shard_numel, unit.name)
         elif unit.index in self._recorded or store.trains(unit.index):
-            unit.version = (unit.version + 1) % self.versions
+            unit.version = 1 - unit.version
         if len(resident.state) == len(self.layout.fields):
-            store.train(unit.index)
+            store.train(unit.index, 2)
         elif self._exact.fields:
             store.add_all_exact(unit.index)
         self._recorded.add(unit.index)
@@ -457,10 +457,33 @@ class Tiers:
 
     # --- what training moves -----------------------------------------------------------------
 
-    def version(self, unit: Unit, ahead: int = 0) -> Version:
-        """Return the version that an update reads, or with ``ahead=1`` writes."""
+    def version(self, unit: Unit, place: int | None = None) -> Version:
+        """Return the version that an update reads, or the one in ``place``, which it writes."""
         self._train(unit)
-        return self._store.version(unit.index, unit.version + ahead)
+        return self._store.version(unit.index, unit.version if place is None else place)
+
+    def next_place(self, unit: Unit, recorded: Container[int]) -> int | None:
+        """Return the place that the unit's update writes; None: there is none now.
+
+        Args:
+            recorded: Places that commit records name, which a crash must leave whole.
+        """
+        self._train(unit)
+        if self.versions == 1:
+            return unit.version
+        places = range(len(self._store.versions_of(unit.index)))
+        return next((place for place in places if place != unit.version and place not in recorded), None)
+
+    def add_versions(self, units: Iterable[Unit]) -> None:
+        """Give units on NVMe a third place: one is recorded while the other two take turns.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        self._store.versions = 3
+        for unit in units:
+            if unit.index not in self.residents and self._stored(unit):
+                self._store.add_version(unit.index)
 
     def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start fetching this shard's committed weights from byte ``start`` on."""

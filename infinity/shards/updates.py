@@ -25,7 +25,7 @@ both group and count in common: one run, or one for each group, as long as every
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipel
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
-from infinity.shards.commits import CommitRecord, Commits, pack
+from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.store import Version
@@ -105,6 +105,7 @@ class PendingUpdate:
         lease: Of the gradient.
         used: Parameters that have a gradient.
         future: Of the update, when it has started.
+        place: The version that the update writes, when it has started.
     """
 
     unit: Unit
@@ -114,6 +115,7 @@ class PendingUpdate:
     weights: Weights
     used: tuple[Segment, ...]
     future: UpdateFuture | None = None
+    place: int | None = None
 
     def release(self) -> None:
         """Gradient and weights are read no more; may be called twice."""
@@ -225,15 +227,17 @@ class Updates:
         early: Start inside backward where versions allow it.
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update, on the pipeline's thread.
+        every: Steps from one recorded commit to the next; None: as many as hide its cost.
 
     Attributes:
+        interval: Says which steps are recorded.
         steps: Steps that were committed.
     """
 
     def __init__(
         self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, units: Sequence[Unit],
         order: StepOrder, *, early: bool, commits: Commits | None,
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
         self.units, self.order, self.early = units, order, early
@@ -241,6 +245,8 @@ class Updates:
         self._commit: Commit | None = None  # what is not recorded yet
         self._state = b""  # the small state of the last record
         self._layout = -1  # changes of the store that the last record knew
+        self._records: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
+        self.interval = CommitInterval(every)
         self._stored: dict[int, list[Transfer]] = {}  # of units in host memory, on their way to NVMe
         if commits is not None:
             tiers.before_write = self._before_write
@@ -290,8 +296,8 @@ class Updates:
             self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
 
     def _expected(self, unit: Unit) -> Expected:
-        chunks = partial(_chunks, self.tiers.version(unit), self.tiers.version(unit, ahead=1))
-        return Expected(unit.name, chunks, self._futures.get(unit.index))
+        committed = self.tiers.version(unit)  # where the update writes is not known yet, nor needed
+        return Expected(unit.name, partial(_chunks, committed, committed), self._futures.get(unit.index))
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
@@ -313,14 +319,16 @@ class Updates:
                 self._start(ready, grad_scale)
             self.hypers.count(ready.used)
             ready.unit.updates += 1
-            if ready.unit.home is Tier.NVME:
-                ready.unit.version = (ready.unit.version + 1) % self.tiers.versions
+            if ready.place is not None:
+                ready.unit.version = ready.place
         self.steps += 1
-        if self.commits is not None:
+        if self.commits is not None and self.interval.ends(self.steps):
             self._store_residents()
             futures = (ready.future for ready in self.ready.values())
             landing: list[Transfer] = [future for future in futures if future is not None]
-            landing += [transfer for each in self._stored.values() for transfer in each]
+            stored = [transfer for each in self._stored.values() for transfer in each]
+            self.interval.began(stored)
+            landing += stored
             self._commit = self._make_commit(landing)
         self._close_step()
 
@@ -364,12 +372,16 @@ class Updates:
             self._store_residents()
             commit = self._make_commit([t for each in self._stored.values() for t in each])
         if commit is not None:
+            self._records.append(commit.record)
             self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
 
-    def take_over(self, saved: SavedRun, rank: int, obsolete: Callable[[], None]) -> None:
+    def take_over(
+        self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
+    ) -> None:
         """Go on after a saved commit, whose states are in their places.
 
         Args:
+            adopted: Units whose places are those that the saved record names.
             obsolete: Called when the next commit stands on all ranks.
         """
         self.steps, self._state = saved.step, saved.state(rank)
@@ -377,25 +389,45 @@ class Updates:
             self.commits.obsolete = obsolete
             if saved.own is not None:
                 self.commits.take_over(saved.own.record, saved.own.place)
+                record = saved.own.record
+                places = (place if i in adopted else -1 for i, place in enumerate(record.versions))
+                self._records = [replace(record, versions=tuple(places))]
 
     def land_commit(self, timeout_s: float) -> None:
         """Wait for the commit that was handed over last, however it ends, but not for ever."""
         deadline = time.monotonic() + timeout_s
-        while self.commits is not None and not self.commits.landed and time.monotonic() < deadline:
+        while self.commits is not None and not self.commits.last.done() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def wait_for_commit(self) -> None:
-        """Return when the last step's record is on disk; see the commit barrier. Any thread."""
-        if self.commits is not None:
-            if self._commit is not None:
-                self.end_commit()
+        """Return when the last record is on disk, if places that it frees may be written now. Any thread.
+
+        See the commit barrier. With a third place the step after a record need not wait.
+        """
+        if self._commit is not None:
+            self.end_commit()
+        recorded_now = self._records and self._records[-1].step == self.steps
+        if self.commits is not None and not (recorded_now and self.interval.every > 1):
             self.commits.wait()
 
     def _pass_barrier(self) -> None:
-        """Return when the next versions may be written; see the commit barrier."""
-        self.wait_for_commit()
+        """Return when the versions of all records but the last may be written; see the commit barrier."""
+        if self._commit is not None:
+            self.end_commit()
         if self.commits is not None:
+            self.commits.wait()
             self.commits.retire()
+            self._records = self._records[-1:]
+
+    def _next_place(self, unit: Unit) -> int:
+        """Return the place that the unit's update writes."""
+        for _ in range(2):
+            recorded = [record.versions[unit.index] for record in self._records]
+            place = self.tiers.next_place(unit, recorded)
+            if place is not None:
+                return place
+            self._pass_barrier()
+        raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
 
     def _before_write(self) -> None:
         """Committed values are about to be written in place."""
@@ -404,6 +436,7 @@ class Updates:
                 transfer.wait()
         if self.commits is not None and self.commits.stands:
             self.commits.invalidate()
+            self._records = []
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -482,13 +515,13 @@ class Updates:
     def _launch(self, ready: PendingUpdate, grad_scale: float) -> None:
         assert self.pipeline is not None
         unit = ready.unit
-        self._pass_barrier()
+        ready.place = self._next_place(unit)
         earlier = self._futures.get(unit.index)
         if earlier is not None:
             earlier.wait()
         ready.future = self._futures[unit.index] = future = UpdateFuture()
         runs = self.hypers.runs(unit, ready.used, grad_scale)
-        chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ahead=1))
+        chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ready.place))
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
         self.planned_written += weight_nbytes + state_nbytes

@@ -91,6 +91,20 @@ def test_a_run_goes_on_bitwise_in_every_place(tmp_path, before, after, dtype, wh
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_with_fewer_records_a_run_goes_on_from_the_last_one(tmp_path, place, whole):
+    rule = Rule(max_grad_norm=None)
+    losses, final = whole("gpt", "bf16", rule, tmp_path)
+    given = overrides(tmp_path, place, "durability.every=2")
+    for stop, expected in ((3, 0), (STEPS - 1, 2), (STEPS, 4)):
+        model, optimizer, batch = start("gpt", "bf16", given, rule)
+        assert infinity.resume(model, optimizer) == expected
+        assert run(model, optimizer, batch, range(expected, stop)) == losses[expected:stop]
+        after = state(model, optimizer)
+        interrupt(model)
+    same(after, final)
+
+
 # --- ranks ---------------------------------------------------------------------------------------
 
 
