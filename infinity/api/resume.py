@@ -15,6 +15,9 @@ def resume(model: nn.Module, optimizer: AdamW) -> int:
     loss scale, buffers, random generators, and what the optimizer follows. Every rank must call, once, before
     the first forward pass. The number of ranks, the budgets and the directories may be others than before.
 
+    With a recipe that has ``run.name`` and directories in ``memory.nvme``. The files of the run stay on disk
+    until ``infinity.close(model)``, or ``optimizer.close()``, says that it is over.
+
     Returns:
         Number of committed steps, with which the loop goes on; 0: a new run.
 

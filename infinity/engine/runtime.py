@@ -328,6 +328,7 @@ class Runtime:
         """
         self.check_open()
         saved, volume, store = self.storage.saved, self.storage.volume, self.storage.store
+        self.storage.keep = True  # unless it is closed: then the run is over
         if saved is None or not self.tiers.pending or volume is None or store is None:
             return None
         if self._executor is None or not self._executor.updates.hypers.groups:
@@ -357,6 +358,11 @@ class Runtime:
         """Record the step that :meth:`step` committed, with the small state that belongs to it."""
         if self.commits:
             self.executor().updates.record(state, late)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the files stay if nothing closes the model."""
+        return hasattr(self, "storage") and self.storage.keep
 
     @property
     def commits(self) -> bool:
@@ -418,7 +424,8 @@ class Runtime:
             error = error or sys.exception()
             try:
                 self._settle(error)
-                self._keep_files(keep or _is_failure(error))
+                if hasattr(self, "tiers"):  # it may have failed while it was built
+                    self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
                 self._end(_CLOSED.format(self._named()))
         self.stack.close()
@@ -439,12 +446,6 @@ class Runtime:
                 self.synchronize()  # gathers in flight wait for updates
         if hasattr(self, "activations"):  # it may have failed while it was built
             self.activations.close()
-
-    def _keep_files(self, keep: bool) -> None:
-        """Leave the files on disk, if wanted and if a process could go on with them."""
-        if hasattr(self, "storage") and keep:
-            commits = self.storage.commits
-            self.storage.keep = self.storage.saved is not None or (commits is not None and commits.any)
 
     def _end(self, why: str) -> None:
         """Let every later use raise ``why``; the weights are gone."""
@@ -584,7 +585,8 @@ def _close_all() -> None:
     """Leave no thread running while the interpreter goes, and no files of a run behind."""
     for runtime in list(_opened):
         with contextlib.suppress(Exception):
-            runtime.close(getattr(sys, "last_value", None))  # what ended the program, if it was an exception
+            # what ended the program, if it was an exception
+            runtime.close(getattr(sys, "last_value", None), keep=runtime.keeps)
     close_collected()
 
 

@@ -245,8 +245,8 @@ class CommitInterval:
     """Which steps are recorded: every one, or as few as keep the cost of commits low.
 
     Beside its record a commit writes what lies in host memory. Where that lands within the step after it,
-    every step is recorded; else every n-th one, so that even if compute waited for all of it, it would take at
-    most 3.5 % of the time.
+    every step is recorded; else every n-th one, so that even if compute waited for all of it, it would take
+    at most 3.5 % of the time.
 
     Args:
         every: The number of steps; None: from the first steps' times.

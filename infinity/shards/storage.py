@@ -41,7 +41,7 @@ class Storage:
         commits: Writes this rank's commit records; None if no process could go on with the run.
         saved: The last commit of an interrupted run, with which this one goes on.
         drives: Number of files that shards lie in.
-        keep: Leave the files on disk at the end, for a process that goes on with the run.
+        keep: Leave the files on disk at the end, if a process can go on with the run.
         chunk_numel: Elements of a shard that are staged at one time.
         resident_nbytes: What shards that stay may take of ``host_pool``.
     """
@@ -146,7 +146,8 @@ class Storage:
         return RankFiles(ranks.rank, self.saved.generation + (self.saved.own is None))
 
     def _end_directory(self, directory: RunDirectory) -> None:
-        if self.keep:
+        committed = self.saved is not None or (self.commits is not None and self.commits.any)
+        if self.keep and committed:
             directory.leave()
         else:
             directory.remove()

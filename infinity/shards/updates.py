@@ -362,7 +362,8 @@ class Updates:
 
     def end_commit(self) -> None:
         """Hand the last commit over to be written; without one, that of a step written over in place."""
-        commit, self._commit = self._commit, None
+        with self._lock:
+            commit, self._commit = self._commit, None
         if self.commits is None:
             return
         if commit is not None:
