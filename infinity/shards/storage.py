@@ -59,6 +59,7 @@ class Storage:
         self.commits: Commits | None = None
         self.saved: SavedRun | None = None
         self.drives, self.keep = 0, False
+        self._looked = False  # for a commit: from then on files without one may go
         self._drafts: list[Path] = []
         staging = 0
         if memory.nvme:
@@ -96,6 +97,7 @@ class Storage:
         rank, files = ranks.rank, RankFiles(ranks.rank)
         if resume is not None:
             files = self._look_for_commit(folders, ranks, resume, note)
+        self._looked, self.keep = True, self.saved is not None
         own = None if self.saved is None else self.saved.own
         paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
         paths = paths if own is None else list(own.data)
@@ -130,6 +132,7 @@ class Storage:
         if resume != "never":
             self.saved = find_saved(folders, ranks, note)
         if self.saved is None:
+            self._looked = True
             if resume == "must":
                 raise StateError(
                     f"run.resume=must, but there is no commit in {', '.join(map(str, folders))}; "
@@ -147,7 +150,7 @@ class Storage:
 
     def _end_directory(self, directory: RunDirectory) -> None:
         committed = self.saved is not None or (self.commits is not None and self.commits.any)
-        if self.keep and committed:
+        if not self._looked or (self.keep and committed):
             directory.leave()
         else:
             directory.remove()

@@ -132,3 +132,32 @@ def test_states_are_the_same_on_any_number_of_ranks(tmp_path, places):
         args = (str(tmp_path), 3, 3, 7, "nvme")
         results = run_ranks(train_some, world, *args) if world > 1 else [train_some(*args)]
         same(results[0][1], found[2])
+
+
+# --- what keeps the files ------------------------------------------------------------------------
+
+
+def test_a_start_that_cannot_go_on_leaves_the_files(tmp_path):
+    rule = Rule(max_grad_norm=None)
+    model, optimizer, batch = start("gpt", "fp32", overrides(tmp_path, "nvme"), rule)
+    losses = run(model, optimizer, batch, range(2))
+    interrupt(model)
+    before = {path: path.stat().st_size for path in tmp_path.rglob("rank*-*")}
+    with pytest.raises(infinity.StateError, match=r"memory\.versions=1 would write over"):
+        start("gpt", "fp32", overrides(tmp_path, "nvme", "memory.versions=1"), rule)
+    model, optimizer, batch = start("gpt", "fp32", overrides(tmp_path, "nvme"), rule)
+    with pytest.raises(infinity.StateError, match=r"interrupted after step 2: call step = infinity\.resume"):
+        model(**batch(0))
+    infinity.close(model)
+    model, optimizer, batch = start("t5", "fp32", overrides(tmp_path, "nvme"), rule)
+    with pytest.raises(infinity.StateError, match="the model is not the one of the interrupted run"):
+        infinity.resume(model, optimizer)
+    infinity.close(model, keep=True)
+    assert {path: path.stat().st_size for path in before} == before
+    model, optimizer, batch = start("gpt", "fp32", overrides(tmp_path, "nvme"), rule)
+    assert infinity.resume(model, optimizer) == 2
+    assert run(model, optimizer, batch, range(2, 3)) != losses[:1]
+    infinity.close(model)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(infinity.StateError, match=r"run\.resume=must, but there is no commit"):
+        start("gpt", "fp32", overrides(tmp_path, "nvme", "run.resume=must"), rule)
