@@ -138,7 +138,7 @@ class AdamW(torch.optim.Optimizer):
         if self.scaler is not None:
             self.scaler.update(self.skipped)
         self._scaled = False
-        if not self.skipped and self.runtime.commits:
+        if self.runtime.unrecorded:
             self._record()
         return loss
 

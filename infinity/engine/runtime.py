@@ -356,8 +356,7 @@ class Runtime:
 
     def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
         """Record the step that :meth:`step` committed, with the small state that belongs to it."""
-        if self.commits:
-            self.executor().updates.record(state, late)
+        self.executor().updates.record(state, late)
 
     @property
     def keeps(self) -> bool:
@@ -365,9 +364,9 @@ class Runtime:
         return hasattr(self, "storage") and self.storage.keep
 
     @property
-    def commits(self) -> bool:
-        """Whether each step is recorded, so that another process can go on with the run."""
-        return self.storage.commits is not None
+    def unrecorded(self) -> bool:
+        """Whether a step was committed that is to be recorded, so that another process can go on."""
+        return self.executor().updates.unrecorded
 
     # --- the end ----------------------------------------------------------------------------
 

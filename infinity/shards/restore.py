@@ -9,7 +9,7 @@ after that stands on all ranks, and until then a crash leaves them as they were.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,16 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
     listed = []
     for unit in units:
         versions = None
-        if not _comes_again(unit, tiers):
+        if unit.index not in tiers.from_base:
             versions = versions_to_plain(store.versions_of(unit.index))
         segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
         listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
     return {"dtype": str(tiers.layout.dtype), "drives": tiers.storage.drives, "units": listed}
 
 
-def _comes_again(unit: Unit, tiers: Tiers) -> bool:
-    return unit.index in tiers.from_base and not any(s.steps for s in unit.segments)
+def _is_there(unit: Unit, tiers: Tiers, unsaved: Container[str]) -> bool:
+    """Whether a checkpoint was loaded again that gives the unit's values, as in the interrupted run."""
+    return unit.index in tiers.from_base and all(segment.name in unsaved for segment in unit.segments)
 
 
 @dataclass(slots=True)
@@ -77,15 +78,18 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
         StateError: The model is another one than that of the run; names the first difference.
         DiskError: States cannot be read, or there is no room.
     """
-    dtype, was = str(tiers.layout.dtype), (saved.own or saved.load(0)).layout["dtype"]
+    layout = (saved.own or saved.load(0)).layout
+    dtype, was = str(tiers.layout.dtype), layout["dtype"]
     if was != dtype:
         raise StateError(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
     mine = None if saved.own is None else _Source(saved.own, 0)
     likes = {u.index for u in units if mine is not None and mine.is_like(u, tiers.chunk_numel)}
-    comes_again = {u.index for u in units if u.index in tiers.from_base}
-    left, restored = Restored(likes), [u for u in units if u.index not in comes_again]
+    unsaved = {
+        segment[0] for unit in layout["units"] if unit["versions"] is None for segment in unit["segments"]
+    }
+    left, restored = Restored(likes), [u for u in units if not _is_there(u, tiers, unsaved)]
     sources = {} if mine is None or saved.own is None else {saved.own.files.rank: mine}
     if any(unit.index not in likes for unit in restored):
         for rank in range(saved.world_size):

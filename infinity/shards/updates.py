@@ -318,6 +318,7 @@ class Updates:
             if ready.future is None:
                 self._start(ready, grad_scale)
             self.hypers.count(ready.used)
+            self.tiers.from_base.discard(index)
             ready.unit.updates += 1
             if ready.place is not None:
                 ready.unit.version = ready.place
@@ -348,6 +349,11 @@ class Updates:
         if self._layout != store.changes:
             self._layout, layout = store.changes, describe(self.units, self.tiers)
         return Commit(record, landing, layout)
+
+    @property
+    def unrecorded(self) -> bool:
+        """Whether a step was committed that is to be recorded."""
+        return self._commit is not None
 
     def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
         """Record the step that :meth:`commit` ended, with the small state that belongs to it.
