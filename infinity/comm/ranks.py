@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import BudgetError, PeerError, first_line
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def open_ranks(device: torch.device, timeout_s: float, on_failure: Callable[[Bas
     return Ranks(collectives.rank, collectives.world_size, device, collectives)
 
 
-def agree(value: str, world_size: int, what: str = "agreeing on the run's id") -> str:
+def agree(value: T, world_size: int, what: str = "agreeing on the run's id") -> T:
     """Return rank 0's ``value`` on every rank."""
     if world_size == 1:
         return value

@@ -104,7 +104,9 @@ class Runtime:
         self._failure: BaseException | None = None
         device = join_ranks(config.partition.timeout_s)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.run_id = agree(config.run_name or new_run_id(), world_size)
+        name = config.run_name  # which a caller may know on rank 0 only
+        resume = None if name is None else config.resume
+        self.run_id, self._resume = agree((name or new_run_id(), resume), world_size)
         self.ranks = Ranks(0, 1, device)  # until the others are met
         _opened.add(self)
         try:
@@ -128,7 +130,7 @@ class Runtime:
         self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=ranks.on_accelerator)
         self.stack.callback(self.storage.close)
         self.storage.open_files(
-            self.run_id, ranks, None if self.config.run_name is None else self.config.resume, self.timeline,
+            self.run_id, ranks, self._resume, self.timeline,
             synced=self.config.durability.survives == "power", note=self._note,
         )  # fmt: skip
         self.tiers = Tiers(self.storage, ranks)
