@@ -22,6 +22,7 @@ from infinity.core.errors import StateError
 from infinity.core.files import user_path
 from infinity.core.nbytes import parse_nbytes
 from infinity.core.owned import OwnedStack
+from infinity.device.allocator import heap_line
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import is_served
@@ -115,6 +116,8 @@ def _open_cache(
 ) -> TensorCache:
     """Open a cache that stores in ``volume``; ``stack`` closes what it opens."""
     notes: list[str] = [*volume.notes]
+    if device.type == "cpu" and (line := heap_line()):
+        notes.append(line)
     engine = make_engine("auto", volume, notes.append)
     for line in notes if rank == 0 else ():
         log.info("%s", line)
