@@ -87,6 +87,8 @@ def offload_activations(
     capacity = None if budget is None else parse_nbytes(budget)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
+    if rank == 0 and policy != "keep" and device.type == "cpu" and (line := heap_line()):
+        log.info("%s", line)
     with OwnedStack() as stack:
         volume = _open_volume(stack, directories, rank)
         activations = Activations(
@@ -116,8 +118,6 @@ def _open_cache(
 ) -> TensorCache:
     """Open a cache that stores in ``volume``; ``stack`` closes what it opens."""
     notes: list[str] = [*volume.notes]
-    if device.type == "cpu" and (line := heap_line()):
-        notes.append(line)
     engine = make_engine("auto", volume, notes.append)
     for line in notes if rank == 0 else ():
         log.info("%s", line)

@@ -3,8 +3,8 @@
 [Note: remainders]
 torch wants every block at a multiple of 64 bytes, so glibc takes a larger one and cuts off what lies before
 and after it. Before version 2.39 these remainders, 96 bytes together, go to a cache of small chunks
-(``tcache``), in which nothing is merged: small objects take them, and a block that is freed leaves a hole that
-is too small for the next block of its size. The heap grows while most of it is free
+(``tcache``), in which nothing is merged: small objects take them, and a block that is freed leaves a hole
+that is too small for the next block of its size. The heap grows while most of it is free
 (https://sourceware.org/bugzilla/show_bug.cgi?id=30723). Without that cache a remainder is merged with what is
 free beside it. The cache can be turned off only before a process starts.
 """
