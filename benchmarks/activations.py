@@ -11,6 +11,7 @@ and still holds at one time, as counted; weights, gradients and states are left 
 
 import argparse
 import contextlib
+import os
 import resource
 import shutil
 import statistics
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from turns import Actor
 
 from infinity.activations.controller import METERED, PROFILED
+from infinity.device.allocator import tunables
 from infinity.device.machine import DTYPES
 
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.
@@ -347,6 +349,8 @@ def options_of(argv: list[str] | None) -> Any:
 def main(argv: list[str] | None = None) -> None:
     options = options_of(argv)
     options.nvme.mkdir(parents=True, exist_ok=True)
+    if (wanted := tunables(os.environ)) is not None:  # as infinity train; it begins with the next process
+        os.environ["GLIBC_TUNABLES"] = wanted
     folder = Path(tempfile.mkdtemp(prefix="activations-", dir=options.nvme.resolve()))
     claims: list[Claim] = []
     try:

@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in vars(args).items():
         if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
             parser.error(f"argument --{name}: expected one argument")
+    if argv is None and args.command == "train":
+        from infinity.device.allocator import restart_with_tunables
+
+        restart_with_tunables(sys.argv[0], sys.argv[1:])  # before torch is imported
     # Neither a recipe nor a checkpoint fetches anything, whatever the environment says.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", USE_HUB_KERNELS="0")
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

@@ -22,6 +22,7 @@ from infinity.core.errors import StateError
 from infinity.core.files import user_path
 from infinity.core.nbytes import parse_nbytes
 from infinity.core.owned import OwnedStack
+from infinity.device.allocator import heap_line
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import is_served
@@ -86,6 +87,8 @@ def offload_activations(
     capacity = None if budget is None else parse_nbytes(budget)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
+    if rank == 0 and policy != "keep" and device.type == "cpu" and (line := heap_line()):
+        log.info("%s", line)
     with OwnedStack() as stack:
         volume = _open_volume(stack, directories, rank)
         activations = Activations(

@@ -43,6 +43,7 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.core.plan import Hardware
+from infinity.device.allocator import heap_line
 from infinity.device.machine import (
     DTYPES,
     choose_dtype,
@@ -172,6 +173,8 @@ class Runtime:
         cache = TensorCache(device, stores, partial(self.stalls, "activation"))
         recomputed = self.config.layer_schedule  # by itself: little is left to plan
         policy = memory.activations or ("keep" if memory.device is None or recomputed else "plan")
+        if policy != "keep" and device.type == "cpu" and (line := heap_line()):
+            self._note(line)
         decide = partial(self.ranks.decide, where="the plan for activations")
         return Activations(cache, policy, self._hardware, decide=decide, units=storage.units_engine)
 

@@ -14,6 +14,8 @@ from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError
+from infinity.device import allocator
+from infinity.device.allocator import tunables
 from tests.helpers.profiles import hardware, transformer
 from tests.planner.test_planning import planning_for
 
@@ -117,13 +119,24 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("infinity ")
 
 
-def test_python_dash_m_is_the_same_command() -> None:
+def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nprint(os.environ.get('GLIBC_TUNABLES'), file=sys.stderr)\n"
+    )
+    environment = {**os.environ, "RANK": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environment.pop("GLIBC_TUNABLES", None)
     run = subprocess.run(
         [sys.executable, "-m", "infinity", "train", "none.yaml"],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "RANK": "1"}, check=False,
+        capture_output=True, text=True, cwd=ROOT, env=environment, check=False,
     )  # fmt: skip
     assert run.returncode == 1
-    assert run.stderr.startswith("infinity: rank 1: RecipeError: none.yaml: No such file")
+    *starts, error = run.stderr.splitlines()
+    assert error.startswith("infinity: rank 1: RecipeError: none.yaml: No such file")
+    wanted = tunables({})
+    if any(map(os.path.exists, allocator._ACCELERATORS)) or wanted is None:
+        assert starts == ["None"]
+    else:
+        assert starts == ["None", wanted]
 
 
 @pytest.mark.parametrize(
