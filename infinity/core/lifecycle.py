@@ -1,4 +1,4 @@
-"""States of units and of saved activations, and the edges between them.
+"""States of units, of saved activations and of updates, and the edges between them.
 
 One enum and one table for each, one :meth:`Lifecycle.move`. A state is described by the memory it costs;
 nothing else remembers where the bytes are.
@@ -63,12 +63,34 @@ SLOT_ALLOWED: dict[SlotState, frozenset[SlotState]] = {
     SlotState.LOADING: frozenset({SlotState.RESIDENT, SlotState.STORED}),
 }
 
-TABLES: Mapping[type, Mapping[Any, frozenset[Any]]] = {UnitState: ALLOWED, SlotState: SLOT_ALLOWED}
-State = TypeVar("State", UnitState, SlotState)
+class UpdateState(Enum):
+    """States of a unit's update in one step, each with what it holds."""
+
+    HELD = "the gradient"
+    SPECULATED = "the gradient + a next version that is not committed yet"
+    ROLLED_BACK = "the gradient; what was written to the next version is void"
+    VALIDATED = "a next version that the step commits"
+
+
+#: An update is speculated when it starts before the global norm is known. One that starts afterwards, for the
+#: first time or again, has the right numbers. A step that is forgotten ends with its updates HELD or ROLLED_BACK.
+UPDATE_ALLOWED: dict[UpdateState, frozenset[UpdateState]] = {
+    UpdateState.HELD: frozenset({UpdateState.SPECULATED, UpdateState.VALIDATED}),
+    UpdateState.SPECULATED: frozenset({UpdateState.VALIDATED, UpdateState.ROLLED_BACK}),
+    UpdateState.ROLLED_BACK: frozenset({UpdateState.VALIDATED}),
+    UpdateState.VALIDATED: frozenset(),
+}
+
+TABLES: Mapping[type, Mapping[Any, frozenset[Any]]] = {
+    UnitState: ALLOWED,
+    SlotState: SLOT_ALLOWED,
+    UpdateState: UPDATE_ALLOWED,
+}
+State = TypeVar("State", UnitState, SlotState, UpdateState)
 
 
 class Lifecycle(Generic[State]):
-    """The state of one unit or slot."""
+    """The state of one unit, slot or update."""
 
     def __init__(self, name: str, state: State) -> None:
         self.name = name

@@ -48,7 +48,7 @@ class StepExecutor:
         activations: What happens to saved tensors.
         config: Budgets and dtypes.
         stalls: Counts the training thread's waits; has the timeline.
-        clips: Whether gradients are clipped: then updates start at ``step()``.
+        clips: Whether gradients are clipped: then they are kept until ``step()``.
         before: The executor that this one replaces; None: the first.
         on_failure: Called with the error of an update, on the pipeline's thread.
 
@@ -74,13 +74,13 @@ class StepExecutor:
         self.planned: tuple[int, int] | None = None
         self._update_mark = 0, 0
         self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
-        storage, early = tiers.storage, not clips and config.memory.versions == 2
+        storage = tiers.storage
         with contextlib.ExitStack() as stack:
             reduce_dtype = reduction_dtype(config, storage.layout.dtype)
             self.budget = UnitBudget(
                 units, leaves, ranks, storage, reduce_dtype, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
-                shared=activations.policy == "plan", early=early,
+                shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
             )  # fmt: skip
             self.device_pool = _make_pool(self.budget.division.total, ranks)
             stack.callback(self.device_pool.close)
@@ -89,7 +89,7 @@ class StepExecutor:
             staging = None if host is None else Staging(host, storage.piece_nbytes)
             order = StepOrder()
             self.updates = _make_updates(
-                tiers, units, order, timeline, early, config.durability.every, on_failure, stack
+                tiers, units, order, timeline, clips, config.durability.every, on_failure, stack
             )
             self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
@@ -210,7 +210,10 @@ class StepExecutor:
         updated = set(self.updates.ready)
         if math.isfinite(norm):
             self._choose_interval()
-            self.updates.commit(1.0 if max_grad_norm is None else clip_coefficient(norm, max_grad_norm))
+            grad_scale = clip_coefficient(norm, max_grad_norm)
+            if not self.updates.validate(grad_scale):
+                self.stalls("update", self.updates.roll_back)
+            self.updates.commit(grad_scale)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
         self._count_step()
@@ -286,7 +289,7 @@ def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
 
 
 def _make_updates(
-    tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, early: bool, every: int | None,
+    tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, clips: bool, every: int | None,
     on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
     """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
@@ -300,6 +303,6 @@ def _make_updates(
         stack.callback(pipeline.close)
     rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
     return Updates(
-        tiers, rule, pipeline, units, order, early=early, commits=storage.commits, on_failure=on_failure,
-        every=every,
+        tiers, rule, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
+        commits=storage.commits, on_failure=on_failure, every=every,
     )  # fmt: skip

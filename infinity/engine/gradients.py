@@ -385,7 +385,8 @@ class Gradients:
             self.pins.forget(unit.index)
             try:
                 if self.prefetcher.stays(unit.index):
-                    weights = Weights(self.mover.stay(unit.index), stay=True)
+                    values = self.mover.stay(unit.index)
+                    weights = Weights(values, stay=values)
                 elif (lease := self.mover.take(unit.index)) is not None:
                     weights = self._kept(unit, lease)
             finally:

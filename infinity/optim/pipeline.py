@@ -21,6 +21,9 @@ so it can be read as soon as the earlier update has landed. It is read in the or
 come, and only into buffers that leave :data:`RESERVE` chunks for jobs that come in another order. A
 job takes what was read for it only where it reads the same extents; anything else is dropped. Code that
 writes states in another way (``load_state_dict``) drains the pipeline first, which forgets it all.
+
+[Note: a cancelled job] starts no further chunk, and what was read for it is dropped. It is done when
+its writes in flight have landed, so that the next job may write to the same extents.
 """
 
 import threading
@@ -28,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from torch import Tensor
 
@@ -80,10 +83,10 @@ class UpdateJob:
         chunks: In any order; they do not overlap.
         runs: Ascending, not overlapping.
         priority: Lower goes first: the position of the shard's next use.
-        in_place: The new weights are put into ``weight``, too, before ``on_computed``.
+        in_place: The new weights are put there, too, before ``on_computed``; it may be ``weight`` itself.
         on_done: Called once, on the pipeline's thread, after the last write has landed, or with the error.
         on_computed: Called when the last chunk has been updated: ``weight`` and ``grad`` are used no more.
-            Not called when the job fails before.
+            Not called when the job fails or is cancelled before.
     """
 
     name: str
@@ -94,7 +97,7 @@ class UpdateJob:
     priority: int
     on_done: Callable[[BaseException | None], None]
     on_computed: Callable[[], None] | None = None
-    in_place: bool = False
+    in_place: Tensor | None = None
 
 
 def pieces(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
@@ -119,11 +122,12 @@ def check_job(job: UpdateJob, layout: StateLayout) -> None:
         ValueError: Names the first that does not fit.
     """
     numel = job.grad.numel()
-    if job.weight is not None and (job.weight.numel() != numel or job.weight.dtype != layout.dtype):
-        raise ValueError(
-            f"{job.name}: weight holds {job.weight.numel()} of {job.weight.dtype}, "
-            f"grad {numel}, the layout is for {layout.dtype}"
-        )
+    for weights in (job.weight, job.in_place):
+        if weights is not None and (weights.numel() != numel or weights.dtype != layout.dtype):
+            raise ValueError(
+                f"{job.name}: weight holds {weights.numel()} of {weights.dtype}, "
+                f"grad {numel}, the layout is for {layout.dtype}"
+            )
     for chunk in job.chunks:
         if not 0 <= chunk.start <= chunk.start + chunk.numel <= numel:
             raise ValueError(f"{job.name}: {chunk.numel} from {chunk.start} are not in a shard of {numel}")
@@ -168,20 +172,32 @@ class PipelineStats:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far one job is."""
+    """How far one job is.
+
+    Attributes:
+        unread_nbytes: What a cancelled job has not read, valid when it is done; ``unwritten_nbytes`` likewise.
+    """
 
     job: UpdateJob
     order: tuple[int, int]  # priority, then order of submission
     started: int = 0
     updated: int = 0
     landed: int = 0
+    cancelled: bool = False
+    unread_nbytes: int = 0
+    unwritten_nbytes: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether every chunk that will be written has landed."""
+        return self.landed == (self.updated if self.cancelled else len(self.job.chunks))
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
     """A chunk in flight, with the buffer that it holds."""
 
-    progress: Progress | None  # None: read ahead
+    progress: Progress | None  # None: read ahead, or for a job that was cancelled
     name: str
     chunk: Chunk
     lease: Lease
@@ -267,7 +283,14 @@ class ReadAhead:
             self._head = None
 
 
-__all__ = ["Chunk", "Expected", "PipelineStats", "Run", "UpdateJob", "UpdatePipeline"]
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """See [Note: a cancelled job]."""
+
+    progress: Progress
+
+
+__all__ = ["Chunk", "Expected", "PipelineStats", "Progress", "Run", "UpdateJob", "UpdatePipeline"]
 
 
 class UpdatePipeline:
@@ -292,7 +315,7 @@ class UpdatePipeline:
         self._depth = depth
         self._changed = threading.Condition()  # guards what follows
         self._events = 0
-        self._submitted: list[Progress | ReadAhead] = []  # in order of arrival
+        self._submitted: list[Progress | ReadAhead | Cancellation] = []  # in order of arrival
         self._unfinished = 0
         self._count = 0
         self._error: BaseException | None = None
@@ -309,8 +332,8 @@ class UpdatePipeline:
 
     # --- any thread --------------------------------------------------------------------------
 
-    def submit(self, job: UpdateJob) -> None:
-        """Queue ``job``; returns at once.
+    def submit(self, job: UpdateJob) -> Progress:
+        """Queue ``job``; returns at once, with what :meth:`cancel` takes.
 
         Raises:
             ValueError: Chunks and runs do not fit the shard.
@@ -325,7 +348,15 @@ class UpdatePipeline:
                 raise StateError(f"{job.name}: the update pipeline is closed")
             self._count += 1
             self._unfinished += 1
-            self._submitted.append(Progress(job, (job.priority, self._count)))
+            progress = Progress(job, (job.priority, self._count))
+            self._submitted.append(progress)
+            self._notify()
+        return progress
+
+    def cancel(self, jobs: Iterable[Progress]) -> None:
+        """End these jobs soon; returns at once. They are done as any other: see [Note: a cancelled job]."""
+        with self._changed:
+            self._submitted.extend(map(Cancellation, jobs))
             self._notify()
 
     def expect(self, expected: Iterable[Expected]) -> None:
@@ -411,6 +442,8 @@ class UpdatePipeline:
             if isinstance(each, ReadAhead):
                 self._drop([slot for slot in self._slots if slot.ahead])
                 self._ahead = each
+            elif isinstance(each, Cancellation):
+                self._cancel(each.progress)
             else:
                 self._take_job(each)
         self._count_ahead()
@@ -422,6 +455,24 @@ class UpdatePipeline:
             heappush(self._waiting, (progress.order, progress))
         elif not progress.job.chunks:
             self._computed(progress)
+            self._finish(progress)
+
+    def _cancel(self, progress: Progress) -> None:
+        if progress.order not in self._jobs:
+            return  # it is done
+        job, rest = progress.job, progress.job.chunks[progress.started :]
+        reading = [slot for slot in self._slots if slot.progress is progress and not slot.writing]
+        progress.cancelled = True
+        progress.unread_nbytes = sum(
+            self._nbytes(chunk) if job.weight is None else chunk.state_read.nbytes for chunk in rest
+        )
+        progress.unwritten_nbytes = sum(map(self._nbytes, (*rest, *(slot.chunk for slot in reading))))
+        for slot in reading:
+            slot.progress = None
+        self._drop(reading)
+        self._waiting = [each for each in self._waiting if each[1] is not progress]
+        heapify(self._waiting)
+        if progress.ended:
             self._finish(progress)
 
     # --- what is read ahead ------------------------------------------------------------------
@@ -560,8 +611,8 @@ class UpdatePipeline:
                 self._rule.update(old[part], job.grad[begin:stop], parts, new[part], hyper)
             elif old is not new:
                 new[part].copy_(old[part])
-        if job.in_place:
-            old.copy_(new)
+        if job.in_place is not None:
+            job.in_place[chunk.start : chunk.start + chunk.numel].copy_(new)
 
     def _write(self, slot: Slot) -> None:
         chunk, memory = slot.chunk, slot.lease.memory
@@ -586,7 +637,7 @@ class UpdatePipeline:
                 self._count_ahead()
                 continue
             slot.progress.landed += 1
-            if slot.progress.landed == len(slot.progress.job.chunks):
+            if slot.progress.ended:
                 self._finish(slot.progress)
         return bool(landed)
 

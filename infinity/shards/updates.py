@@ -1,15 +1,25 @@
 """Updates of shards: from complete gradients to committed versions.
 
 [Note: when an update starts]
-With two versions, and when nothing global must be known first (no clipping), a unit's update starts
-as soon as its gradient exists, inside backward: it reads the committed version and writes the next.
-``step`` then only publishes them: what was next is committed. Otherwise gradients are held, and the
-updates start at ``step``. Either way they lag into the next forward, where the next fetch of a unit
-waits for that unit's own update, and they run in the order in which the next forward will need them.
+With two versions a unit's update starts as soon as its gradient exists, inside backward: it reads the
+committed version and writes the next. ``step`` then only publishes them: what was next is committed.
+Otherwise gradients are held, and the updates start at ``step``. Either way they lag into the next forward,
+where the next fetch of a unit waits for that unit's own update, and they run in the order in which the next
+forward will need them.
+
+[Note: speculation]
+What an update needs to know is known at ``step`` only: the clip coefficient, which depends on the norm of all
+gradients. An update inside backward takes it to be 1. Where it is, ``step`` validates the updates. Where it
+is not, or ``param_groups`` changed meanwhile, they are rolled back: the next version is void, and they start
+again from the committed one, with the right numbers. So gradients are kept until ``step``, as they are
+without speculation; an optimizer that never clips gives them back as soon as they were read.
+
+Every step tells whether speculation was right, or would have been. While the prediction is that it will not
+be (see :class:`Predictor`), updates start at ``step``.
 
 [Note: what is forgotten]
-Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: the next version is
-overwritten by the next update. A unit in host memory has one place, so it is only updated at
+Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates are rolled back, and the
+next version is overwritten by the next update. A unit in host memory has one place, so it is only updated at
 ``step``.
 
 [Note: shards in host memory]
@@ -34,10 +44,10 @@ from torch import Tensor
 
 from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
-from infinity.core.lifecycle import Tier
+from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.pipeline import Chunk, Expected, Run, UpdateJob, UpdatePipeline
+from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
@@ -55,12 +65,12 @@ class Weights:
     Attributes:
         values: ``(shard_numel,)`` in the compute dtype; None: the update reads them from NVMe.
         lease: Given back when the update has read them; None: they are not the update's to give back.
-        stay: The update writes the new weights into ``values``, too.
+        stay: The update writes the new weights there, too; ``values`` or None.
     """
 
     values: Tensor | None = None
     lease: Lease | None = None
-    stay: bool = False
+    stay: Tensor | None = None
 
     def release(self) -> None:
         """They are read no more; may be called twice."""
@@ -104,7 +114,8 @@ class PendingUpdate:
     Attributes:
         lease: Of the gradient.
         used: Parameters that have a gradient.
-        future: Of the update, when it has started.
+        lifecycle: Of the update, when it has started.
+        future: Of the update; ``progress`` likewise.
         place: The version that the update writes, when it has started.
     """
 
@@ -114,8 +125,14 @@ class PendingUpdate:
     lease: Lease
     weights: Weights
     used: tuple[Segment, ...]
+    lifecycle: Lifecycle[UpdateState]
     future: UpdateFuture | None = None
     place: int | None = None
+    progress: Progress | None = None
+
+    @property
+    def speculated(self) -> bool:
+        return self.lifecycle.state is UpdateState.SPECULATED
 
     def release(self) -> None:
         """Gradient and weights are read no more; may be called twice."""
@@ -140,6 +157,25 @@ class Commit:
     late: Callable[[], Mapping[str, Any]] | None = None
 
 
+class Predictor:
+    """Whether updates that start inside backward will be right: a saturating counter of two bits.
+
+    Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
+    """
+
+    def __init__(self) -> None:
+        self._counter = 2
+
+    @property
+    def right(self) -> bool:
+        """The prediction for this step; the same all through it."""
+        return self._counter >= 2
+
+    def learn(self, right: bool) -> None:
+        """Take in what this step showed."""
+        self._counter = min(3, self._counter + 1) if right else max(0, self._counter - 1)
+
+
 class StepHypers:
     """The hyperparameters of a step, read once from the optimizer's groups for all of its updates.
 
@@ -153,7 +189,8 @@ class StepHypers:
         self.loss_scale = 1.0
         self._hypers: list[Hyper] | None = None  # of each group; None: not read in this step
         self._group_of: dict[int, int] = {}  # by id of the parameter
-        self._tensors: dict[tuple[int, int], Tensor] = {}  # by group and step count
+        self._tensors: dict[tuple[int, int, float], Tensor] = {}  # by group, step count and gradient scale
+        self._read_from: object = None  # the groups that were read
         self._lock = threading.Lock()
 
     def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> tuple[Run, ...]:
@@ -161,13 +198,10 @@ class StepHypers:
 
         Args:
             used: Parameters that have a gradient; those in no group are left alone, too.
-            grad_scale: The same all through a step.
+            grad_scale: What gradients are multiplied by, beside the loss scale.
         """
+        self.begin_step()
         with self._lock:
-            if self._hypers is None:
-                self._hypers, self._tensors = self._read(), {}
-                groups = enumerate(self.groups)
-                self._group_of = {id(p): i for i, group in groups for p in group["params"]}
             hyper_of: dict[int, Tensor] = {}
             for segment in used:
                 group = self._group_of.get(id(segment.param))
@@ -175,31 +209,33 @@ class StepHypers:
                     hyper_of[segment.index] = self._tensor(group, segment.steps + 1, grad_scale)
         return runs_of(unit, hyper_of)
 
+    def begin_step(self) -> None:
+        """Read the groups, unless this step has done so."""
+        with self._lock:
+            if self._hypers is None:
+                self._hypers, self._tensors, self._read_from = self._read(), {}, self.groups
+                groups = enumerate(self.groups)
+                self._group_of = {id(p): i for i, group in groups for p in group["params"]}
+
     def _tensor(self, group: int, step: int, grad_scale: float) -> Tensor:
         assert self._hypers is not None
-        if (group, step) not in self._tensors:
+        key = group, step, grad_scale
+        if key not in self._tensors:
             scale = grad_scale / self.loss_scale
-            hyper = replace(self._hypers[group], step=step, grad_scale=scale)
-            self._tensors[group, step] = hyper.tensor()
-        return self._tensors[group, step]
+            self._tensors[key] = replace(self._hypers[group], step=step, grad_scale=scale).tensor()
+        return self._tensors[key]
 
     def count(self, used: Iterable[Segment]) -> None:
         """Take note that the update of these parameters is committed; after :meth:`runs`."""
         for segment in used:
             segment.steps += id(segment.param) in self._group_of
 
-    def check(self) -> None:
-        """Raise if the groups changed since the first update of this step.
-
-        Raises:
-            StateError: Updates started inside backward, with other numbers.
-        """
-        if self._hypers is not None and self._hypers != self._read():
-            raise StateError(
-                "param_groups changed between backward() and step(), but updates of this step already "
-                "started inside backward. Set the learning rate before backward() or after step(); or "
-                "give max_grad_norm or memory.versions=1, with which updates start at step()"
-            )
+    @property
+    def changed(self) -> bool:
+        """Whether the groups are not what they were when this step read them."""
+        if self._hypers is None:
+            return False
+        return self._read_from is not self.groups or self._hypers != self._read()
 
     def end_step(self) -> None:
         """Read the groups anew when the next update starts."""
@@ -224,7 +260,8 @@ class Updates:
         pipeline: Updates the others; None when everything is resident.
         units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
-        early: Start inside backward where versions allow it.
+        two_versions: Updates may start inside backward: see [Note: when an update starts].
+        clips: The step may scale gradients, so they are kept until then: see [Note: speculation].
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update, on the pipeline's thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
@@ -232,15 +269,19 @@ class Updates:
     Attributes:
         interval: Says which steps are recorded.
         steps: Steps that were committed.
+        speculated: Updates of the last step that started before its norm was known.
+        rolled_back: Those of them that were void.
     """
 
     def __init__(
         self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, units: Sequence[Unit],
-        order: StepOrder, *, early: bool, commits: Commits | None,
+        order: StepOrder, *, two_versions: bool, clips: bool, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
         self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
-        self.units, self.order, self.early = units, order, early
+        self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
+        self.predictor = Predictor()
+        self.speculated = self.rolled_back = 0
         self.commits, self._on_failure = commits, on_failure
         self._commit: Commit | None = None  # what is not recorded yet
         self._state = b""  # the small state of the last record
@@ -280,14 +321,20 @@ class Updates:
             weights: Those that the update starts from.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
-        squares = sum_of_squares(grad)
-        ready = PendingUpdate(unit, grad, squares, lease, weights, used)
+        squares, lifecycle = sum_of_squares(grad), Lifecycle(f"update of {unit.name}", UpdateState.HELD)
+        ready = PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle)
+        self.hypers.begin_step()
         with self._lock:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
             ready.release()  # the step will be skipped, and this gradient not read
         elif self.early and unit.home is Tier.NVME:
-            self._launch(ready, 1.0)
+            self._launch(ready, 1.0, UpdateState.SPECULATED)
+
+    @property
+    def early(self) -> bool:
+        """Whether updates of this step start inside backward."""
+        return self._two_versions and self.predictor.right and bool(self.hypers.groups)
 
     def expect(self) -> None:
         """Let the states of a step's updates be read before their gradients exist."""
@@ -310,12 +357,52 @@ class Updates:
 
     # --- the step ----------------------------------------------------------------------------
 
+    def validate(self, grad_scale: float) -> bool:
+        """Let speculated updates stand if they had the right numbers.
+
+        Returns:
+            False: They had not; :meth:`roll_back` comes before :meth:`commit`.
+
+        Raises:
+            StateError: They had not, and their gradients were not kept.
+        """
+        changed = self.hypers.changed
+        right = grad_scale == 1.0 and not changed
+        speculated = [ready for ready in self.ready.values() if ready.speculated]
+        if speculated and not (right or self.clips):
+            raise StateError(_TOO_LATE.format("param_groups" if changed else "max_grad_norm"))
+        self.predictor.learn(right)
+        self.speculated, self.rolled_back = len(speculated), 0
+        if changed:
+            self.hypers.end_step()
+        for ready in speculated if right else ():
+            with self._lock:
+                ready.lifecycle.move(UpdateState.VALIDATED)
+                if ready.future is not None and ready.future.computed.is_set():
+                    ready.lease.release()
+        return right or not speculated
+
+    def roll_back(self) -> None:
+        """Void the speculated updates; return when nothing writes to the next versions any more."""
+        speculated = [ready for ready in self.ready.values() if ready.speculated]
+        if self.pipeline is not None:
+            self.pipeline.cancel(ready.progress for ready in speculated if ready.progress is not None)
+        for ready in speculated:
+            assert ready.future is not None
+            ready.future.wait()
+            assert ready.progress is not None
+            ready.lifecycle.move(UpdateState.ROLLED_BACK)
+            if ready.weights.stay is not None:
+                ready.weights = Weights(stay=ready.weights.stay)  # some of them may be new ones
+            self.planned_read -= ready.progress.unread_nbytes
+            self.planned_written -= ready.progress.unwritten_nbytes
+        self.speculated = self.rolled_back = len(speculated)
+
     def commit(self, grad_scale: float) -> None:
-        """Commit the step: publish running updates, start deferred ones."""
-        self.hypers.check()
+        """Commit the step: publish validated updates, start the others."""
         for index in self._in_order_of_use(self.ready):
             ready = self.ready[index]
-            if ready.future is None:
+            if ready.lifecycle.state is not UpdateState.VALIDATED:
                 self._start(ready, grad_scale)
             self.hypers.count(ready.used)
             self.tiers.from_base.discard(index)
@@ -447,9 +534,9 @@ class Updates:
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
+        if self.ready:
+            self.roll_back()
         for ready in self.ready.values():
-            if ready.future is not None:
-                ready.future.wait()  # it writes into the next version, which will not be read
             ready.release()
         self._close_step()
 
@@ -483,10 +570,10 @@ class Updates:
         """Return when no update reads or writes the weights that ``unit`` stayed with."""
         self.wait_for_gradients()  # its own may still be on the way to the update
         ready, future = self.ready.get(unit.index), self._futures.get(unit.index)
-        if ready is not None and ready.future is None:
-            ready.weights = Weights()  # the update will read them
-        elif future is not None:
+        if future is not None:
             future.computed.wait()
+        if ready is not None:
+            ready.weights = Weights()  # an update that is still to start will read them
 
     def drain(self) -> None:
         """Block until every update that was started has landed."""
@@ -503,8 +590,9 @@ class Updates:
     # --- starting ----------------------------------------------------------------------------
 
     def _start(self, ready: PendingUpdate, grad_scale: float) -> None:
+        """Start an update with the step's numbers."""
         if ready.unit.home is Tier.NVME:
-            self._launch(ready, grad_scale)
+            self._launch(ready, grad_scale, UpdateState.VALIDATED)
         else:
             self._update_resident(ready, grad_scale)
 
@@ -519,26 +607,39 @@ class Updates:
             self.rule.update(weight, ready.grad[part], state, weight, run.hyper)
         ready.release()
 
-    def _launch(self, ready: PendingUpdate, grad_scale: float) -> None:
+    def _launch(self, ready: PendingUpdate, grad_scale: float, state: UpdateState) -> None:
         assert self.pipeline is not None
         unit = ready.unit
         ready.place = self._next_place(unit)
         earlier = self._futures.get(unit.index)
         if earlier is not None:
             earlier.wait()
+        ready.lifecycle.move(state)  # from here on fetches know whose the update is
         ready.future = self._futures[unit.index] = future = UpdateFuture()
         runs = self.hypers.runs(unit, ready.used, grad_scale)
         chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ready.place))
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
         self.planned_written += weight_nbytes + state_nbytes
-        self.pipeline.submit(
-            UpdateJob(
-                name=unit.name, weight=ready.weights.values, grad=ready.grad, chunks=chunks, runs=runs,
-                priority=self.order.first_use(unit.index), on_computed=partial(_computed, ready, future),
-                on_done=partial(self._landed, future), in_place=ready.weights.stay,
-            )
+        job = UpdateJob(
+            name=unit.name, weight=ready.weights.values, grad=ready.grad, chunks=chunks, runs=runs,
+            priority=self.order.first_use(unit.index), on_computed=partial(self._computed, ready, future),
+            on_done=partial(self._landed, future), in_place=ready.weights.stay,
         )  # fmt: skip
+        try:
+            ready.progress = self.pipeline.submit(job)
+        except BaseException as error:
+            future.finish(error)  # it may be waited for
+            raise
+
+    def _computed(self, ready: PendingUpdate, future: UpdateFuture) -> None:
+        """The update has read what it was given; on the pipeline's thread."""
+        with self._lock:
+            ready.weights.release()
+            ready.weights = Weights(stay=ready.weights.stay)
+            if not (self.clips and ready.speculated):
+                ready.lease.release()
+            future.computed.set()
 
     def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
         """The end of an update; on the pipeline's thread."""
@@ -564,13 +665,14 @@ class Updates:
     def _is_next(self, unit: Unit) -> bool:
         """Whether the unit's update in flight belongs to a step that is not committed yet."""
         ready = self.ready.get(unit.index)
-        return ready is not None and ready.future is not None
+        return ready is not None and ready.speculated
 
 
-def _computed(ready: PendingUpdate, future: UpdateFuture) -> None:
-    """The update has read what it was given; on the pipeline's thread."""
-    ready.release()
-    future.computed.set()
+_TOO_LATE = (
+    "{} changed between backward() and step(), but updates of this step already started inside backward. Set "
+    "it before backward() or after step(); or make the optimizer with max_grad_norm, with which such updates "
+    "start again (math.inf: never clip), or memory.versions=1, with which they start at step()"
+)
 
 
 def _chunks(committed: Version, following: Version) -> tuple[Chunk, ...]:
