@@ -34,8 +34,8 @@ class AdamW(torch.optim.Optimizer):
         betas: Decay of the first and second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        max_grad_norm: Clip the global norm of the gradients to this, above 0; None: never. With None (and
-            two versions on disk) updates start inside backward.
+        max_grad_norm: Clip the global norm of the gradients to this, above 0; None: never. Then gradients
+            need not wait in memory until ``step()``.
         params: Parameter groups as torch takes them, in place of the default two.
         follow: What goes on with the run, by names of your own: anything with ``state_dict`` and
             ``load_state_dict`` (a scheduler, a torchdata loader). With a named run (``run.name``) and
@@ -201,7 +201,8 @@ class AdamW(torch.optim.Optimizer):
             nbytes_read=now.read - before.read, nbytes_written=now.written - before.written,
             planned_nbytes_read=planned[0] if planned else None,
             planned_nbytes_written=planned[1] if planned else None,
-            on_demand=executor.on_demand, peak_nbytes=runtime.peak_nbytes(),
+            on_demand=executor.on_demand, speculated=executor.updates.speculated,
+            rolled_back=executor.updates.rolled_back, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property

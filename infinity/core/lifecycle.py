@@ -63,6 +63,7 @@ SLOT_ALLOWED: dict[SlotState, frozenset[SlotState]] = {
     SlotState.LOADING: frozenset({SlotState.RESIDENT, SlotState.STORED}),
 }
 
+
 class UpdateState(Enum):
     """States of a unit's update in one step, each with what it holds."""
 
@@ -72,8 +73,8 @@ class UpdateState(Enum):
     VALIDATED = "a next version that the step commits"
 
 
-#: An update is speculated when it starts before the global norm is known. One that starts afterwards, for the
-#: first time or again, has the right numbers. A step that is forgotten ends with its updates HELD or ROLLED_BACK.
+#: An update is speculated when it starts before the global norm is known. One that starts afterwards, for
+#: the first time or again, has the right numbers. In a step that is forgotten none is validated.
 UPDATE_ALLOWED: dict[UpdateState, frozenset[UpdateState]] = {
     UpdateState.HELD: frozenset({UpdateState.SPECULATED, UpdateState.VALIDATED}),
     UpdateState.SPECULATED: frozenset({UpdateState.VALIDATED, UpdateState.ROLLED_BACK}),

@@ -44,6 +44,8 @@ class StepReport:
     planned_nbytes_read: int | None = None  # None while the step is recorded, not planned
     planned_nbytes_written: int | None = None
     on_demand: int = 0  # uses that the plan did not foresee
+    speculated: int = 0  # updates that started inside backward, before the norm was known
+    rolled_back: int = 0  # those of them that started again, or were forgotten in a skipped step
     peak_nbytes: dict[str, int] = field(default_factory=dict)  # by tier: device, host, nvme
 
     @property

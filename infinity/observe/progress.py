@@ -112,6 +112,8 @@ def describe(report: StepReport) -> str:
     parts += [f"{tier} {format_nbytes(nbytes)}" for tier, nbytes in report.peak_nbytes.items() if nbytes]
     if report.on_demand:
         parts.append(f"{report.on_demand} on demand")
+    if report.rolled_back and not report.skipped:
+        parts.append("clipped: updates rolled back")
     if report.skipped:
         parts.append("skipped: gradients are not finite")
     return "  ".join(parts)

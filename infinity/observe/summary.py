@@ -55,6 +55,7 @@ class Summary:
     planned_nbytes_read: int | None
     planned_nbytes_written: int | None
     steps_off_plan: int  # steps with uses that the plan did not foresee
+    steps_rolled_back: int  # steps whose updates had started before they were known to be clipped
     peak_nbytes: dict[str, int]
     budgets: dict[str, int | None] = field(default_factory=dict)
     stall_s: dict[str, float]  # whole run, by cause
@@ -95,7 +96,7 @@ class SummaryBuilder:
         self._peak: dict[str, int] = {}
         self._losses: list[float] = []
         self._held_out: list[float] = []
-        self._skipped = 0
+        self._skipped = self._rolled_back = 0
 
     def step(self, report: StepReport) -> None:
         moved = report.nbytes_read, report.nbytes_written
@@ -106,6 +107,7 @@ class SummaryBuilder:
             self._planned_nbytes = report.planned_nbytes_read, report.planned_nbytes_written
         self._stall_s.update(report.stall_s)
         self._skipped += report.skipped
+        self._rolled_back += report.rolled_back > 0 and not report.skipped
         for tier, nbytes in report.peak_nbytes.items():
             self._peak[tier] = max(nbytes, self._peak.get(tier, 0))
         if report.loss is not None:
@@ -148,6 +150,7 @@ class SummaryBuilder:
             planned_nbytes_read=self._planned_nbytes[0],
             planned_nbytes_written=self._planned_nbytes[1],
             steps_off_plan=sum(figures.off_plan for figures in steps),
+            steps_rolled_back=self._rolled_back,
             peak_nbytes=dict(self._peak),
             budgets=dict(budgets),
             stall_s=dict(self._stall_s),
@@ -196,6 +199,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     if summary.steps_off_plan:
         rows.append(("", f"{summary.steps_off_plan} steps used units that were not in the plan"))
+    if summary.steps_rolled_back:
+        rows.append(("speculation", f"{summary.steps_rolled_back} steps were clipped, and rolled back first"))
     for tier, nbytes in summary.peak_nbytes.items():
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"

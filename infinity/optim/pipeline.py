@@ -175,7 +175,7 @@ class Progress:
     """How far one job is.
 
     Attributes:
-        unread_nbytes: What a cancelled job has not read, valid when it is done; ``unwritten_nbytes`` likewise.
+        unread_nbytes: What a cancelled job did not read, when it is done; ``unwritten_nbytes`` likewise.
     """
 
     job: UpdateJob

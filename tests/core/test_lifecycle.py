@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from infinity.core.errors import StateError
-from infinity.core.lifecycle import ALLOWED, Lifecycle, UnitState
+from infinity.core.lifecycle import ALLOWED, UPDATE_ALLOWED, Lifecycle, UnitState, UpdateState
 
 S = UnitState
 PAIRS = list(itertools.product(UnitState, UnitState))
@@ -44,3 +44,13 @@ def test_every_state_leads_to_gathered_and_back_home():
 def test_a_unit_is_never_gathered_twice():
     assert S.GATHERED not in ALLOWED[S.GATHERED]
     assert S.FETCHING not in ALLOWED[S.GATHERED]
+
+
+def test_an_update_that_was_validated_stays_so_and_one_that_was_rolled_back_is_not_speculated_again():
+    assert set(UPDATE_ALLOWED) == set(UpdateState)
+    assert not UPDATE_ALLOWED[UpdateState.VALIDATED]
+    rolled_back = Lifecycle("update of layers.3", UpdateState.SPECULATED)
+    rolled_back.move(UpdateState.ROLLED_BACK)
+    with pytest.raises(StateError, match="ROLLED_BACK -> SPECULATED; allowed: VALIDATED"):
+        rolled_back.move(UpdateState.SPECULATED)
+    rolled_back.move(UpdateState.VALIDATED)

@@ -95,11 +95,14 @@ class Lockstep:
         dtype: str = "bf16",
         rule: Rule | None = None,
         batches: Callable[[int], dict[str, Any]] = batch,
+        *,
+        roomy: bool = False,
     ) -> None:
         self.rule = rule or Rule()
         with training.small_units(TINY_UNIT), infinity.Init(training.recipe(dtype, overrides)):
             self.model = factory()
-        _tighten(self.model)
+        if not roomy:
+            _tighten(self.model)
         self.optimizer = training.optimizer_for(self.model, self.rule)
         self.plain = Reference(factory(), training.DTYPES[dtype], self.rule)
         self.batches, self.number = batches, 0

@@ -92,6 +92,7 @@ def test_a_progress_line_has_loss_speed_stall_with_cause_and_bytes() -> None:
     assert describe(replace(REPORT, on_demand=2, skipped=True)).endswith(
         "2 on demand  skipped: gradients are not finite"
     )
+    assert describe(replace(REPORT, speculated=9, rolled_back=9)).endswith("  clipped: updates rolled back")
 
 
 def shown(steps: list[StepReport], *, terminal: bool, log_every: int = 1) -> str:
@@ -134,6 +135,7 @@ def test_a_summary_counts_planned_steps_and_adds_up_all() -> None:
     assert summary.steps == 4
     assert summary.tokens_per_s == 2048.0  # the recorded step's 9 s are not the run's speed
     assert summary.steps_off_plan == 1
+    assert summary.steps_rolled_back == 0
     assert summary.nbytes_read == summary.planned_nbytes_read == 14 * 2**20
     assert summary.peak_nbytes["host"] == 2**28
     assert summary.stall_s == {"read": 1.0, "update": 0.2}
@@ -160,6 +162,13 @@ def test_the_summary_shows_bytes_beside_the_plan_and_peaks_beside_budgets() -> N
     assert rows["held-out perplexity"] == "54.60 -> 33.12"
     assert rows["stall"] == "5.5% of the time (read 0.50 s, update 0.10 s)"
     assert rows["files"] == "runs/[a]"
+
+
+def test_the_summary_counts_steps_that_were_clipped_after_their_updates_had_started() -> None:
+    clipped = replace(REPORT, speculated=3, rolled_back=3)
+    rows = dict(summary_rows(summarize([REPORT, clipped, clipped, replace(clipped, skipped=True)])))
+    assert rows["speculation"] == "2 steps were clipped, and rolled back first"
+    assert "speculation" not in dict(summary_rows(summarize([REPORT])))
 
 
 def test_the_summary_of_a_run_without_a_plan_says_so() -> None:

@@ -1,0 +1,115 @@
+"""A cancelled job: it ends soon, counts what it did not move, and leaves its extents to the next job."""
+
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.core.errors import DiskError
+from infinity.optim.layout import StateLayout
+from tests.helpers.fakes import FakeEngine
+from tests.optim.test_ahead import expected, shards_of
+from tests.optim.test_pipeline import DTYPES, Ends, playing
+
+LAYOUT = StateLayout.of(DTYPES[0])
+
+
+def again(shard):
+    """The job that follows a cancelled one: the same numbers, read anew from the committed version."""
+    ends = Ends()
+    job = replace(shard.job, weight=None, on_done=ends.on_done, on_computed=ends.on_computed)
+    return job, ends
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.integers(0, 3))
+def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(seed, depth, at_hand, ahead):
+    """Also with a gradient that was wrong; bytes are those of both jobs less what the first did not move."""
+    draw = random.Random(seed)
+    engine = FakeEngine(threads=3, seconds=0.0005)
+    shards = shards_of(engine, 4, at_hand=at_hand)
+    with playing(engine, LAYOUT, depth=depth + ahead) as (pipeline, pool):
+        pipeline.expect([expected(shard) for shard in shards[:ahead]])
+        wrong = [replace(shard.job, grad=shard.job.grad + 1) for shard in shards]
+        begun = [pipeline.submit(job) for job in wrong]
+        time.sleep(draw.choice([0, 0.001, 0.003]))
+        pipeline.cancel(begun)
+        for shard in shards:
+            until = time.monotonic() + 10
+            while not shard.ends.done:
+                assert time.monotonic() < until
+                time.sleep(0.0001)
+        second = [again(shard) for shard in shards]
+        for job, _ in draw.sample(second, len(second)):
+            pipeline.submit(job)
+        pipeline.drain()
+        assert pool.leased_nbytes == 0
+        for shard, (_, ends), progress in zip(shards, second, begun, strict=True):
+            assert (shard.ends.done, ends.done, ends.computed) == ([None], [None], 1)
+            assert shard.ends.computed == (progress.updated == len(shard.job.chunks))
+            shard.check(engine, LAYOUT)
+        n = sum(shard.job.grad.numel() for shard in shards)
+        state, weight = LAYOUT.state_nbytes(1), LAYOUT.weight_nbytes(1)
+        planned = n * (2 * state + (1 if at_hand else 2) * weight)
+        assert pipeline.stats.nbytes_read == planned - sum(each.unread_nbytes for each in begun)
+        assert pipeline.stats.nbytes_written == 2 * n * (state + weight) - sum(
+            each.unwritten_nbytes for each in begun
+        )
+
+
+def test_a_queued_job_moves_nothing_and_is_done_before_those_that_run():
+    engine = FakeEngine(seconds=0.05)
+    running, queued = shards_of(engine, 2)
+    with playing(engine, LAYOUT, depth=1) as (pipeline, _):
+        pipeline.submit(running.job)
+        begun = pipeline.submit(queued.job)
+        ended = threading.Event()
+        queued.job.on_done = lambda error: ended.set()
+        pipeline.cancel([begun])
+        assert ended.wait(5)
+        assert not running.ends.done
+        assert (begun.started, begun.unwritten_nbytes) == (0, queued.job.grad.numel() * 12)
+        assert queued.ends.computed == 0
+        pipeline.drain()
+        running.check(engine, LAYOUT)
+        assert pipeline.stats.nbytes_written == running.job.grad.numel() * 12
+
+
+def test_a_job_that_is_done_may_be_cancelled_in_vain():
+    engine = FakeEngine()
+    [shard] = shards_of(engine, 1)
+    with playing(engine, LAYOUT) as (pipeline, _):
+        begun = pipeline.submit(shard.job)
+        pipeline.drain()
+        pipeline.cancel([begun, begun])
+        pipeline.drain()
+        assert (shard.ends.done, begun.unread_nbytes, begun.unwritten_nbytes) == ([None], 0, 0)
+        shard.check(engine, LAYOUT)
+
+
+def test_a_write_that_fails_after_the_job_was_cancelled_is_an_error_all_the_same():
+    engine = FakeEngine(seconds=0.03, fail_write=1)
+    [shard] = shards_of(engine, 1)
+    with playing(engine, LAYOUT, depth=1) as (pipeline, _):
+        begun = pipeline.submit(shard.job)
+        while not begun.updated:
+            time.sleep(0.001)
+        pipeline.cancel([begun])
+        with pytest.raises(DiskError):
+            pipeline.drain()
+        assert [type(error) for error in shard.ends.done] == [DiskError]
+
+
+def test_new_weights_go_where_they_shall_stay_also_when_the_old_ones_are_read():
+    engine = FakeEngine()
+    [shard] = shards_of(engine, 1, at_hand=False)
+    shard.job.in_place = shard.job.grad.clone()
+    with playing(engine, LAYOUT) as (pipeline, _):
+        pipeline.submit(shard.job)
+        pipeline.drain()
+        shard.check(engine, LAYOUT)
+    assert shard.job.in_place.equal(shard.weight)
