@@ -45,7 +45,7 @@ class DeviceBudget:
     """A division of the device budget (bytes).
 
     Attributes:
-        early: Updates start inside backward.
+        early: Gradients need not wait for ``step()``: an update inside backward is done with them.
         lag: Beside the window: early updates may lag by as much, and need not.
         least: The smallest total that would do.
     """
@@ -127,7 +127,7 @@ def divide_device(
         total: The budget that the user gave.
         ceiling: What a derived budget may be at most.
         units: All units.
-        early: Whether updates start inside backward.
+        early: Whether an update inside backward is done with its gradient.
         world_size: Ranks.
         together: Positions of units that are gathered as one.
 

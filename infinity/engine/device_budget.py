@@ -38,7 +38,7 @@ class UnitBudget:
         device_nbytes: ``memory.device``; None: derived from the model and ``ceiling_nbytes``.
         ceiling_nbytes: The most that a derived budget may be.
         shared: Planned activations take a part of ``device_nbytes``.
-        early: Whether updates start inside backward.
+        early: Whether an update inside backward is done with its gradient.
 
     Attributes:
         division: How it is divided now.
