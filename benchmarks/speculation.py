@@ -3,8 +3,8 @@
     python benchmarks/speculation.py [--quick] [--json FILE] [--sizes 134M] [--tokens 512]
 
 All states are on NVMe; model and batches are the same in every row. No gradient reaches the norm to which it
-would be clipped, except in the last row: there all do, and every step is rolled back. (By itself speculation
-would pause.) Rows are processes that take turns, in another order every round, and a ratio is the median of the
+would be clipped, except in the last row: there all do, and every step is rolled back (by itself speculation
+would pause). Rows are processes that take turns, in another order every round; a ratio is the median of the
 rounds' ratios. A turn ends when its last update has landed.
 """
 
