@@ -5,7 +5,7 @@
 All states are on NVMe; model and batches are the same in every row. No gradient reaches the norm to which it
 would be clipped, except in the last row: there all do, and every step is rolled back (by itself speculation
 would pause). Rows are processes that take turns, in another order every round; a ratio is the median of the
-rounds' ratios. A turn ends when its last update has landed.
+rounds' ratios, which stands beside its quartiles. A turn ends when its last update has landed.
 """
 
 import argparse
@@ -129,15 +129,16 @@ def measure(shape: llama.Shape, tokens: int, options: Any, folder: Path) -> dict
     return rows
 
 
-def ratio(row: Row, other: Row) -> float:
-    """The median of the rounds' ratios of step times."""
-    return statistics.median(a["step_s"] / b["step_s"] for a, b in zip(row.turns, other.turns, strict=True))
+def ratios(row: Row, other: Row) -> list[float]:
+    """Step times, round by round."""
+    return [a["step_s"] / b["step_s"] for a, b in zip(row.turns, other.turns, strict=True)]
 
 
 def table(at: list[str], rows: dict[Way, Row]) -> list[list[str]]:
     return [
         [
-            *(*at, way.title, f"{row.median('step_s'):.3f}", f"{ratio(row, rows[FREE]):.3f}"),
+            *(*at, way.title, f"{row.median('step_s'):.3f}"),
+            *(f"{each:.3f}" for each in quartiles(ratios(row, rows[FREE]))),
             *(f"{row.median(key) / 1e9:.2f}" for key in ("nbytes_read", "nbytes_written")),
             *(f"{row.median(key):.0f}" for key in ("speculated", "rolled_back")),
         ]
@@ -145,12 +146,19 @@ def table(at: list[str], rows: dict[Way, Row]) -> list[list[str]]:
     ]
 
 
+def quartiles(values: list[float]) -> list[float]:
+    """The median, then the lower and the upper quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [middle, low, high]
+
+
 def claims(at: str, rows: dict[Way, Row]) -> list[Claim]:
     if any(turn["rolled_back"] or not turn["speculated"] for turn in rows[SPECULATING].turns):
         raise SystemExit(f"{at}: a step was rolled back, or not speculated, that should have been")
     foreseen = sum(turn["on_demand"] for row in rows.values() for turn in row.turns)
+    found = statistics.median(ratios(rows[SPECULATING], rows[FREE]))
     return [
-        at_most(f"{at}: {SPECULATING.title} / {FREE.title}", ratio(rows[SPECULATING], rows[FREE]), 1.02, "x"),
+        at_most(f"{at}: {SPECULATING.title} / {FREE.title}", found, 1.02, "x"),
         at_most(f"{at}: uses that no plan foresaw", foreseen, 0.0, ""),
     ]
 
@@ -160,7 +168,7 @@ def at_most(claim: str, value: float, target: float, unit: str) -> Claim:
 
 
 COLUMNS = [
-    *("size", "tokens", "way", "step s", "/ no clipping", "read GB", "written GB"),
+    *("size", "tokens", "way", "step s", "/ no clipping", "from", "to", "read GB", "written GB"),
     *("updates speculated", "rolled back"),
 ]
 

@@ -65,7 +65,7 @@ class Weights:
     Attributes:
         values: ``(shard_numel,)`` in the compute dtype; None: the update reads them from NVMe.
         lease: Given back when the update has read them; None: they are not the update's to give back.
-        stay: The update writes the new weights there, too; ``values`` or None.
+        stay: The update writes the new weights there, too: the place of ``values``, if they are at hand.
     """
 
     values: Tensor | None = None
@@ -370,7 +370,7 @@ class Updates:
         right = grad_scale == 1.0 and not changed
         speculated = [ready for ready in self.ready.values() if ready.speculated]
         if speculated and not (right or self.clips):
-            raise StateError(_TOO_LATE.format("param_groups" if changed else "max_grad_norm"))
+            raise StateError(_CHANGED if changed else _CLIPPED)
         self.predictor.learn(right)
         self.speculated, self.rolled_back = len(speculated), 0
         if changed:
@@ -668,10 +668,15 @@ class Updates:
         return ready is not None and ready.speculated
 
 
-_TOO_LATE = (
-    "{} changed between backward() and step(), but updates of this step already started inside backward. Set "
-    "it before backward() or after step(); or make the optimizer with max_grad_norm, with which such updates "
-    "start again (math.inf: never clip), or memory.versions=1, with which they start at step()"
+_CHANGED = (
+    "param_groups changed between backward() and step(), but updates of this step already started inside "
+    "backward. Set the learning rate before backward() or after step(); or make the optimizer with "
+    "max_grad_norm (math.inf: never clip), with which they start again"
+)
+_CLIPPED = (
+    "max_grad_norm clips this step, but the optimizer was made without it, so updates of this step already "
+    "started inside backward. Make the optimizer with max_grad_norm (math.inf: never clip), and change the "
+    "attribute later"
 )
 
 

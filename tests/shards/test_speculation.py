@@ -15,6 +15,7 @@ import torch
 
 import infinity
 from infinity.comm.collectives import Collectives
+from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rules import AdamWRule
 from infinity.shards import storage
@@ -172,6 +173,20 @@ def test_whatever_happens_between_backward_and_a_step_that_is_clipped(tmp_path, 
             if place != "one-version":
                 assert (speculated, rolled_back) == (on_nvme(pair), 0 if move == "z" else on_nvme(pair)), move
             pair.check()
+
+
+def test_clipping_with_an_optimizer_that_was_made_without_it_says_what_to_do(tmp_path):
+    pair = Lockstep(streaming(tmp_path), rule=Rule(max_grad_norm=None))
+    with contextlib.closing(pair.optimizer):
+        pair.step(2)
+        pair.backward(3)
+        pair.optimizer.max_grad_norm = CLIPPED
+        with pytest.raises(StateError, match="made without it"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.optimizer.max_grad_norm = None
+        pair.step(2)
+        pair.check()
 
 
 def test_a_learning_rate_that_changes_in_every_step_pauses_speculation(tmp_path):
