@@ -2,11 +2,17 @@
 
 import os
 import random
+import sys
 
 # Before torch is imported: ranks and the reference take turns on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Images often forbid bytecode. Then every process of the suite compiles the package again, and every worker
+# rewrites the assertions of all tests again: a third of the suite's processor time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import numpy
 import pytest
