@@ -14,9 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-import numpy
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from tests.helpers import forks
@@ -37,6 +35,9 @@ settings.load_profile("suite")
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random numbers, whatever ran before it."""
+    import numpy  # here, as pytest-xdist's own process needs neither of these
+    import torch
+
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -44,6 +45,8 @@ def seeded() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, rather than fail, tests marked ``gpu`` where there is none."""
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
