@@ -14,10 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-import pytest
-from hypothesis import HealthCheck, settings
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.helpers import forks
+from tests.helpers import forks  # noqa: E402
 
 forks.own()  # before xdist starts its workers, which inherit it
 
