@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from pathlib import Path
 
 # Before torch is imported: ranks and the reference take turns on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,7 @@ forks.own()  # before xdist starts its workers, which inherit it
 settings.register_profile(
     "suite",
     deadline=None,
+    max_examples=50,  # of every run; a property is tried with others in the next one
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=bool(os.environ.get("CI")),
 )
@@ -44,9 +46,10 @@ def seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, rather than fail, tests marked ``gpu`` where there is none."""
+    """Begin with the tests of guarantees, which take longest; skip tests marked ``gpu`` where there is none."""
     import torch
 
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)  # else one may be left at the end
     if torch.cuda.is_available():
         return
     for item in items:

@@ -32,7 +32,7 @@ def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: fl
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("gib_per_s", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("layers", [13, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (13, 24))])
 def test_plans_for_transformers_are_within_a_twentieth_of_the_bound(
     layers: int, gib_per_s: float, share: float
 ) -> None:
