@@ -46,7 +46,7 @@ def seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests of guarantees, which take longest; skip tests marked ``gpu`` where there is none."""
+    """Begin with tests of guarantees, which take longest; skip those marked ``gpu`` where there is none."""
     import torch
 
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)  # else one may be left at the end
