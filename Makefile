@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes.
 #   make quickstart   install, then train a small transformer whose states live on disk
-#   make test         the fast suite, a process per core
+#   make test         the fast suite on all cores
 
 PYTHON ?= python3
 VENV   := .venv
@@ -12,8 +12,9 @@ RANKS  ?= 2
 BENCHMARKS := storage update train speculation activations checkpoint base schedule
 # One thread per core in all: ranks that each take every core only wait for each other.
 OMP    := $(shell n=$$(($(CORES) / $(RANKS))); echo $$((n > 0 ? n : 1)))
-# Processes of the suite; each takes about 1 GB, and some tests start two more.
-JOBS   ?= $(shell n=$(CORES); echo $$((n < 8 ? n : 8)))
+# Processes of the suite; each takes about 1 GB, and some tests start two more. One more than cores, because
+# tests of ranks wait: for drives, for each other, for time limits.
+JOBS   ?= $(shell n=$$(($(CORES) + 1)); echo $$((n < 8 ? n : 8)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev quickstart test slow bare wheel gpu lint format types check bench-quick bench capacity clean

@@ -2,18 +2,23 @@
 
 import os
 import random
+import sys
+from pathlib import Path
 
 # Before torch is imported: ranks and the reference take turns on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import numpy
-import pytest
-import torch
-from hypothesis import HealthCheck, settings
+# Images often forbid bytecode. Then every process of the suite compiles the package again, and every worker
+# rewrites the assertions of all tests again: a third of the suite's processor time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
-from tests.helpers import forks
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+from tests.helpers import forks  # noqa: E402
 
 forks.own()  # before xdist starts its workers, which inherit it
 
@@ -22,6 +27,7 @@ forks.own()  # before xdist starts its workers, which inherit it
 settings.register_profile(
     "suite",
     deadline=None,
+    max_examples=50,  # of every run; a property is tried with others in the next one
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=bool(os.environ.get("CI")),
 )
@@ -31,13 +37,19 @@ settings.load_profile("suite")
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random numbers, whatever ran before it."""
+    import numpy  # here, as pytest-xdist's own process needs neither of these
+    import torch
+
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, rather than fail, tests marked ``gpu`` where there is none."""
+    """Begin with tests of guarantees, which take longest; skip those marked ``gpu`` where there is none."""
+    import torch
+
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)  # else one may be left at the end
     if torch.cuda.is_available():
         return
     for item in items:

@@ -1,11 +1,14 @@
 """Every example is a complete program: it runs as a reader would run it, and its loss falls."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.launch import start_ranks
 
 ROOT = Path(__file__).parent.parent
 LAUNCHERS = {
@@ -25,11 +28,30 @@ def run(launcher: str, name: str, nvme: Path, falls_to: float = 0.8) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", done.stdout)]
-    assert losses[-1] < falls_to * losses[0], done.stdout
+    assert_loss_falls(done.stdout, falls_to)
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.slow), "torchrun"])
+def assert_loss_falls(output: str, falls_to: float) -> None:
+    losses = [float(loss) for loss in re.findall(r"  loss ([0-9.]+)", output)]
+    assert losses[-1] < falls_to * losses[0], output
+
+
+def run_on_this_rank(name: str, nvme: str) -> None:
+    sys.argv = [name, "--steps", "11", "--nvme", nvme]
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+
+def test_the_plain_loop_trains_on_two_ranks(tmp_path: Path) -> None:
+    """In ranks that import nothing anew; :mod:`tests.test_launch_nodes` has a launch by torchrun."""
+    with start_ranks(run_on_this_rank, 2, "plain_loop.py", str(tmp_path), group=False) as ranks:
+        ends = ranks.wait()
+    for end in ends:
+        assert end.exit_code == 0, end
+    assert_loss_falls(ends[0].traceback, falls_to=0.8)  # what it printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_plain_loop_trains(launcher: str, tmp_path: Path) -> None:
     run(launcher, "plain_loop.py", tmp_path)
 

@@ -15,7 +15,8 @@ import torch
 #: A slice takes at least this many elements: some 50 us of work, several times what handing it over costs.
 LEAST_NUMEL = 2**16
 
-_FORK_WAIT_S = 30.0
+#: A fork waits as long for code that is being compiled (s): on a busy machine that has taken more than 30.
+_FORK_WAIT_S = 300.0
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None

@@ -81,7 +81,14 @@ def reference_by_layer(
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), [("llama", FREE), ("llama", CLIPPED), ("gpt2", FREE), ("bert", CLIPPED), ("gpt", FREE)]
+    ("name", "rule"),
+    [
+        pytest.param("llama", FREE, marks=pytest.mark.slow),
+        ("llama", CLIPPED),
+        ("gpt2", FREE),
+        ("bert", CLIPPED),
+        ("gpt", FREE),
+    ],
 )
 def test_placement_never_changes_the_numbers_of_the_layer_schedule(
     tmp_path: Path, name: str, rule: Rule
@@ -256,7 +263,7 @@ def test_a_step_reads_every_weight_twice_whatever_the_number_of_micro_batches(
         assert ours == pytest.approx(plain, rel=2e-3)  # bf16 gradients, added in another order
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_updates_inside_backward_leave_a_block_the_room_it_needs(tmp_path: Path, name: str) -> None:
     device = room_for_a_block(str(tmp_path), name, FREE)
     one, several = (count(str(tmp_path), name, m, "layer", device, FREE) for m in (1, 4))

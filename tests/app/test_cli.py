@@ -16,26 +16,26 @@ from infinity.cli import main
 from infinity.core.errors import BudgetError
 from infinity.device import allocator
 from infinity.device.allocator import tunables
+from tests.helpers.forks import SEEDS, Fork, Job
 from tests.helpers.profiles import hardware, transformer
 from tests.planner.test_planning import planning_for
 
 ROOT = Path(__file__).parents[2]
 
-#: Sleeps instead of training, and prints when it begins and ends.
-SLEEPER = """
-import sys, time
-from infinity import cli
-from infinity.app import train
-def sleep(recipe):
-    try:
-        print("begun", flush=True)
-        time.sleep(60)
-    finally:
-        time.sleep(0.3)
-        print("closed", flush=True)
-train.train = sleep
-sys.exit(cli.main(["train", "configs/quickstart.yaml"]))
-"""
+
+def sleep_instead_of_training(argument: str) -> int:
+    """What a fork runs: the command line, whose training sleeps and prints when it begins and ends."""
+
+    def sleep(recipe: Recipe) -> None:
+        try:
+            print("begun", flush=True)
+            time.sleep(60)
+        finally:
+            time.sleep(0.3)
+            print("closed", flush=True)
+
+    train_module.train = sleep
+    return main(["train", "configs/quickstart.yaml"])
 
 
 def write(tmp_path: Path, text: str = "train: {steps: 3}") -> str:
@@ -149,19 +149,31 @@ def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_
     ],
     ids=["Ctrl-C", "SIGTERM", "SIGHUP", "both"],
 )
-def test_a_signal_closes_files_and_is_the_exit_code(signals: list[signal.Signals], code: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
+def test_a_signal_closes_files_and_is_the_exit_code(
+    tmp_path: Path, signals: list[signal.Signals], code: int
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    process = Fork(
+        Job(
+            module=__name__, function="sleep_instead_of_training", argument="",
+            environment=dict(os.environ), path=[str(ROOT), *filter(None, sys.path)], log=str(log),
+        ),
+        SEEDS[0],
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while "begun\n" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.01)
     for number in signals:
         process.send_signal(number)
         time.sleep(0.1)
-    out, error = process.communicate(timeout=30)
-    assert (out, process.returncode) == ("closed\n", code)
-    assert "Traceback" not in error
-    assert ("interrupted" in error) == (code == 130)
+    assert process.wait(30) == code, log.read_text()
+    said = log.read_text()
+    assert said.startswith("begun\nclosed\n")
+    assert "Traceback" not in said
+    assert ("interrupted" in said) == (code == 130)
 
 
 def test_no_command_reaches_the_hub_whatever_the_environment_says(

@@ -126,17 +126,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def play(folder: str) -> dict[str, Any]:
+#: A case, and whether its blocks are recomputed.
+ALL = tuple((case, recompute) for case in CASES for recompute in (False, True))
+FEW = (("free", False), ("free", True), ("clipped", True), ("accumulate", False), ("frozen", True))
+STEPS = 4
+
+
+def play(folder: str, played: tuple[tuple[str, bool], ...]) -> dict[str, Any]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     out = {}
-    for case, options in CASES.items():
-        for recompute in (False, True):
-            trained = train(
-                factory(recompute), batch, streaming(folder), rank=rank, world=world, dtype="fp32", steps=5,
-                **options,
-            )  # fmt: skip
-            out[case, recompute] = trained.losses, trained.norms, trained.weights
-            assert not trained.reports[-1].on_demand, "who is used changes nothing"
+    for case, recompute in played:
+        trained = train(
+            factory(recompute), batch, streaming(folder), rank=rank, world=world, dtype="fp32", steps=STEPS,
+            **CASES[case],
+        )  # fmt: skip
+        out[case, recompute] = trained.losses, trained.norms, trained.weights
+        assert not trained.reports[-1].on_demand, "who is used changes nothing"
     return out
 
 
@@ -175,17 +180,21 @@ def difference(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
     return math.sqrt(squares / sum(float(w.float().square().sum()) for w in plain.values()))
 
 
-def test_ranks_that_use_different_experts_train_as_one_rank_does(tmp_path):
-    calls = [(play, str(tmp_path)), (accumulate_in_one_graph, str(tmp_path)), (too_small, str(tmp_path))]
-    results = run_ranks(several, 2, *calls)
-    for case, options in CASES.items():
-        for recompute in (False, True):
-            plain = reference(factory(recompute), batch, dtype="fp32", steps=5, **options)
-            first, second = (rank[0][case, recompute] for rank in results)
-            losses = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]
-            assert losses == pytest.approx(plain.losses, rel=1e-4), case
-            assert first[1] == pytest.approx(plain.norms, rel=1e-3), case
-            assert difference(first[2], plain.weights) < 1e-3, case
+@pytest.mark.parametrize(
+    "played", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few cases", "all cases"]
+)
+def test_ranks_that_use_different_experts_train_as_one_rank_does(tmp_path, played):
+    folder = str(tmp_path)
+    results = run_ranks(
+        several, 2, (play, folder, played), (accumulate_in_one_graph, folder), (too_small, folder)
+    )
+    for case, recompute in played:
+        plain = reference(factory(recompute), batch, dtype="fp32", steps=STEPS, **CASES[case])
+        first, second = (rank[0][case, recompute] for rank in results)
+        losses = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]
+        assert losses == pytest.approx(plain.losses, rel=1e-4), case
+        assert first[1] == pytest.approx(plain.norms, rel=1e-3), case
+        assert difference(first[2], plain.weights) < 1e-3, case
     twice = reference(factory(), batch, dtype="fp32", steps=3, accumulate=2, rule=FREE)
     assert difference(results[0][1], twice.weights) < 0.05  # the sum of two losses, not their mean
     assert "units that are gathered as one" in results[0][2]

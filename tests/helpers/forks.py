@@ -34,7 +34,8 @@ SEEDS = (1, 2)
 #: Third-party modules that take long to import; none of them starts a thread.
 IMPORTS = (
     "numpy", "scipy.optimize", "torch", "torch.distributed", "torch.utils.checkpoint", "torch.testing",
-    "safetensors.torch", "omegaconf", "yaml", "einops", "pytest", "hypothesis", "transformers",
+    "torch._dynamo", "numba", "safetensors.torch", "omegaconf", "yaml", "einops", "rich.live", "rich.table",
+    "rich.progress", "pytest", "hypothesis", "transformers",
     "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5", "transformers.models.bert.modeling_bert",
     "transformers.models.vit.modeling_vit",

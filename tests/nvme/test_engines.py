@@ -4,8 +4,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +15,12 @@ import torch
 from infinity.core.config import SettingError
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
-from infinity.device.memory import BufferLease
+from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import libaio_engine, make_engine
 from infinity.nvme.engines.base import QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
+from tests.helpers.launch import mark, start_ranks
 
 MIB = 2**20
 Hold = Callable[..., BufferLease]
@@ -347,33 +346,27 @@ def test_an_unknown_engine_is_refused(volume: Volume) -> None:
         make_engine("uring", volume)
 
 
-_INTERRUPTED = """
-import signal, sys
-from pathlib import Path
-from infinity.nvme.engines import make_engine
-from infinity.device.memory import HostPool
-from infinity.nvme.volume import Volume
+def wait_until_interrupted(name: str, path: str) -> str:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    volume = Volume([Path(path)])
+    engine = make_engine(name, volume)
+    assert isinstance(engine, QueuedEngine)
+    memory = HostPool(16 * MIB).lease(8 * MIB, who="test").memory
+    extent, settle, stop = volume.allocate(8 * MIB, what="unit"), engine._settle, []
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-volume = Volume([Path(sys.argv[2])])
-engine = make_engine(sys.argv[1], volume)
-memory = HostPool(2**24).lease(2**23, who="test").memory
-extents = [volume.allocate(2**23, what="unit") for _ in range(8)]
-settle = engine._settle
-def more(request, result):  # no transfer ends before the interrupt
-    request.tries = 0
-    settle(request, result if stop else -11)
-engine._settle, stop = more, []
-print("waiting", flush=True)
-try:
-    while True:
-        move = engine.write(extents[0], memory)
-        move.wait()
-except KeyboardInterrupt:
-    stop.append(1)
-    engine.close()
-    print("ended", flush=True)
-"""
+    def more(request: Request, result: int) -> None:  # no transfer ends before the interrupt
+        request.tries = 0
+        settle(request, result if stop else -errno.EAGAIN)
+
+    engine._settle = more  # type: ignore[method-assign]
+    mark("waiting")
+    try:
+        while True:
+            engine.write(extent, memory).wait()
+    except KeyboardInterrupt:
+        stop.append(1)
+        engine.close()
+        return "closed"
 
 
 @pytest.mark.parametrize("name", ["libaio", "threads"])
@@ -382,17 +375,12 @@ def test_ctrl_c_ends_a_wait_and_the_engine_still_closes(name: str, tmp_path: Pat
         make_engine(name, volume).close()
     except SettingError as error:
         pytest.skip(str(error))
-    command = [sys.executable, "-c", _INTERRUPTED, name, str(tmp_path / "c.bin")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "waiting\n"
-            time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    assert (out, process.returncode) == ("ended\n", 0), err
+    with start_ranks(wait_until_interrupted, 1, name, str(tmp_path / "c.bin"), group=False) as ranks:
+        ranks.reached("waiting", 0)
+        time.sleep(0.2)
+        ranks.kill(0, signal.SIGINT)
+        [ended] = ranks.wait(timeout_s=20)
+    assert (ended.result, ended.exit_code) == ("closed", 0), ended
 
 
 def test_memory_may_have_any_shape_and_must_be_writable(

@@ -3,8 +3,6 @@
 import errno
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +12,10 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import ChangedFileError, DirectoryError, DiskError
 from infinity.core.extent import Extent
-from infinity.device.memory import BufferLease
+from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import SealedFile, Space, Volume
+from tests.helpers.limits import file_limit
 
 MIB = 2**20
 
@@ -215,49 +214,25 @@ def test_a_sealed_file_may_lose_its_name_but_none_of_its_bytes(volume: Volume, t
         volume.check()
 
 
-_LIMITED = """
-import resource, sys
-from pathlib import Path
-from infinity.core.errors import DiskError
-from infinity.nvme.engines import make_engine
-from infinity.device.memory import HostPool
-from infinity.nvme.volume import SealedFile, Volume
-
-name, path = sys.argv[1], Path(sys.argv[2])
-MIB = 2**20
-volume = Volume([path])
-engine = make_engine(name, volume)
-lease = HostPool(32 * MIB).lease(16 * MIB, who="test")
-lease.tensor.fill_(1)
-first, second = volume.allocate(16 * MIB, what="a"), volume.allocate(16 * MIB, what="b")
-engine.write(first, lease.memory).wait()
-resource.setrlimit(resource.RLIMIT_FSIZE, (19 * MIB + 1000, resource.RLIM_INFINITY))
-try:
-    engine.write(second, lease.memory).wait()
-except DiskError as error:
-    print("write:", error)
-try:
-    volume.allocate(100 * MIB, what="c")
-except DiskError as error:
-    print("allocate:", error)
-lease.tensor.zero_()
-engine.read(first, lease.memory).wait()
-print("kept:", bool((lease.tensor == 1).all()))
-engine.close()
-"""
-
-
 @pytest.mark.parametrize("name", ["auto", "threads"])
 def test_a_full_disk_raises_and_keeps_what_was_written(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _LIMITED, name, str(tmp_path / "v.bin")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    write, allocate, kept = done.stdout.splitlines()
-    assert write.startswith("write: [Errno 27] write of ")
-    assert "EFBIG" in write
-    assert "make room" in write
-    assert allocate.startswith("allocate: [Errno 27] reservation of room for c of ")
-    assert kept == "kept: True"
-    assert done.returncode == 0
+    volume = Volume([tmp_path / "v.bin"])
+    engine = make_engine(name, volume)
+    lease = HostPool(32 * MIB).lease(16 * MIB, who="test")
+    lease.tensor.fill_(1)
+    first, second = volume.allocate(16 * MIB, what="a"), volume.allocate(16 * MIB, what="b")
+    engine.write(first, lease.memory).wait()
+    with file_limit(19 * MIB + 1000):
+        with pytest.raises(DiskError, match=r"^\[Errno 27\] write of ") as write:
+            engine.write(second, lease.memory).wait()
+        with pytest.raises(DiskError, match=r"^\[Errno 27\] reservation of room for c of "):
+            volume.allocate(100 * MIB, what="c")
+        lease.tensor.zero_()
+        engine.read(first, lease.memory).wait()
+    assert "EFBIG" in str(write.value)
+    assert "make room" in str(write.value)
+    assert (lease.tensor == 1).all()
+    engine.close()
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,7 @@
 """The linear program: below every plan, and close to ours where it matters."""
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,9 +32,14 @@ def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: fl
     assert outcome.step_s >= bound(profile, channels, capacity) * (1 - 1e-6) - 1e-9
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-@pytest.mark.parametrize("gib_per_s", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("layers", [13, pytest.param(24, marks=pytest.mark.slow)])
+#: Layers, GiB/s of the drive, and where the budget lies between the least and all that is kept.
+FEW = ((8, 0.3, 0.25), (8, 0.3, 0.75), (8, 1.0, 0.5), (8, 4.0, 0.25), (8, 4.0, 0.75))
+MANY = itertools.product((13, 24), (0.3, 1.0, 4.0), (0.25, 0.5, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("layers", "gib_per_s", "share"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in MANY)]
+)
 def test_plans_for_transformers_are_within_a_twentieth_of_the_bound(
     layers: int, gib_per_s: float, share: float
 ) -> None:

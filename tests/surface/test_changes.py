@@ -253,7 +253,10 @@ def _compile_all(model, backend):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, at graph breaks
-@BOTH
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param("host", marks=pytest.mark.slow), "nvme"],  # there weights leave between the calls
+)
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
