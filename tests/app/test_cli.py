@@ -13,7 +13,7 @@ import pytest
 from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, InfinityError
 from tests.helpers.profiles import hardware, transformer
 from tests.planner.test_planning import planning_for
 
@@ -71,18 +71,31 @@ def test_an_error_is_one_message_with_the_rank_and_no_traceback(
         main(["train", write(tmp_path)])
 
 
-def test_an_interrupted_run_says_whether_its_model_was_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the run's files are closed"),
+        (InfinityError("the drive is full"), 1, "InfinityError: the drive is full"),
+    ],
+    ids=["Ctrl-C", "error"],
+)
+def test_what_interrupts_a_run_is_followed_by_how_to_go_on(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    said: str,
 ) -> None:
+    def stop(recipe: Recipe) -> None:
+        error.add_note("step 3 is kept")
+        raise error
+
     monkeypatch.delenv("RANK", raising=False)
-    for text, more in (("", ""), ("no model was saved", "; no model was saved")):
-
-        def stop(recipe: Recipe, text: str = text) -> None:
-            raise KeyboardInterrupt(text) if text else KeyboardInterrupt
-
-        monkeypatch.setattr(train_module, "train", stop)
-        assert main(["train", write(tmp_path)]) == 130
-        assert capsys.readouterr().err == f"infinity: interrupted; the run's files are closed{more}\n"
+    monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
+    monkeypatch.setattr(train_module, "train", stop)
+    assert main(["train", write(tmp_path)]) == code
+    assert capsys.readouterr().err == f"infinity: {said}\nstep 3 is kept\n"
 
 
 def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,9 +145,10 @@ def test_python_dash_m_is_the_same_command() -> None:
         pytest.param([signal.SIGINT], 130, marks=pytest.mark.slow),
         ([signal.SIGTERM], 143),
         pytest.param([signal.SIGHUP], 129, marks=pytest.mark.slow),  # the terminal was closed
+        ([signal.SIGUSR1], os.EX_TEMPFAIL),  # a scheduler's: start it again
         ([signal.SIGINT, signal.SIGTERM], 130),  # a launcher's, after Ctrl-C, while files are closed
     ],
-    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "both"],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "SIGUSR1", "both"],
 )
 def test_a_signal_closes_files_and_is_the_exit_code(signals: list[signal.Signals], code: int) -> None:
     process = subprocess.Popen(
@@ -148,7 +162,8 @@ def test_a_signal_closes_files_and_is_the_exit_code(signals: list[signal.Signals
     out, error = process.communicate(timeout=30)
     assert (out, process.returncode) == ("closed\n", code)
     assert "Traceback" not in error
-    assert ("interrupted" in error) == (code == 130)
+    said = "interrupted" if code == 130 else f"stopped by {signals[0].name}"
+    assert error == f"infinity: {said}; the run's files are closed\n"
 
 
 def test_no_command_reaches_the_hub_whatever_the_environment_says(
@@ -169,6 +184,7 @@ COMMANDS: list[list[str]] = [
     ["{}"], ["train", "{}"], ["train", "recipe.yaml", "{}"], ["train", "recipe.yaml", "{}=3"],
     ["train", "recipe.yaml", "train.steps={}"], ["train", "recipe.yaml", "run.name={}", "train.steps=0"],
     ["plan", "{}"], ["plan", "run", "--budget={}"], ["export", "{}", "out"], ["export", "run", "{}"],
+    ["resume", "{}"], ["resume", "run", "{}=3"], ["runs", "{}"], ["runs", ".", "--remove", "{}", "--yes"],
     ["rok", "{}"], ["rok", "recipe.yaml", "--batches={}"], ["rok", "recipe.yaml", "--steps={}"],
     ["recipe", "{}"],
 ]  # fmt: skip
