@@ -196,7 +196,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ranks = f"{summary.world_size} rank{'s' if summary.world_size > 1 else ''}"
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
     if summary.first_step > 1:
-        skipped += f", from step {summary.first_step} on"
+        skipped += f" after step {summary.first_step - 1}"
     rows = [
         ("steps", f"{summary.steps}{skipped} on {ranks}"),
         ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s per step)"),
