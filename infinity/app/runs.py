@@ -25,8 +25,8 @@ from infinity.app.recipe import Recipe, changed_numbers, load_recipe
 from infinity.core.errors import InfinityError, LockedError, RecipeError
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, user_path, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.observe.metrics import last_step
-from infinity.shards.commits import read_commit
+from infinity.observe.metrics import StepReport, last_step, read_metrics
+from infinity.shards import saved
 
 #: Files in a run's folder; the recipe has every key, and the dtype that was chosen for ``auto``.
 RECIPE, SUMMARY, METRICS, LOCK = "recipe.yaml", "summary.json", "metrics.jsonl", "run.lock"
@@ -34,7 +34,7 @@ RECIPE, SUMMARY, METRICS, LOCK = "recipe.yaml", "summary.json", "metrics.jsonl",
 _BEGINNINGS = {LOCK, f"{RECIPE}.new"}
 #: The summary of ``infinity rok``.
 ROK = "rok.json"
-#: Steps in the metrics of a run of which none may be committed yet: the last, and the one before it.
+#: Steps in the metrics of a run of which none may be committed yet (skipped ones never are).
 _MOST_UNCOMMITTED = 2
 #: Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -161,6 +161,8 @@ def _finished(recipe: Recipe, folder: Path) -> RecipeError:
 def _require_nothing_kept(recipe: Recipe, before: Recipe, folder: Path) -> None:
     """Raise unless a run without a commit in ``memory.nvme`` lost nothing but its first steps."""
     elsewhere, logged = committed_step(before, folder.name), last_step(folder / METRICS)
+    lines = (line for line, _ in read_metrics(folder / METRICS, logged))
+    made = sum(isinstance(line, StepReport) and not line.skipped for line in lines)
     if elsewhere is not None:
         raise RecipeError(
             f"memory.nvme: {folder} was interrupted at step {elsewhere}, and what it goes on from lies in "
@@ -169,7 +171,7 @@ def _require_nothing_kept(recipe: Recipe, before: Recipe, folder: Path) -> None:
         )
     if recipe.run.resume == "must":
         raise RecipeError(f"run.resume=must: {folder} was interrupted before any step was kept")
-    if logged > _MOST_UNCOMMITTED:
+    if made > _MOST_UNCOMMITTED:
         raise RecipeError(
             f"run.name: {folder} was interrupted after step {logged}, and there is nothing to go on from: "
             f"{_why_nothing(before)}; {_or_remove(folder)}"
@@ -279,13 +281,7 @@ def drive_directories(recipe: Recipe, name: str) -> list[Path]:
 
 def committed_step(recipe: Recipe, name: str) -> int | None:
     """Return the step that the drives of this machine keep of the run ``name``; None: they keep none."""
-    records = [
-        record
-        for path in drive_directories(recipe, name)
-        for file in path.glob("rank*.commit")
-        if (record := read_commit(file)) is not None
-    ]
-    return min((record.step for record in records), default=None)
+    return saved.committed_step(drive_directories(recipe, name))
 
 
 def how_to_go_on(run: Run, error: BaseException) -> str:

@@ -83,20 +83,19 @@ def train(recipe: Recipe) -> Summary | None:
             stack.enter_context(_file_errors(recipe))
             views = open_display(recipe, folder, world_size())
         stack.callback(views.close)
-        follow: dict[str, Any] = {}
-        model, optimizer = stack.enter_context(built(recipe, folder.name, views, follow))
+        model, optimizer = stack.enter_context(built(recipe, folder.name, views))
         runtime = optimizer.runtime
         if rank() == 0:
             write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             runtime.say.attach(views.log)
         loop = Loop(recipe, model, optimizer, data, views)
-        follow.update(loop=loop, scheduler=loop.scheduler)
         loop.resume()
         if rank() == 0:
             for note in notes_on(run, data, loop):
                 views.log(note)
-            add_files(views, recipe, folder, after=loop.step)
-            for line, _ in read_metrics(folder / METRICS, loop.step):
+            after = -1 if run.before is None else loop.step
+            add_files(views, recipe, folder, after=after)
+            for line, _ in read_metrics(folder / METRICS, after):
                 if isinstance(line, StepReport):
                     totals.step(line)
                 else:
@@ -136,7 +135,7 @@ class Loop:
     have been written. So a run that goes on after a step has all lines up to it, and cuts later ones.
 
     Args:
-        optimizer: :class:`infinity.AdamW`, which follows this object and its ``scheduler``.
+        optimizer: :class:`infinity.AdamW`, which follows this object and its scheduler.
         views: Receive the figures of each step; on rank 0 only.
 
     Attributes:
@@ -154,7 +153,7 @@ class Loop:
         if recipe.train.schedule == "layer":
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
-        self.scheduler = LambdaLR(optimizer, self._lr_factor)
+        self._scheduler = LambdaLR(optimizer, self._lr_factor)
         self.step = 0
         self.division = Division(recipe.train.batch_size, recipe.train.accumulate, world_size())
         self.before = self.division
@@ -176,6 +175,7 @@ class Loop:
 
     def resume(self) -> None:
         """Go on after the last committed step, if the run was interrupted; every rank must call."""
+        self._optimizer.follow(loop=self, scheduler=self._scheduler)
         infinity.resume(self._model, self._optimizer)
         for group in self._optimizer.param_groups:  # train.steps may be another one now
             group["lr"] = group["initial_lr"] * self._lr_factor(self.step)
@@ -235,7 +235,7 @@ class Loop:
         with enough_memory(self._recipe):
             total = backward(batches, targets_per_rank)
         self._optimizer.step()
-        self.scheduler.step()
+        self._scheduler.step()
         return float(total)
 
     def _step_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
@@ -540,14 +540,12 @@ def _short(value: float) -> str:
 
 
 @contextmanager
-def built(
-    recipe: Recipe, name: str | None, views: Views, follow: Mapping[str, Any] | None = None
-) -> Iterator[tuple[Any, Any]]:
+def built(recipe: Recipe, name: str | None, views: Views, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
     """Build model and optimizer; on exit close them.
 
     Args:
         name: Of the run's directories on NVMe; None: a new one, and an interruption keeps nothing.
-        follow: What the optimizer commits with each step.
+        keep: The run can go on, also without an interruption.
     """
     recipe = replace(recipe, run=replace(recipe.run, name=name))
     model = _new_model(recipe) if recipe.model.path is None else _loaded_model(recipe, views)
@@ -565,11 +563,10 @@ def built(
                 eps=optim.eps,
                 weight_decay=optim.weight_decay,
                 max_grad_norm=optim.max_grad_norm,
-                follow=follow,
             ),
         )
     finally:
-        infinity.close(model)
+        infinity.close(model, keep=keep)
 
 
 def _new_model(recipe: Recipe) -> Any:
@@ -637,10 +634,21 @@ def publish_run(path: str | Path, out: str | Path) -> str:
         if rank() == 0:
             stack.enter_context(locked(folder))
         set_threads(recipe.train)
-        model, optimizer = stack.enter_context(built(recipe, folder.name, Views()))
+        model, optimizer = stack.enter_context(built(recipe, folder.name, Views(), keep=True))
+        optimizer.follow(loop=_Unused(), scheduler=_Unused())
         step = infinity.resume(model, optimizer)
         _write_model(recipe, model, user_path(out, "OUT"))
     return f"the model of {path} after step {step}"
+
+
+class _Unused:
+    """Takes what a training loop follows where there is no loop."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 def _log_before_views(recipe: Recipe) -> Callable[[str], object]:

@@ -66,6 +66,8 @@ def open_display(recipe: Recipe, folder: Path, world_size: int) -> Views:
 def add_files(views: Views, recipe: Recipe, folder: Path, *, after: int) -> None:
     """Add the files of figures that the recipe asks for; what they have of steps after ``after`` is cut.
 
+    With -1, for a run that begins, they become empty.
+
     Raises:
         InfinityError: A file cannot be written, or the tensorboard package is not installed.
     """

@@ -96,7 +96,7 @@ class MetricsFile:
 
     Args:
         after: Steps that the run goes on after: later lines are cut, and a last line that is not whole.
-            None: all lines stay.
+            -1: the run begins, and no line stays. None: all lines stay.
     """
 
     def __init__(self, path: Path, *, after: int | None = None) -> None:
@@ -176,21 +176,20 @@ class TensorBoard:
     """View that writes scalars for TensorBoard into ``folder``.
 
     Args:
-        after: Steps that the run goes on after: TensorBoard drops what it has of later ones.
+        after: Steps that the run goes on after: TensorBoard drops what it has of later ones. -1: all.
 
     Raises:
         InfinityError: The tensorboard package is not installed.
     """
 
-    def __init__(self, folder: Path, *, after: int = 0) -> None:
+    def __init__(self, folder: Path, *, after: int = -1) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise InfinityError(
                 "observe.tensorboard needs a package: pip install 'infinity-offload[tensorboard]'"
             ) from error
-        # what it drops begins with purge_step; step 0 has an evaluation
-        self._writer: Any = SummaryWriter(str(folder), purge_step=after + 1 if after else 0)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=after + 1)
 
     def step(self, report: StepReport) -> None:
         for name, value in _scalars(report).items():

@@ -18,6 +18,7 @@ class DurabilityConfig:
         "what a committed step survives; process: any kill; power: a power cut, too, for a sync of the "
         "drives in every step",
         valid=Valid(choices=("process", "power")),
+        numeric=False,
     )
 
     every: int | None = setting(

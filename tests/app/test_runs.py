@@ -58,7 +58,7 @@ def keep(directory: Path, step: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "rank0.lock").touch()
     (directory / "rank0.bin").write_bytes(b"x" * 8192)
-    write_commit(directory / "rank0.commit", CommitRecord(step, (0,)))
+    write_commit(directory / "rank0-1.commit0", CommitRecord(step, (0,)))
 
 
 def refusal(given: Recipe) -> str:

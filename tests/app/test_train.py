@@ -43,9 +43,7 @@ class Plain:
         api = self
 
         class AdamW(torch.optim.AdamW):
-            def __init__(
-                self, model: nn.Module, *, max_grad_norm: float | None, follow: Any, **numbers: Any
-            ) -> None:
+            def __init__(self, model: nn.Module, *, max_grad_norm: float | None, **numbers: Any) -> None:
                 super().__init__(model.parameters(), **numbers)
                 config = SimpleNamespace(dtype=(api.init_recipe or load_recipe()).train.dtype)
                 self.runtime = SimpleNamespace(
@@ -58,6 +56,9 @@ class Plain:
                 self.lrs: list[float] = []
                 self.reports: list[int] = []
                 api.optimizer = self
+
+            def follow(self, **more: Any) -> None:
+                pass
 
             def scale(self, loss: torch.Tensor) -> torch.Tensor:
                 api.unsynced.append(api.in_no_sync)
@@ -97,7 +98,7 @@ class Plain:
         yield
         self.in_no_sync = False
 
-    def close(self, model: nn.Module) -> None:
+    def close(self, model: nn.Module, *, keep: bool) -> None:
         self.open -= 1
 
     def install(self, patch: pytest.MonkeyPatch) -> None:

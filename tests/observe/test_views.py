@@ -87,7 +87,7 @@ def interrupted(path: Path) -> list[str]:
     return path.read_text().splitlines(keepends=True)
 
 
-@pytest.mark.parametrize(("after", "kept"), [(0, 1), (1, 2), (2, 4), (3, 4), (9, 4)])
+@pytest.mark.parametrize(("after", "kept"), [(-1, 0), (0, 1), (1, 2), (2, 4), (3, 4), (9, 4)])
 def test_a_run_that_goes_on_cuts_the_lines_of_later_steps_and_a_torn_one(
     tmp_path: Path, after: int, kept: int
 ) -> None:
@@ -125,14 +125,17 @@ def test_tensorboard_drops_what_a_run_goes_on_before(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for after, loss in ((0, 5.0), (2, 4.0), (0, 3.0)):
+    for after, loss in ((-1, 5.0), (2, 4.0), (-1, 3.0)):
         board = TensorBoard(tmp_path, after=after)
-        for step in range(after + 1, after + 4):
+        for step in range(max(after, 0) + 1, max(after, 0) + 4):
             board.step(replace(REPORT, step=step, loss=loss))
         board.close()
         events = EventAccumulator(str(tmp_path)).Reload()
         shown = [(event.step, event.value) for event in events.Scalars("loss/train")]
-        wanted = {2: [(1, 5.0), (2, 5.0), (3, 4.0), (4, 4.0), (5, 4.0)], 0: [(1, loss), (2, loss), (3, loss)]}
+        wanted = {
+            2: [(1, 5.0), (2, 5.0), (3, 4.0), (4, 4.0), (5, 4.0)],
+            -1: [(1, loss), (2, loss), (3, loss)],
+        }
         assert shown == wanted[after]
 
 
