@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -89,7 +90,6 @@ def train(recipe: Recipe) -> Summary | None:
             write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             runtime.say.attach(views.log)
         loop = Loop(recipe, model, optimizer, data, views)
-        loop.resume()
         if rank() == 0:
             for note in notes_on(run, data, loop):
                 views.log(note)
@@ -103,6 +103,8 @@ def train(recipe: Recipe) -> Summary | None:
             activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
             views.add(totals)
             views.add(activations)
+            for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):  # by a run that was interrupted just then
+                shutil.rmtree(folder / saved, ignore_errors=True)
             if _saves(recipe) and recipe.lora.rank is None:
                 check_room(model, folder)
         loop.run()
@@ -127,7 +129,9 @@ def train(recipe: Recipe) -> Summary | None:
 
 
 class Loop:
-    """Training steps and evaluations of one model.
+    """Training steps and evaluations of one model; goes on after the last committed step.
+
+    Construction is collective.
 
     [Note: the metrics of a committed step]
     The optimizer commits the place in the data and the learning rate's with each step. That of a scheduler
@@ -140,6 +144,7 @@ class Loop:
 
     Attributes:
         step: The step that the loop has come to.
+        division: How a step divides its sequences; ``before``: how it did before the interruption.
     """
 
     def __init__(self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Views) -> None:
@@ -149,14 +154,15 @@ class Loop:
         self._summed_loss = CausalLoss(model, packed=data.packed)
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self._has_run = False  # the model, forward
+        self.step = 0
+        self.division = Division(recipe.train.batch_size, recipe.train.accumulate, world_size())
+        self.before = self.division
+        self._scheduler = LambdaLR(optimizer, self._lr_factor)
+        self._resume()
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
-        self._scheduler = LambdaLR(optimizer, self._lr_factor)
-        self.step = 0
-        self.division = Division(recipe.train.batch_size, recipe.train.accumulate, world_size())
-        self.before = self.division
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the run: what the optimizer commits with the step."""
@@ -173,8 +179,8 @@ class Loop:
         self.division.check(self.before)
         self._data.train.load_state_dict(state["data"])
 
-    def resume(self) -> None:
-        """Go on after the last committed step, if the run was interrupted; every rank must call."""
+    def _resume(self) -> None:
+        """Go on after the last committed step, if the run was interrupted. Every rank must call."""
         self._optimizer.follow(loop=self, scheduler=self._scheduler)
         infinity.resume(self._model, self._optimizer)
         for group in self._optimizer.param_groups:  # train.steps may be another one now

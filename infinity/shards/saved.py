@@ -93,7 +93,7 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
 def committed_step(folders: Sequence[Path]) -> int | None:
     """Return the last step that all ranks with files in a run's directories here have committed; None: none.
 
-    Any process may ask; nothing is changed. A run finds the commit that it goes on with by :func:`find_saved`.
+    Any process may ask; nothing is changed. A run that goes on looks with :func:`find_saved`.
     """
     steps: dict[int, dict[int, int]] = {}  # by generation and rank
     complete: dict[int, bool] = {}
