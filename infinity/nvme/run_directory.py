@@ -131,10 +131,10 @@ def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
         return ""
     if kept:
         runs = "an interrupted run keeps" if len(kept) == 1 else "interrupted runs keep"
+        names = ", ".join(sorted({path.name for path in kept}))
         lines.append(
-            f"{runs} {_size_of(kept)} to go on from ({', '.join(sorted({path.name for path in kept}))}): start "
-            "the same program again, or `infinity resume RUN` for a run of infinity train; to remove them: "
-            f"infinity runs --remove, or {_removal_of(kept)}"
+            f"{runs} {_size_of(kept)} to go on from ({names}): start the same program again, or `infinity "
+            f"resume RUN` for a run of infinity train; to remove them: {_removal_of(kept)}"
         )
     if dead:
         runs = "a run" if len(dead) == 1 else f"{len(dead)} runs"
