@@ -69,7 +69,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             if os.environ.get("RANK", "0") == "0" and (step % 5 == 0 or step == options.steps - 1):
-                print(f"step {step:3}  loss {float(loss):.3f}")
+                print(f"step {step:3}  loss {loss.item():.3f}")
         optimizer.close()
 
 

@@ -1,7 +1,10 @@
 """A run that is interrupted and started again is bitwise the run that was never interrupted."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ from infinity.app.train import Loop, publish_run, train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.partition import builder
-from tests.helpers.launch import Ended, mark, start_ranks
+from tests.helpers.launch import ROOT, Ended, mark, start_ranks
 
 STEPS = 6
 #: Figures that are bitwise those of an uninterrupted run; times and bytes are not.
@@ -339,7 +342,9 @@ def whole_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("killed", [[0, 1], [1]], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize(
+    "killed", [[0, 1], pytest.param([1], marks=pytest.mark.slow)], ids=["all ranks", "one rank"]
+)
 def test_a_killed_run_goes_on_bitwise_on_two_ranks(
     tmp_path: Path, whole_on_two: Path, killed: list[int]
 ) -> None:
@@ -359,7 +364,7 @@ def test_a_killed_run_goes_on_bitwise_on_two_ranks(
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)],
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)],
     ids=lambda v: str(v),
 )
 def test_a_stop_signal_keeps_the_last_step_and_says_how_to_go_on(
@@ -384,3 +389,39 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_says_what_a_step_takes(t
     assert "a step takes 16 sequences on 2 ranks; it took 8 on 1" in ends[0].traceback
     tokens = [line["tokens"] for line in metrics(tmp_path) if line["kind"] == "step"]
     assert tokens == [128] * 3 + [256] * 3
+
+
+#: ``python -m infinity``, in which rank 1 kills itself once.
+_DIES_ONCE = """
+import os, signal, sys
+from infinity import cli
+from infinity.app.train import Loop
+from infinity.partition import builder
+builder.TARGET_SHARD_NBYTES = 8000
+done = Loop.loss
+def loss(self, batch):
+    if self.step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done(self, batch)
+Loop.loss = loss
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_of_which_a_rank_died_and_it_goes_on_bitwise(
+    tmp_path: Path, whole_on_two: Path
+) -> None:
+    (tmp_path / "program.py").write_text(_DIES_ONCE)
+    (tmp_path / "recipe.yaml").touch()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(tmp_path / "program.py"), "train", str(tmp_path / "recipe.yaml"), *words(tmp_path)]
+    done = subprocess.run(
+        [*launcher, "--max-restarts", "2", *program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "step 3 of 6 is kept" in done.stderr
+    assert metrics(tmp_path) == metrics(whole_on_two)
+    assert same(model(tmp_path / "runs/one/model"), model(whole_on_two / "runs/one/model"))
