@@ -23,7 +23,7 @@ from rich.text import Text
 
 from infinity.app.recipe import Recipe, changed_numbers, load_recipe
 from infinity.core.errors import InfinityError, LockedError, RecipeError
-from infinity.core.files import is_locked, is_own, lock_file, lock_owner, user_path, write_file
+from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, last_step, read_metrics
 from infinity.shards import saved
@@ -34,7 +34,7 @@ RECIPE, SUMMARY, METRICS, LOCK = "recipe.yaml", "summary.json", "metrics.jsonl",
 _BEGINNINGS = {LOCK, f"{RECIPE}.new"}
 #: The summary of ``infinity rok``.
 ROK = "rok.json"
-#: Steps in the metrics of a run of which none may be committed yet (skipped ones never are).
+#: Steps in the metrics of a run which are too few to be worth an error if they are lost.
 _MOST_UNCOMMITTED = 2
 #: Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -50,11 +50,13 @@ class Run:
         recipe: Its recipe; one that goes on keeps the dtype that was chosen for ``auto``.
         folder: ``run.dir/<name>``.
         before: The recipe that it was interrupted with; None: it begins.
+        lost: Steps that were made, and are made again from the first one, since none of them was recorded.
     """
 
     recipe: Recipe
     folder: Path
     before: Recipe | None = None
+    lost: int = 0
 
 
 def find_run(recipe: Recipe) -> Run:
@@ -89,8 +91,7 @@ def find_run(recipe: Recipe) -> Run:
         )
     before = load_recipe(folder / RECIPE)
     if kept is None:
-        _require_nothing_kept(recipe, before, folder)
-        return Run(recipe, folder)
+        return Run(recipe, folder, lost=_steps_lost(recipe, before, folder))
     if recipe.train.steps < kept:
         raise RecipeError(
             f"train.steps: got {recipe.train.steps}; wanted at least {kept}, the step at which {folder} was "
@@ -158,8 +159,12 @@ def _finished(recipe: Recipe, folder: Path) -> RecipeError:
     return RecipeError(f"run.name: {folder} is finished after {steps} steps; {_or_remove(folder)}{more}")
 
 
-def _require_nothing_kept(recipe: Recipe, before: Recipe, folder: Path) -> None:
-    """Raise unless a run without a commit in ``memory.nvme`` lost nothing but its first steps."""
+def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
+    """Return the steps of an interrupted run without a commit in ``memory.nvme``, which begins anew.
+
+    Raises:
+        RecipeError: It has commits elsewhere, or none although it made many steps.
+    """
     elsewhere, logged = committed_step(before, folder.name), last_step(folder / METRICS)
     lines = (line for line, _ in read_metrics(folder / METRICS, logged))
     made = sum(isinstance(line, StepReport) and not line.skipped for line in lines)
@@ -171,11 +176,13 @@ def _require_nothing_kept(recipe: Recipe, before: Recipe, folder: Path) -> None:
         )
     if recipe.run.resume == "must":
         raise RecipeError(f"run.resume=must: {folder} was interrupted before any step was kept")
-    if made > _MOST_UNCOMMITTED:
+    # what it had before its first record is still there, unless it was moved or removed
+    if made > _MOST_UNCOMMITTED and not (_keeps(before) and drive_directories(before, folder.name)):
         raise RecipeError(
             f"run.name: {folder} was interrupted after step {logged}, and there is nothing to go on from: "
             f"{_why_nothing(before)}; {_or_remove(folder)}"
         )
+    return made
 
 
 def _why_nothing(recipe: Recipe) -> str:
@@ -213,6 +220,9 @@ def opened(run: Run) -> Iterator[None]:
             if (folder / SUMMARY).exists():  # since find_run looked
                 raise _finished(run.recipe, folder)
             write_recipe(run.recipe, folder)
+            if run.recipe.durability.survives == "power":
+                for path in (folder / RECIPE, folder, folder.parent):
+                    sync(path)
         except OSError as error:
             raise RecipeError(f"run.dir: {error.filename or folder}: {error.strerror}") from error
         yield

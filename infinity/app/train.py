@@ -499,6 +499,8 @@ def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
 def notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
     """Yield lines about the data that the user should see before the first step, and how the run goes on."""
     recipe, before = run.recipe, run.before
+    if run.lost:
+        yield f"the run was interrupted after {run.lost} steps, none of which was recorded: it begins anew"
     if before is not None:
         yield f"goes on after step {loop.step}, where the run was interrupted"
         if before.train.steps != recipe.train.steps and recipe.optim.schedule != "constant":

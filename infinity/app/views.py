@@ -73,7 +73,8 @@ def add_files(views: Views, recipe: Recipe, folder: Path, *, after: int) -> None
     """
     try:
         if recipe.observe.metrics:
-            views.add(MetricsFile(folder / METRICS, after=after))
+            synced = recipe.durability.survives == "power"
+            views.add(MetricsFile(folder / METRICS, after=after, synced=synced))
         if recipe.observe.tensorboard:
             views.add(TensorBoard(folder / "tensorboard", after=after))
     except OSError as error:

@@ -97,10 +97,11 @@ class MetricsFile:
     Args:
         after: Steps that the run goes on after: later lines are cut, and a last line that is not whole.
             -1: the run begins, and no line stays. None: all lines stay.
+        synced: Lines survive a power cut, as the commits that follow them do.
     """
 
-    def __init__(self, path: Path, *, after: int | None = None) -> None:
-        self._file = append_file(path)
+    def __init__(self, path: Path, *, after: int | None = None, synced: bool = False) -> None:
+        self._file, self._synced = append_file(path), synced
         if after is not None:
             ends = [end for _, end in read_metrics(path, after)]
             self._file.truncate(ends[-1] if ends else 0)
@@ -118,6 +119,8 @@ class MetricsFile:
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self._file.flush()  # a killed run keeps its lines
+        if self._synced:
+            os.fsync(self._file.fileno())
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class DurabilityConfig:
         "steps from one recorded commit to the next; null: 1, or more if states in host memory cannot be "
         "written beside each step",
         valid=Valid(least=1, most=10**9),
+        numeric=False,
     )
 
     def __post_init__(self) -> None:

@@ -83,9 +83,12 @@ def test_an_interrupted_run_is_gone_on_with_in_the_dtype_that_was_chosen() -> No
 
 
 def test_a_run_that_was_killed_before_its_first_commit_begins_anew_with_any_recipe() -> None:
-    interrupt(recipe(), logged=2)
-    other = recipe("optim.lr=1")
-    assert find_run(other) == Run(other, Path("runs/mine"))
+    folder, other = interrupt(recipe(), logged=2), recipe("optim.lr=1")
+    assert find_run(other) == Run(other, folder, lost=2)
+    Path("nvme/mine").mkdir(parents=True)
+    Path("nvme/mine/rank0.lock").touch()
+    interrupt(recipe(), logged=7)  # with durability.every: what it would have recorded is there
+    assert find_run(other) == Run(other, folder, lost=9)
     with opened(Run(other, Path("runs/mine"))):
         assert load_recipe("runs/mine/recipe.yaml") == other
     assert "interrupted before any step was kept" in refusal(recipe("run.resume=must"))
