@@ -81,8 +81,8 @@ def train(recipe: Recipe) -> Summary | None:
         if rank() == 0:
             stack.enter_context(opened(run))
             stack.enter_context(_telling_how_to_go_on(run))
-            stack.enter_context(_file_errors(recipe))
             views = open_display(recipe, folder, world_size())
+        stack.enter_context(_file_errors(recipe))
         stack.callback(views.close)
         model, optimizer = stack.enter_context(built(recipe, folder.name, views))
         runtime = optimizer.runtime
@@ -110,20 +110,21 @@ def train(recipe: Recipe) -> Summary | None:
         loop.run()
         if _saves(recipe):
             _save(recipe, model, folder, views)
-        if activations is None:
-            return None
-        summary = totals.result(
-            folder=folder,
-            world_size=world_size(),
-            budgets=optimizer.budgets,
-            activations=activations.result(),
-            dtype=runtime.config.dtype,
-            notes=runtime.notes,
-        )
-        if recipe.observe.timeline:
-            write_trace(optimizer.timeline.spans(), folder / "timeline.json")
-        summary.write(folder / SUMMARY)  # the run is finished
-    if recipe.observe.progress:
+        summary = None
+        if activations is not None:
+            summary = totals.result(
+                folder=folder,
+                world_size=world_size(),
+                budgets=optimizer.budgets,
+                activations=activations.result(),
+                dtype=runtime.config.dtype,
+                notes=runtime.notes,
+            )
+            if recipe.observe.timeline:
+                write_trace(optimizer.timeline.spans(), folder / "timeline.json")
+            summary.write(folder / SUMMARY)
+        loop.meet()  # the run is finished: now each rank removes what it could have gone on from
+    if summary is not None and recipe.observe.progress:
         show_summary(summary, Console())
     return summary
 
@@ -204,7 +205,11 @@ class Loop:
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
                 self._evaluate(step)
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
-        self._mean(0.0)  # then no rank may return successfully
+        self.meet()  # then no rank may return successfully
+
+    def meet(self) -> None:
+        """Return when every rank has come here."""
+        self._mean(0.0)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss summed over this rank's targets."""

@@ -20,10 +20,13 @@ from infinity.app.runs import list_runs
 from infinity.app.train import Loop, publish_run, train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
+from infinity.observe.summary import Summary
 from infinity.partition import builder
 from tests.helpers.launch import ROOT, Ended, mark, start_ranks
 
 STEPS = 6
+#: Stands for the end of a run.
+SUMMARY_STEP = STEPS + 2
 #: Figures that are bitwise those of an uninterrupted run; times and bytes are not.
 EXACT = ("kind", "step", "loss", "lr", "grad_norm", "skipped", "tokens", "perplexity")
 
@@ -323,9 +326,15 @@ def command(folder: str, slow_step: int) -> int:
             time.sleep(0.3)
         return result
 
+    def die(self: Summary, path: Path) -> None:
+        time.sleep(3)  # the other rank has come to its end
+        os.kill(os.getpid(), signal.SIGKILL)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
         patch.setattr(Loop, "loss", loss)
+        if slow_step == SUMMARY_STEP:
+            patch.setattr(Summary, "write", die)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         given = words(Path(folder), "partition.timeout_s=20", "observe.progress=true")
         return main(["train", f"{folder}/recipe.yaml", *given])
@@ -354,6 +363,18 @@ def whole_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     assert [end.result for end in run(folder, 2)] == [0, 0]
     return folder
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_before_its_summary_is_written_goes_on_on_all_ranks(
+    tmp_path: Path, whole_on_two: Path
+) -> None:
+    ends = run(tmp_path, 2, slow_step=SUMMARY_STEP)
+    assert [end.exit_code for end in ends] == [-signal.SIGKILL, 0], ends
+    assert ends[1].result == 1
+    assert [end.result for end in run(tmp_path, 2)] == [0, 0]
+    assert metrics(tmp_path) == metrics(whole_on_two)
+    assert same(model(tmp_path / "runs/one/model"), model(whole_on_two / "runs/one/model"))
 
 
 @pytest.mark.parametrize(
