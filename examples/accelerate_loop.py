@@ -1,9 +1,10 @@
 """The three changed lines inside Hugging Face Accelerate, with gradient accumulation.
 
     python examples/accelerate_loop.py
-    torchrun --nproc-per-node 2 examples/accelerate_loop.py --nvme /mnt/nvme0
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py --nvme /mnt/nvme0 --name mine
 
-It learns the sources of Python's own standard library, byte by byte.
+It learns the sources of Python's own standard library, byte by byte. With a name it goes on after an
+interruption, when it is started again.
 """
 
 import argparse
@@ -47,16 +48,19 @@ class Streaming(Accelerator):
         return infinity.no_sync(model)
 
 
-def main(steps: int, nvme: str) -> None:
+def main(steps: int, nvme: str, name: str) -> None:
     torch.manual_seed(0)
     accelerator = Streaming(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
-    with infinity.Init(infinity.load_recipe(overrides=[f"memory.nvme=[{nvme}]", "memory.host=64MiB"])):
+    places = [f"memory.nvme=[{nvme}]", "memory.host=64MiB", f"run.name={name}"]
+    with infinity.Init(infinity.load_recipe(overrides=places)):
         model = LlamaForCausalLM(CONFIG)
     optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)  # clips, in place of clip_grad_norm_
     scheduler = get_cosine_schedule_with_warmup(optimizer, 2, steps)
     loader = DataLoader(stretches(steps * 2 * 4 * accelerator.num_processes), batch_size=4)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
-    for number, batch in enumerate(loader):
+    optimizer.follow(scheduler=scheduler)
+    done = 2 * infinity.resume(model, optimizer)  # batches of the committed steps; 0: a new run
+    for number, batch in enumerate(accelerator.skip_first_batches(loader, done), start=done):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
@@ -72,6 +76,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--nvme", help="a directory on a fast drive; default: a temporary one")
+    parser.add_argument("--name", default="null", help="of the run, which can then go on")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        main(options.steps, options.nvme or scratch)
+        main(options.steps, options.nvme or scratch, options.name)

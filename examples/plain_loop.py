@@ -1,15 +1,17 @@
 """The three changed lines, in a plain PyTorch loop around an unmodified Hugging Face model.
 
     python examples/plain_loop.py
-    torchrun --nproc-per-node 2 examples/plain_loop.py --nvme /mnt/nvme0
+    torchrun --nproc-per-node 2 examples/plain_loop.py --nvme /mnt/nvme0 --name mine
 
-It learns the sources of Python's own standard library, byte by byte.
+It learns the sources of Python's own standard library, byte by byte. With a name it goes on after an
+interruption, when it is started again.
 """
 
 import argparse
 import os
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -45,24 +47,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--nvme", help="a directory on a fast drive; default: a temporary one")
+    parser.add_argument("--name", default="null", help="of the run, which can then go on")
     options = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
         nvme = options.nvme or scratch
-        recipe = infinity.load_recipe(overrides=[f"memory.nvme=[{nvme}]", "memory.host=64MiB"])
+        recipe = infinity.load_recipe(
+            overrides=[f"memory.nvme=[{nvme}]", "memory.host=64MiB", f"run.name={options.name}"]
+        )
 
         with infinity.Init(recipe):  # parameters are sharded as they are created
             model = LlamaForCausalLM(CONFIG)
         optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)
 
         scheduler = get_cosine_schedule_with_warmup(optimizer, 5, options.steps)
-        for step, batch in enumerate(batches(options.steps)):
+        optimizer.follow(scheduler=scheduler)
+        start = infinity.resume(model, optimizer)  # 0: a new run
+        for step, batch in islice(enumerate(batches(options.steps)), start, None):
             loss = model(**batch).loss
             loss.backward()
             optimizer.step()
             scheduler.step()
             if os.environ.get("RANK", "0") == "0" and (step % 5 == 0 or step == options.steps - 1):
-                print(f"step {step:3}  loss {float(loss):.3f}")
+                print(f"step {step:3}  loss {loss.item():.3f}")
         optimizer.close()
 
 

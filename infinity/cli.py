@@ -1,4 +1,4 @@
-"""The command line: ``infinity train | plan | rok | export | recipe``."""
+"""The command line: ``infinity train | resume | runs | export | plan | rok | recipe``."""
 
 import argparse
 import io
@@ -13,12 +13,18 @@ from typing import Any
 
 from infinity.core.errors import InfinityError
 
-#: Exit code after Ctrl-C, as a shell reports it.
-INTERRUPTED = 128 + signal.SIGINT
+#: Exit codes of the signals that stop a command: as a shell reports them, and "try again later" for SIGUSR1,
+#: which schedulers send before the time is up (SLURM: --signal=USR1@60).
+STOPPED = {
+    signal.SIGINT: 128 + signal.SIGINT,
+    signal.SIGTERM: 128 + signal.SIGTERM,
+    signal.SIGHUP: 128 + signal.SIGHUP,
+    signal.SIGUSR1: os.EX_TEMPFAIL,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run a command and return its exit code: 0, 1 for an error, 2 for wrong usage, or one of ``STOPPED``."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
@@ -27,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in vars(args).items():
         if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
             parser.error(f"argument --{name}: expected one argument")
-    if argv is None and args.command == "train":
+    if argv is None and args.command in ("train", "resume"):
         from infinity.device.allocator import restart_with_tunables
 
         restart_with_tunables(sys.argv[0], sys.argv[1:])  # before torch is imported
@@ -44,13 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InfinityError as error:
         if os.environ.get("INFINITY_TRACEBACK") == "1":
             raise
-        print(f"infinity: {rank}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _say(f"{rank}{type(error).__name__}: {error}", error)
         return 1
+    except _Stopped as stop:
+        _say(f"{rank}stopped by {stop.signal.name}; the run's files are closed", stop)
+        return STOPPED[stop.signal]
     except KeyboardInterrupt as interrupt:
-        more = f"; {interrupt}" if str(interrupt) else ""
-        print(f"infinity: {rank}interrupted; the run's files are closed{more}", file=sys.stderr, flush=True)
-        return INTERRUPTED
+        _say(f"{rank}interrupted; the run's files are closed", interrupt)
+        return STOPPED[signal.SIGINT]
     return 0
+
+
+def _say(line: str, error: BaseException) -> None:
+    """Print a line and the notes of an error, such as how a run goes on."""
+    notes = getattr(error, "__notes__", ())
+    print("\n".join((f"infinity: {line}", *notes)), file=sys.stderr, flush=True)
 
 
 # --- commands; each imports what it needs, so that --help starts at once --------------------------
@@ -65,11 +79,38 @@ def _train(args: argparse.Namespace) -> None:
     train(recipe)
 
 
-def _export(args: argparse.Namespace) -> None:
-    from infinity.api.export import export_run
+def _resume(args: argparse.Namespace) -> None:
+    from infinity.app.runs import interrupted_run
 
-    export_run(args.run, args.out)
-    print(f"exported the model of {args.run} to {args.out}")
+    recipe = interrupted_run(args.run, args.overrides)
+    from infinity.app.train import train
+
+    train(recipe)
+
+
+def _runs(args: argparse.Namespace) -> None:
+    from infinity.app.runs import list_runs, remove_runs, runs_table
+    from infinity.core.files import user_path
+
+    folder = user_path(args.dir, "DIR")
+    if args.remove:
+        removed = remove_runs(folder, args.remove, (lambda line: True) if args.yes else _confirm)
+        print("removed" if removed else "nothing was removed; --yes removes without asking")
+    else:
+        _console().print(runs_table(list_runs(folder)))
+
+
+def _confirm(line: str) -> bool:
+    try:
+        return input(f"{line}? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _export(args: argparse.Namespace) -> None:
+    from infinity.app.train import publish_run
+
+    print(f"exported {publish_run(args.run, args.out)} to {args.out}")
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -127,11 +168,33 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(train)
     train.set_defaults(run_command=_train)
 
+    resume = commands.add_parser(
+        "resume",
+        help="go on with a run that was interrupted",
+        description="Go on after the last committed step of a run that was interrupted, with the recipe in "
+        "its folder. On several ranks: torchrun -m infinity resume ...",
+    )
+    _add_run(resume)
+    _add_overrides(resume, "such as memory.host=16GiB; what changes a run's numbers must stay")
+    resume.set_defaults(run_command=_resume)
+
+    runs = commands.add_parser(
+        "runs",
+        help="list runs, or remove some",
+        description="List runs with their state, step, bytes on drives, and the time since they were "
+        "written. With --remove: remove their folders, and their files on the drives of this machine.",
+    )
+    runs.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="their directory (default: runs)")
+    runs.add_argument("--remove", nargs="+", metavar="NAME", help="remove these, after asking")
+    runs.add_argument("--yes", action="store_true", help="remove without asking")
+    runs.set_defaults(run_command=_runs)
+
     export = commands.add_parser(
         "export",
         help="export a run's trained model as a Hugging Face directory",
         description="Export the model that a run saved (run.save) as a Hugging Face directory. Weights are "
-        "hard links if the file system supports them, else copies.",
+        "hard links if the file system supports them, else copies. Of a run that was interrupted: the model "
+        "after its last committed step; the run can still go on.",
     )
     _add_run(export)
     export.add_argument("out", metavar="OUT", help="the new directory")
@@ -169,32 +232,42 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as in configs/")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as train.steps=10 memory.nvme=[/mnt/a,/mnt/b]"
-    )
+    _add_overrides(parser, "such as train.steps=10 memory.nvme=[/mnt/a,/mnt/b]")
+
+
+def _add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=help)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder, such as runs/2026-01-31_12-00-00_1")
 
 
+class _Stopped(SystemExit):
+    """A signal other than Ctrl-C stops the command."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(STOPPED[self.signal])
+
+
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP (the terminal closed) into exceptions, so that every ``finally`` runs.
+    """Turn the signals of ``STOPPED`` into exceptions, so that every ``finally`` runs.
 
-    After the first signal SIGTERM and SIGHUP are ignored, because launchers send SIGTERM after Ctrl-C while
-    files are being closed. A second Ctrl-C interrupts that as well. Under ``nohup`` SIGHUP stays ignored.
+    After the first one all but SIGINT are ignored, because launchers send SIGTERM after Ctrl-C while files
+    are being closed. A second Ctrl-C interrupts that as well. Under ``nohup`` SIGHUP stays ignored.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for other in (signal.SIGTERM, signal.SIGHUP):
+        for other in STOPPED:
             signal.signal(other, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else _Stopped(number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+    numbers = set(STOPPED)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
     before = [(number, signal.signal(number, leave)) for number in numbers]
     try:
         yield

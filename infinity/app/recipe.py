@@ -62,15 +62,20 @@ _REMOVED = {
 class RunConfig:
     """Name, directory and seed of a run."""
 
-    dir: str = setting("runs", "directory of the run folders", path=True)
-    name: str | None = setting(None, "name of the run's folder in run.dir; null: date, time and process id")
+    dir: str = setting("runs", "directory of the run folders", path=True, numeric=False)
+    name: str | None = setting(
+        None, "name of the run's folder in run.dir; null: date, time and process id", numeric=False
+    )
     resume: Literal["auto", "never", "must"] = setting(
         "auto",
         "go on with an interrupted run of this name; never: begin anew; must: an error if there is none",
+        numeric=False,
     )
     seed: int = setting(0, "seed of the initial weights", valid=Valid(least=0, most=2**63 - 1))
     save: bool | None = setting(
-        None, "save the trained model in the run's folder, as model/; null: if model.path is given"
+        None,
+        "save the trained model in the run's folder, as model/; null: if model.path is given",
+        numeric=False,
     )
 
     def __post_init__(self) -> None:
@@ -90,9 +95,11 @@ class RunConfig:
 class TrainConfig:
     """The training loop."""
 
-    steps: int = setting(1000, "optimizer steps", valid=Valid(least=1, most=10**9))
-    batch_size: int = setting(8, "sequences per rank and micro-batch", valid=Valid(least=1, most=10**6))
-    accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1, most=10**6))
+    steps: int = setting(1000, "optimizer steps", valid=Valid(least=1, most=10**9), numeric=False)
+    batch_size: int = setting(
+        8, "sequences per rank and micro-batch", valid=Valid(least=1, most=10**6), numeric=False
+    )
+    accumulate: int = setting(1, "micro-batches per step", valid=Valid(least=1, most=10**6), numeric=False)
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto",
         "compute dtype; states stay exact fp32; auto: bf16 where every rank's device multiplies it fast, "
@@ -100,20 +107,28 @@ class TrainConfig:
         valid=Valid(choices=("auto", "bf16", "fp16", "fp32")),
     )
     eval_every: int | None = setting(
-        100, "steps between held-out evaluations; null: never", valid=Valid(least=1, most=10**9)
+        100,
+        "steps between held-out evaluations; null: never",
+        valid=Valid(least=1, most=10**9),
+        numeric=False,
     )
-    eval_first: bool = setting(False, "evaluate before the first step, too")
+    eval_first: bool = setting(False, "evaluate before the first step, too", numeric=False)
     eval_batches: int = setting(
-        8, "micro-batches per rank in one evaluation", valid=Valid(least=1, most=10**6)
+        8, "micro-batches per rank in one evaluation", valid=Valid(least=1, most=10**6), numeric=False
     )
     schedule: Literal["step", "layer"] = setting(
         "step",
         "micro-batches one by one, or all through a block before the next: weights are read twice",
         valid=Valid(choices=("step", "layer")),
     )
-    log_every: int = setting(1, "steps between lines of progress", valid=Valid(least=1, most=10**9))
+    log_every: int = setting(
+        1, "steps between lines of progress", valid=Valid(least=1, most=10**9), numeric=False
+    )
     threads: int | None = setting(
-        None, "compute threads per rank; null: cores / local ranks", valid=Valid(least=1, most=1024)
+        None,
+        "compute threads per rank; null: cores / local ranks",
+        valid=Valid(least=1, most=1024),
+        numeric=False,
     )
 
     def __post_init__(self) -> None:
@@ -185,6 +200,17 @@ class Recipe:
     def to_yaml(self) -> str:
         """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe."""
         return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
+
+
+def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
+    """Describe each key that changes a run's numbers and differs; the dtype ``auto`` is what was chosen."""
+    changes = []
+    for section, spec, _ in _settings():
+        was, got = (_plain(getattr(getattr(each, section), spec.name)) for each in (before, now))
+        chosen = (section, spec.name, got) == ("train", "dtype", "auto")
+        if spec.metadata["numeric"] and was != got and not chosen:
+            changes.append(f"{section}.{spec.name} was {shown(was)}, is {shown(got)}")
+    return changes
 
 
 class Row(NamedTuple):

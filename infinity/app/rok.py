@@ -33,7 +33,8 @@ from infinity.activations.controller import METERED, Activations, FixedBudget
 from infinity.app.data.sequences import Batch
 from infinity.app.plan import print_line
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.train import RECIPE, Loop, built, make_folder, open_inputs, set_threads, write_recipe
+from infinity.app.runs import RECIPE, ROK, Run, find_run, opened, write_recipe
+from infinity.app.train import Loop, built, open_inputs, process_group, set_threads
 from infinity.app.views import ActivationView, Views
 from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError, RecipeError
@@ -115,8 +116,7 @@ def show_rok(
             )
     except SettingError as error:
         raise RecipeError(f"--batches {batches[:100]} --steps {steps}: train.{error}") from error
-    folder = make_folder(recipe)
-    print_line(console, f"{path}: each point is a training in its own process; files in {folder}")
+    folder = find_run(replace(recipe, run=replace(recipe.run, resume="never"))).folder
 
     def measure_with_dtype(point: RokPoint, at: Path) -> RokPoint:
         """Measure a point; all points use the dtype that the first one chose for ``auto``."""
@@ -126,17 +126,19 @@ def show_rok(
         return measured
 
     points = []
-    for point in measure_all(sizes, folder, measure_with_dtype):
-        points.append(point)
-        print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
-        given = {"recipe": path, "overrides": list(overrides), "points": [_figures(each) for each in points]}
-        write_file(folder / "rok.json", json.dumps(given, indent=2) + "\n")
-    console.print()
-    console.print(rok_table(points))
-    console.print()
-    print_line(
-        console, _draw(folder / "rok.png", points, f"Recompute, offload, keep, or plan: {Path(path).stem}")
-    )
+    with opened(Run(recipe, folder)):
+        print_line(console, f"{path}: each point is a training in its own process; files in {folder}")
+        for point in measure_all(sizes, folder, measure_with_dtype):
+            points.append(point)
+            print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
+            figures = [_figures(each) for each in points]
+            given = {"recipe": path, "overrides": list(overrides), "points": figures}
+            write_file(folder / ROK, json.dumps(given, indent=2) + "\n")
+        console.print()
+        console.print(rok_table(points))
+        console.print()
+        title = f"Recompute, offload, keep, or plan: {Path(path).stem}"
+        print_line(console, _draw(folder / "rok.png", points, title))
     return points
 
 
@@ -249,7 +251,7 @@ def measure(folder: Path) -> RokPoint:
     recipe = load_recipe(folder / RECIPE)
     set_threads(recipe.train)
     data = open_inputs(recipe, lambda line: None)
-    with built(recipe, None, Views()) as (model, optimizer):
+    with process_group(recipe), built(recipe, None, Views()) as (model, optimizer):
         write_recipe(recipe.with_dtype(optimizer.runtime.config.dtype), folder)  # chosen for auto
         activations: Activations = optimizer.runtime.activations
         activations.meters = True

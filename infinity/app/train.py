@@ -2,14 +2,14 @@
 
 import math
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,29 @@ from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room
+from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room, export_run
 from infinity.api.schedule import LayerSchedule
 from infinity.app.data.loader import BatchShape, Data, HeldOut, open_data
 from infinity.app.data.sequences import Batch, join
 from infinity.app.models.causal import CausalLoss, require_causal
 from infinity.app.models.gpt import GPT
 from infinity.app.recipe import Recipe, TrainConfig
-from infinity.app.views import ActivationView, Views, open_views
+from infinity.app.runs import (
+    METRICS,
+    SUMMARY,
+    Run,
+    find_run,
+    how_to_go_on,
+    interrupted_run,
+    is_interrupted,
+    locked,
+    opened,
+    write_recipe,
+)
+from infinity.app.views import ActivationView, Views, add_files, open_display
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
+from infinity.comm.ranks import join_ranks, peer_errors
 from infinity.core.errors import (
     BudgetError,
     CheckpointError,
@@ -35,76 +48,104 @@ from infinity.core.errors import (
     first_line,
     library_errors,
 )
-from infinity.core.files import write_file
+from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes, usable_cores
+from infinity.observe.metrics import StepReport, read_metrics
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 
-#: File in the run's folder with every key of the recipe; the dtype is the one that was chosen for ``auto``.
-RECIPE = "recipe.yaml"
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
 _MOST_THREADS_PER_CORE = 8
+_Found = TypeVar("_Found")
 
 
 def train(recipe: Recipe) -> Summary | None:
-    """Train the recipe's model on its data.
+    """Train the recipe's model on its data; a run of its name that was interrupted goes on.
 
     Every rank must call. Rank 0 shows progress, writes the run's folder and returns the summary; other
-    ranks return None.
+    ranks return None. An exception that leaves a run which can go on has a note that says how.
 
     Raises:
         InfinityError: The recipe or the data is invalid, a budget is too small, or a disk or rank failed.
     """
-    set_threads(recipe.train)
-    check_sizes(recipe)
-    data = open_inputs(recipe, _log_before_views(recipe))
     with ExitStack() as stack:
-        folder = make_folder(recipe) if rank() == 0 else None
+        stack.enter_context(process_group(recipe))
+        run = on_rank_0(lambda: find_run(recipe))
+        recipe, folder = run.recipe, run.folder
+        set_threads(recipe.train)
+        check_sizes(recipe)
+        data = open_inputs(recipe, _log_before_views(recipe))
+        views, totals, activations = Views(), SummaryBuilder(), None
+        if rank() == 0:
+            stack.enter_context(opened(run))
+            stack.enter_context(_telling_how_to_go_on(run))
+            views = open_display(recipe, folder, world_size())
         stack.enter_context(_file_errors(recipe))
-        views = open_views(recipe, folder, world_size()) if folder else Views()
         stack.callback(views.close)
-        model, optimizer = stack.enter_context(built(recipe, folder, views))
-        runtime, totals, activations = optimizer.runtime, SummaryBuilder(), None
-        if folder:
+        model, optimizer = stack.enter_context(built(recipe, folder.name, views))
+        runtime = optimizer.runtime
+        if rank() == 0:
             write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             runtime.say.attach(views.log)
-            for note in notes_on(recipe, data):
+        loop = Loop(recipe, model, optimizer, data, views)
+        if rank() == 0:
+            for note in notes_on(run, data, loop):
                 views.log(note)
+            after = -1 if run.before is None else loop.step
+            add_files(views, recipe, folder, after=after)
+            for line, _ in read_metrics(folder / METRICS, after):
+                if isinstance(line, StepReport):
+                    totals.step(line)
+                else:
+                    totals.evaluated(line.step, line.loss)
             activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
             views.add(totals)
             views.add(activations)
+            for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):  # by a run that was interrupted just then
+                shutil.rmtree(folder / saved, ignore_errors=True)
             if _saves(recipe) and recipe.lora.rank is None:
                 check_room(model, folder)
-        with _interruptible(recipe):
-            Loop(recipe, model, optimizer, data, views).run()
+        loop.run()
         if _saves(recipe):
             _save(recipe, model, folder, views)
-        if folder is None or activations is None:
-            return None
-        summary = totals.result(
-            folder=folder,
-            world_size=world_size(),
-            budgets=optimizer.budgets,
-            activations=activations.result(),
-            dtype=runtime.config.dtype,
-            notes=runtime.notes,
-        )
-        summary.write(folder / "summary.json")
-        if recipe.observe.timeline:
-            write_trace(optimizer.timeline.spans(), folder / "timeline.json")
-    if recipe.observe.progress:
+        summary = None
+        if activations is not None:
+            summary = totals.result(
+                folder=folder,
+                world_size=world_size(),
+                budgets=optimizer.budgets,
+                activations=activations.result(),
+                dtype=runtime.config.dtype,
+                notes=runtime.notes,
+            )
+            if recipe.observe.timeline:
+                write_trace(optimizer.timeline.spans(), folder / "timeline.json")
+            summary.write(folder / SUMMARY)
+        loop.meet()  # the run is finished: now each rank removes what it could have gone on from
+    if summary is not None and recipe.observe.progress:
         show_summary(summary, Console())
     return summary
 
 
 class Loop:
-    """Training steps and evaluations of one model.
+    """Training steps and evaluations of one model; goes on after the last committed step.
+
+    Construction is collective.
+
+    [Note: the metrics of a committed step]
+    The optimizer commits the place in the data and the learning rate's with each step. That of a scheduler
+    is taken when the next forward pass begins, and the step is committed after it: when the step's lines
+    have been written. So a run that goes on after a step has all lines up to it, and cuts later ones.
 
     Args:
-        optimizer: :class:`infinity.AdamW`.
+        optimizer: :class:`infinity.AdamW`, which follows this object and its scheduler.
         views: Receive the figures of each step; on rank 0 only.
+
+    Attributes:
+        step: The step that the loop has come to.
+        division: How a step divides its sequences; ``before``: how it did before the interruption.
     """
 
     def __init__(self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Views) -> None:
@@ -114,20 +155,48 @@ class Loop:
         self._summed_loss = CausalLoss(model, packed=data.packed)
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self._has_run = False  # the model, forward
+        self.step = 0
+        self.division = Division(recipe.train.batch_size, recipe.train.accumulate, world_size())
+        self.before = self.division
+        self._scheduler = LambdaLR(optimizer, self._lr_factor)
+        self._resume()
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
             views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
-        self._scheduler = LambdaLR(
-            optimizer, lambda step: lr_factor(step, recipe.optim, steps=recipe.train.steps)
-        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the run: what the optimizer commits with the step."""
+        return {"step": self.step, "data": self._data.train.state_dict(), "division": tuple(self.division)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a place.
+
+        Raises:
+            DataError: The data is not what it was.
+            RecipeError: A step would take other sequences.
+        """
+        self.step, self.before = int(state["step"]), Division(*state["division"])
+        self.division.check(self.before)
+        self._data.train.load_state_dict(state["data"])
+
+    def _resume(self) -> None:
+        """Go on after the last committed step, if the run was interrupted. Every rank must call."""
+        self._optimizer.follow(loop=self, scheduler=self._scheduler)
+        infinity.resume(self._model, self._optimizer)
+        for group in self._optimizer.param_groups:  # train.steps may be another one now
+            group["lr"] = group["initial_lr"] * self._lr_factor(self.step)
+
+    def _lr_factor(self, step: int) -> float:
+        return lr_factor(step, self._recipe.optim, steps=self._recipe.train.steps)
 
     def run(self) -> None:
         """Run all steps; evaluate every ``eval_every`` steps, after the last, and optionally at first."""
         train = self._recipe.train
-        if train.eval_first:
+        if train.eval_first and self.step == 0:
             self._evaluate(0)
-        for step in range(1, train.steps + 1):
+        for step in range(self.step + 1, train.steps + 1):
+            self.step = step
             batches = list(islice(self._data.train, train.accumulate))
             loss = self._mean(self._step(batches))
             tokens = sum(batch.token_count for batch in batches)
@@ -136,7 +205,11 @@ class Loop:
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
                 self._evaluate(step)
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
-        self._mean(0.0)  # then no rank may return successfully
+        self.meet()  # then no rank may return successfully
+
+    def meet(self) -> None:
+        """Return when every rank has come here."""
+        self._mean(0.0)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss summed over this rank's targets."""
@@ -216,6 +289,33 @@ class Loop:
         return self._mean(total) * world_size() / count
 
 
+class Division(NamedTuple):
+    """How the sequences of a step are divided."""
+
+    batch_size: int
+    accumulate: int
+    ranks: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.batch_size * self.accumulate * self.ranks
+
+    def check(self, before: "Division") -> None:
+        """Refuse other sequences per step than before, unless only the number of ranks is another.
+
+        Raises:
+            RecipeError: The run would go on with other numbers.
+        """
+        if self[:2] != before[:2] and (self.ranks == before.ranks or self.sequences != before.sequences):
+            raise RecipeError(
+                f"the run was interrupted with train.batch_size={before.batch_size}, train.accumulate="
+                f"{before.accumulate} and ranks: {before.ranks}; now they are {self.batch_size}, "
+                f"{self.accumulate} and {self.ranks}: give the values that it had, or with another number of "
+                f"ranks such that a step takes {before.sequences} sequences"
+            )
+
+
 class RankMean:
     """Mean of a number over all ranks; construction and calls are collective.
 
@@ -263,6 +363,37 @@ def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
 def rank() -> int:
     """Return this process's rank, from torch.distributed or, before it is initialised, the launcher."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def process_group(recipe: Recipe) -> Iterator[None]:
+    """The ranks that the launcher started, joined in this block unless they are already."""
+    owns_group = not dist.is_initialized()
+    join_ranks(recipe.partition.timeout_s)
+    try:
+        yield
+    finally:
+        if owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def on_rank_0(find: Callable[[], _Found]) -> _Found:
+    """Return what ``find`` returns on rank 0, or raise its error, on every rank. Every rank must call."""
+    outcome: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            outcome[0] = find()
+        except InfinityError as error:
+            if world_size() == 1:
+                raise
+            outcome[1] = str(error)
+    if world_size() > 1:
+        with peer_errors("finding the run"):
+            dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise RecipeError(outcome[1])
+    found: _Found = outcome[0]
+    return found
 
 
 def world_size() -> int:
@@ -370,8 +501,23 @@ def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
     return open_data(config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log)
 
 
-def notes_on(recipe: Recipe, data: Data) -> Iterator[str]:
-    """Yield lines about the data that the user should see before the first step."""
+def notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
+    """Yield lines about the data that the user should see before the first step, and how the run goes on."""
+    recipe, before = run.recipe, run.before
+    if run.lost:
+        yield f"the run was interrupted after {run.lost} steps, none of which was recorded: it begins anew"
+    if before is not None:
+        yield f"goes on after step {loop.step}, where the run was interrupted"
+        if before.train.steps != recipe.train.steps and recipe.optim.schedule != "constant":
+            yield (
+                f"train.steps was {before.train.steps}, is {recipe.train.steps}: from here on the learning "
+                f"rate follows optim.schedule={recipe.optim.schedule} over the new number of steps"
+            )
+        if loop.before.sequences != loop.division.sequences:
+            yield (
+                f"a step takes {loop.division.sequences} sequences on {loop.division.ranks} ranks; it took "
+                f"{loop.before.sequences} on {loop.before.ranks} (train.batch_size is per rank)"
+            )
     yield from data.notes
     steps, epoch_steps = recipe.train.steps, data.train.micro_batches_per_epoch / recipe.train.accumulate
     epochs = _short(steps / epoch_steps)
@@ -403,63 +549,37 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# --- the run's folder, model and results ---------------------------------------------------------
-
-
-def make_folder(recipe: Recipe) -> Path:
-    """Make the run's folder, ``run.dir/<run id>``, and write its recipe.
-
-    Raises:
-        RecipeError: A run of that name exists, or the folder cannot be made.
-    """
-    run_id = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
-    folder = Path(recipe.run.dir) / run_id
-    try:
-        folder.mkdir(mode=0o700, parents=True)  # a run may be as private as its data
-        write_recipe(recipe, folder)
-    except FileExistsError as error:
-        raise RecipeError(f"run.name: {folder} exists; give the run another name, or none") from error
-    except OSError as error:
-        raise RecipeError(f"run.dir: {error.filename or folder}: {error.strerror}") from error
-    return folder
-
-
-def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write the recipe into the run's folder."""
-    write_file(folder / RECIPE, recipe.to_yaml())
+# --- the model and what is saved of it -----------------------------------------------------------
 
 
 @contextmanager
-def built(recipe: Recipe, folder: Path | None, views: Views) -> Iterator[tuple[Any, Any]]:
-    """Build model and optimizer; on exit close them, and the process group if it was made here.
+def built(recipe: Recipe, name: str | None, views: Views, *, keep: bool = False) -> Iterator[tuple[Any, Any]]:
+    """Build model and optimizer; on exit close them.
 
-    The run's directories on NVMe are named like its ``folder``, which only rank 0 knows.
+    Args:
+        name: Of the run's directories on NVMe; None: a new one, and an interruption keeps nothing.
+        keep: The run can go on, also without an interruption.
     """
-    owns_group = not dist.is_initialized()
-    named = recipe if folder is None else replace(recipe, run=replace(recipe.run, name=folder.name))
+    recipe = replace(recipe, run=replace(recipe.run, name=name))
+    model = _new_model(recipe) if recipe.model.path is None else _loaded_model(recipe, views)
     try:
-        model = _new_model(named) if recipe.model.path is None else _loaded_model(named, views)
-        try:
-            if recipe.lora.rank is not None:
-                torch.manual_seed(recipe.run.seed)
-                model = infinity.add_lora(model, **asdict(recipe.lora))
-            optim = recipe.optim
-            yield (
+        if recipe.lora.rank is not None:
+            torch.manual_seed(recipe.run.seed)
+            model = infinity.add_lora(model, **asdict(recipe.lora))
+        optim = recipe.optim
+        yield (
+            model,
+            infinity.AdamW(
                 model,
-                infinity.AdamW(
-                    model,
-                    lr=optim.lr,
-                    betas=optim.betas,
-                    eps=optim.eps,
-                    weight_decay=optim.weight_decay,
-                    max_grad_norm=optim.max_grad_norm,
-                ),
-            )
-        finally:
-            infinity.close(model)
+                lr=optim.lr,
+                betas=optim.betas,
+                eps=optim.eps,
+                weight_decay=optim.weight_decay,
+                max_grad_norm=optim.max_grad_norm,
+            ),
+        )
     finally:
-        if owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+        infinity.close(model, keep=keep)
 
 
 def _new_model(recipe: Recipe) -> Any:
@@ -488,15 +608,60 @@ def _saves(recipe: Recipe) -> bool:
     return recipe.model.path is not None if recipe.run.save is None else recipe.run.save
 
 
-def _save(recipe: Recipe, model: Any, folder: Path | None, views: Views) -> None:
-    """Write the trained model into the run's folder, which only rank 0 knows. Every rank must call."""
-    out = (folder or Path(recipe.run.dir)) / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
+def _save(recipe: Recipe, model: Any, folder: Path, views: Views) -> None:
+    """Write the trained model into the run's folder. Every rank must call."""
+    out = folder / (MODEL_FOLDER if recipe.lora.rank is None else ADAPTERS_FOLDER)
+    _write_model(recipe, model, out)
+    views.log(f"saved {out}; publish it with: infinity export {out.parent} DIR")
+
+
+def _write_model(recipe: Recipe, model: Any, out: Path) -> None:
     source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
     if recipe.lora.rank is None:
         infinity.export(model, out, tokenizer=source if tokenizer_files(source) else None)
     else:
         infinity.save_lora(model, out)
-    views.log(f"saved {out}; publish it with: infinity export {out.parent} DIR")
+
+
+def publish_run(path: str | Path, out: str | Path) -> str:
+    """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
+
+    Of a run that was interrupted it is the model after the last committed step, and the run can still go
+    on; every rank must call.
+
+    Raises:
+        CheckpointError: The run has no model, or ``out`` is not free.
+        InfinityError: It is running, what it keeps cannot be used, or a drive failed.
+    """
+    folder = user_path(path, "RUN")
+    if not is_interrupted(folder):
+        export_run(path, out)
+        return f"the model of {path}"
+    recipe = interrupted_run(folder)
+    with ExitStack() as stack:
+        stack.enter_context(process_group(recipe))
+        found = on_rank_0(lambda: find_run(recipe))
+        if found.before is None:
+            raise CheckpointError(f"{path}: the run was interrupted before its first step was committed")
+        recipe = found.recipe
+        if rank() == 0:
+            stack.enter_context(locked(folder))
+        set_threads(recipe.train)
+        model, optimizer = stack.enter_context(built(recipe, folder.name, Views(), keep=True))
+        optimizer.follow(loop=_Unused(), scheduler=_Unused())
+        step = infinity.resume(model, optimizer)
+        _write_model(recipe, model, user_path(out, "OUT"))
+    return f"the model of {path} after step {step}"
+
+
+class _Unused:
+    """Takes what a training loop follows where there is no loop."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
@@ -521,11 +686,11 @@ def _file_errors(recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(recipe: Recipe) -> Iterator[None]:
-    """Add to a Ctrl-C that no model was saved, if the run was going to save one."""
+def _telling_how_to_go_on(run: Run) -> Iterator[None]:
+    """Note on what interrupts the run which step is kept, and how to go on."""
     try:
         yield
-    except KeyboardInterrupt as interrupt:
-        if not _saves(recipe):
-            raise
-        raise KeyboardInterrupt("no model was saved, since the last step was not reached") from interrupt
+    except BaseException as error:
+        if line := how_to_go_on(run, error):
+            error.add_note(line)
+        raise

@@ -8,6 +8,7 @@ from statistics import median
 
 from infinity.activations.controller import Activations
 from infinity.app.recipe import Recipe
+from infinity.app.runs import METRICS
 from infinity.core.errors import InfinityError
 from infinity.observe.metrics import MetricsFile, StepReport, TensorBoard, View
 from infinity.observe.progress import ProgressDisplay
@@ -51,29 +52,33 @@ class Views:
         return (view for view in self._views if isinstance(view, ProgressDisplay))
 
 
-def open_views(recipe: Recipe, folder: Path, world_size: int) -> Views:
-    """Open the views that the recipe asks for.
+def open_display(recipe: Recipe, folder: Path, world_size: int) -> Views:
+    """Open the display of progress, if the recipe asks for it."""
+    views = Views()
+    if recipe.observe.progress:
+        views.add(ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        model = recipe.model.path or f"{recipe.model.numel:,} parameters"
+        views.log(f"{model} on {ranks}; files in {folder}")
+    return views
+
+
+def add_files(views: Views, recipe: Recipe, folder: Path, *, after: int) -> None:
+    """Add the files of figures that the recipe asks for; what they have of steps after ``after`` is cut.
+
+    With -1, for a run that begins, they become empty.
 
     Raises:
         InfinityError: A file cannot be written, or the tensorboard package is not installed.
     """
-    observe, views = recipe.observe, Views()
     try:
-        if observe.metrics:
-            views.add(MetricsFile(folder / "metrics.jsonl"))
-        if observe.tensorboard:
-            views.add(TensorBoard(folder / "tensorboard"))
-        if observe.progress:
-            views.add(ProgressDisplay(recipe.train.steps, log_every=recipe.train.log_every))
-            ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-            model = recipe.model.path or f"{recipe.model.numel:,} parameters"
-            views.log(f"{model} on {ranks}; files in {folder}")
-    except BaseException as error:
-        views.close()
-        if isinstance(error, OSError):
-            raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error
-        raise
-    return views
+        if recipe.observe.metrics:
+            synced = recipe.durability.survives == "power"
+            views.add(MetricsFile(folder / METRICS, after=after, synced=synced))
+        if recipe.observe.tensorboard:
+            views.add(TensorBoard(folder / "tensorboard", after=after))
+    except OSError as error:
+        raise InfinityError(f"{error.filename or folder}: {error.strerror}") from error
 
 
 class ActivationView:

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,11 +12,14 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import BudgetError, PeerError, first_line
 
 T = TypeVar("T")
+#: Between two looks for ranks that have not come (s).
+_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +75,48 @@ def join_ranks(timeout_s: float) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend, timeout = (
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            timedelta(seconds=timeout_s),
+        )
         with peer_errors("meeting the other ranks"):
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+                store = _store_of_this_start(rank, world_size, timeout)
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+                )
+            else:
+                dist.init_process_group(backend, timeout=timeout)
     return device
+
+
+def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return torchrun's store, with a prefix that the ranks of this start have in common.
+
+    torchrun keeps one store when it starts all ranks again (``--max-restarts``), and without a prefix they
+    would find the addresses of ranks that are gone. The number of the restart is not the same on all
+    machines. So each rank asks with a word of its own, and rank 0 tells it the prefix under that word.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, is_master=False, timeout=timeout)
+    word, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"infinity/asks/{rank}", word)
+        prefix = store.get(f"infinity/answer/{word}").decode()
+        store.set(f"infinity/{prefix}/heard/{rank}", "")
+        return PrefixStore(prefix, store)
+    waiting = set(range(1, world_size))
+    while waiting:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(waiting)} did not come")
+        for other in waiting:
+            asks = f"infinity/asks/{other}"  # perhaps a word of the start before: then it is asked again
+            if store.check([asks]):
+                store.set(f"infinity/answer/{store.get(asks).decode()}", word)
+        waiting = {other for other in waiting if not store.check([f"infinity/{word}/heard/{other}"])}
+        time.sleep(_PAUSE_S)
+    return PrefixStore(word, store)
 
 
 def open_ranks(device: torch.device, timeout_s: float, on_failure: Callable[[BaseException], None]) -> Ranks:

@@ -71,7 +71,13 @@ class Valid:
 
 
 def setting(
-    default: Any, help: str, *, valid: Valid | None = None, nbytes: bool = False, path: bool = False
+    default: Any,
+    help: str,
+    *,
+    valid: Valid | None = None,
+    nbytes: bool = False,
+    path: bool = False,
+    numeric: bool = True,
 ) -> Any:
     """Make a field of a config; a number has bounds on both sides.
 
@@ -81,8 +87,9 @@ def setting(
         valid: Valid values; for a tuple, of each item.
         nbytes: The value is a size in bytes, which may be written ``8GiB``.
         path: The value is a path or a pattern of paths, in which ``~`` is expanded.
+        numeric: The value changes the numbers of a run, so one that is gone on with must keep it.
     """
-    metadata = {"help": help, "valid": valid or Valid(), "nbytes": nbytes, "path": path}
+    metadata = {"help": help, "valid": valid or Valid(), "nbytes": nbytes, "path": path, "numeric": numeric}
     return field(default=default, metadata=metadata)
 
 
@@ -217,34 +224,44 @@ class MemoryConfig:
         "accelerator memory per rank, for model states and activations; null: the free memory",
         valid=Valid(least=1, most=2**60),
         nbytes=True,
+        numeric=False,
     )
     host: int | None = setting(
         None,
         "host memory per rank, for model states and staging buffers; null: derived from the free memory",
         valid=Valid(least=1, most=2**60),
         nbytes=True,
+        numeric=False,
     )
     nvme: tuple[str, ...] = setting(
-        (), "directories for states that host memory cannot hold; empty: memory only", path=True
+        (),
+        "directories for states that host memory cannot hold; empty: memory only",
+        path=True,
+        numeric=False,
     )
     versions: Literal[1, 2] = setting(
         2,
         "versions of each unit on disk; 2: a crash leaves the last step intact; 1: half the disk space",
         valid=Valid(choices=(1, 2)),
+        numeric=False,
     )
     resident: bool = setting(
-        True, "keep states in host memory as far as the budget allows; false: stream all of them from NVMe"
+        True,
+        "keep states in host memory as far as the budget allows; false: stream all of them from NVMe",
+        numeric=False,
     )
     engine: Literal["auto", "libaio", "threads", "gds"] = setting(
         "auto",
         "I/O engine; auto: the fastest that works on this machine",
         valid=Valid(choices=("auto", "libaio", "threads", "gds")),
+        numeric=False,
     )
     activations: Literal["keep", "offload", "recompute", "plan"] | None = setting(
         None,
         "keep, store or recompute activations, or follow a plan that keeps memory.device; null: plan if "
         "memory.device is set, else keep",
         valid=Valid(choices=("keep", "offload", "recompute", "plan")),
+        numeric=False,
     )
 
     def __post_init__(self) -> None:

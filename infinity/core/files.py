@@ -55,13 +55,15 @@ def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a new file of mode 0600; see :func:`create_file`.
+    """Write a file of mode 0600 that takes the place of what had its name; a kill leaves one of the two.
 
     Raises:
         OSError: It cannot be written.
     """
-    with open(create_file(path), "w", encoding="utf-8") as file:
+    draft = path.with_name(f"{path.name}.new")
+    with open(create_file(draft), "w", encoding="utf-8") as file:
         file.write(text)
+    draft.replace(path)
 
 
 def append_file(path: Path) -> TextIO:

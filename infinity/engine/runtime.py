@@ -124,7 +124,7 @@ class Runtime:
         if ranks.collectives is not None:
             self.stack.callback(ranks.collectives.close)
         self._choose_dtype()
-        if ranks.rank == 0 and (line := leftovers_line(memory.nvme)):
+        if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
         _check_budgets(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")

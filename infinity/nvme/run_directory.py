@@ -21,6 +21,8 @@ from infinity.core.nbytes import format_nbytes
 #: Directories of frozen bases that runs share; see :mod:`infinity.nvme.base`.
 _BASES = "base-" + 32 * "[0-9a-f]"
 _LOCKS = "rank*.lock"
+#: What a run that was interrupted goes on from; see :mod:`infinity.shards.commits`.
+_COMMITS = "rank*.commit?"
 
 
 def new_run_id() -> str:
@@ -112,15 +114,28 @@ def find_unused_bases(root: Path) -> list[Path]:
     return found
 
 
-def leftovers_line(roots: Iterable[Path | str]) -> str:
-    """Lines for people about files that no run uses, and how to remove them; empty when there are none."""
+def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
+    """Lines for people about files that no run uses, and how to remove them; empty when there are none.
+
+    Args:
+        own: The id of the run that asks, which may go on with its own files.
+    """
     places = [Path(root).resolve() for root in roots]
     lines = []
     try:
-        dead = [path for root in places for path in find_leftovers(root)]
+        dead = [path for root in places for path in find_leftovers(root) if path.name != own]
+        kept = [path for path in dead if any(path.glob(_COMMITS))]
+        dead = [path for path in dead if path not in kept]
         unused = [path for root in places for path in find_unused_bases(root)]
     except OSError:  # who makes the run's own files says it
         return ""
+    if kept:
+        runs = "an interrupted run keeps" if len(kept) == 1 else "interrupted runs keep"
+        names = ", ".join(sorted({path.name for path in kept}))
+        lines.append(
+            f"{runs} {_size_of(kept)} to go on from ({names}): start the same program again, or `infinity "
+            f"resume RUN` for a run of infinity train; to remove them: {_removal_of(kept)}"
+        )
     if dead:
         runs = "a run" if len(dead) == 1 else f"{len(dead)} runs"
         lines.append(

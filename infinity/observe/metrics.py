@@ -2,26 +2,30 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from infinity.core.config import check, setting
 from infinity.core.errors import InfinityError
-from infinity.core.files import append_file
+from infinity.core.files import append_file, open_regular
 
 #: A step or run whose longest stall is at most this share of its time is bound by compute.
 STALL_SHARE = 0.05
+#: The end of a metrics file in which its last step is looked for (bytes); a line has some hundred.
+_TAIL_NBYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
     """Views of a run; all are written by rank 0."""
 
-    metrics: bool = setting(True, "write metrics.jsonl, one line per step")
-    tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)")
-    progress: bool = setting(True, "show progress and the final summary")
-    timeline: bool = setting(False, "write timeline.json, for Perfetto and chrome://tracing")
+    metrics: bool = setting(True, "write metrics.jsonl, one line per step", numeric=False)
+    tensorboard: bool = setting(False, "write TensorBoard events (extra: tensorboard)", numeric=False)
+    progress: bool = setting(True, "show progress and the final summary", numeric=False)
+    timeline: bool = setting(False, "write timeline.json, for Perfetto and chrome://tracing", numeric=False)
 
     def __post_init__(self) -> None:
         check(self)
@@ -91,10 +95,18 @@ class MetricsFile:
 
     A line has ``kind`` "step" (the fields of :class:`StepReport`, ``tokens_per_s``, ``bottleneck``) or
     "evaluation" (``step``, ``loss``, ``perplexity``). Figures that are not finite are null.
+
+    Args:
+        after: Steps that the run goes on after: later lines are cut, and a last line that is not whole.
+            -1: the run begins, and no line stays. None: all lines stay.
+        synced: Lines survive a power cut, as the commits that follow them do.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = append_file(path)
+    def __init__(self, path: Path, *, after: int | None = None, synced: bool = False) -> None:
+        self._file, self._synced = append_file(path), synced
+        if after is not None:
+            ends = [end for _, end in read_metrics(path, after)]
+            self._file.truncate(ends[-1] if ends else 0)
 
     def step(self, report: StepReport) -> None:
         derived = {"tokens_per_s": report.tokens_per_s, "bottleneck": report.bottleneck}
@@ -109,23 +121,80 @@ class MetricsFile:
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
         self._file.flush()  # a killed run keeps its lines
+        if self._synced:
+            os.fsync(self._file.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The held-out loss after ``step`` steps."""
+
+    step: int
+    loss: float
+
+
+def read_metrics(path: Path, last: int) -> Iterator[tuple[StepReport | Evaluation, int]]:
+    """Yield the lines of a metrics file up to step ``last``, each with its end in the file (bytes).
+
+    They end before a line that is not whole; there are none if there is no file.
+    """
+    if not path.exists():
+        return
+    with open(open_regular(path), "rb") as file:
+        end = 0
+        for text in file:
+            line, end = _parsed(text), end + len(text)
+            if line is None or line.step > last:
+                return
+            yield line, end
+
+
+def last_step(path: Path) -> int:
+    """Return the last step in a metrics file; 0 if there is none."""
+    if not path.exists():
+        return 0
+    with open(open_regular(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_NBYTES))
+        lines = map(_parsed, file.readlines())
+        return max((line.step for line in lines if line is not None), default=0)
+
+
+def _parsed(text: bytes) -> StepReport | Evaluation | None:
+    """Return what a line says; None if it is not a whole line of a metrics file."""
+    if not text.endswith(b"\n"):
+        return None
+    try:
+        given = json.loads(text)
+        if given["kind"] == "step":
+            line: StepReport | Evaluation = StepReport(**{key: given[key] for key in _REPORTED})
+        else:
+            line = Evaluation(given["step"], math.nan if given["loss"] is None else given["loss"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return line if type(line.step) is int else None
+
+
+_REPORTED = [each.name for each in fields(StepReport)]
 
 
 class TensorBoard:
     """View that writes scalars for TensorBoard into ``folder``.
 
+    Args:
+        after: Steps that the run goes on after: TensorBoard drops what it has of later ones. -1: all.
+
     Raises:
         InfinityError: The tensorboard package is not installed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after: int = -1) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise InfinityError(
                 "observe.tensorboard needs a package: pip install 'infinity-offload[tensorboard]'"
             ) from error
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=after + 1)
 
     def step(self, report: StepReport) -> None:
         for name, value in _scalars(report).items():

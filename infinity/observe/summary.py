@@ -42,11 +42,17 @@ class ActivationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Figures of a run; bytes are those of one rank, medians are over the planned steps."""
+    """Figures of a run; bytes are those of one rank, medians are over the planned steps.
+
+    Attributes:
+        first_step: Figures cover ``steps`` steps from this one on; 1 unless the run went on after an
+            interruption without its metrics.
+    """
 
     folder: str
     world_size: int
     steps: int
+    first_step: int = 1
     skipped: int
     tokens_per_s: float
     step_s: float
@@ -97,10 +103,13 @@ class SummaryBuilder:
         self._losses: list[float] = []
         self._held_out: list[float] = []
         self._skipped = self._rolled_back = 0
+        self._first_step = 1
 
     def step(self, report: StepReport) -> None:
         moved = report.nbytes_read, report.nbytes_written
         figures = _Figures(report.step_s, report.tokens_per_s, *moved, report.on_demand > 0)
+        if not self._all:
+            self._first_step = report.step
         self._all.append(figures)
         if report.planned_nbytes_read is not None:
             self._planned.append(figures)
@@ -142,6 +151,7 @@ class SummaryBuilder:
             folder=str(folder),
             world_size=world_size,
             steps=len(self._all),
+            first_step=self._first_step,
             skipped=self._skipped,
             tokens_per_s=tokens_per_s,
             step_s=step_s,
@@ -188,6 +198,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     loaded = summary.activations.nbytes_loaded if summary.activations else 0
     ranks = f"{summary.world_size} rank{'s' if summary.world_size > 1 else ''}"
     skipped = f", {summary.skipped} skipped" if summary.skipped else ""
+    if summary.first_step > 1:
+        skipped += f" after step {summary.first_step - 1}"
     rows = [
         ("steps", f"{summary.steps}{skipped} on {ranks}"),
         ("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.step_s:.3f} s per step)"),

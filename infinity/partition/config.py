@@ -18,9 +18,13 @@ class PartitionConfig:
     leaf: tuple[str, ...] = setting(
         (),
         "classes gathered as one: ranks may use different parts of them; lists of experts are found",
+        numeric=False,
     )
     timeout_s: float = setting(
-        300.0, "a rank that is silent for this long ends the run (s)", valid=Valid(least=0.1, most=10**7)
+        300.0,
+        "a rank that is silent for this long ends the run (s)",
+        valid=Valid(least=0.1, most=10**7),
+        numeric=False,
     )
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ class DurabilityConfig:
         "what a committed step survives; process: any kill; power: a power cut, too, for a sync of the "
         "drives in every step",
         valid=Valid(choices=("process", "power")),
+        numeric=False,
     )
 
     every: int | None = setting(
@@ -25,6 +26,7 @@ class DurabilityConfig:
         "steps from one recorded commit to the next; null: 1, or more if states in host memory cannot be "
         "written beside each step",
         valid=Valid(least=1, most=10**9),
+        numeric=False,
     )
 
     def __post_init__(self) -> None:

@@ -90,6 +90,27 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
     return None
 
 
+def committed_step(folders: Sequence[Path]) -> int | None:
+    """Return the last step that all ranks with files in a run's directories here have committed; None: none.
+
+    Any process may ask; nothing is changed. A run that goes on looks with :func:`find_saved`.
+    """
+    steps: dict[int, dict[int, int]] = {}  # by generation and rank
+    complete: dict[int, bool] = {}
+    for rank, generation, path in _records(folders):
+        try:
+            record = read_commit(path)
+        except CorruptRecordError:
+            continue
+        if record is not None:
+            of_ranks = steps.setdefault(generation, {})
+            of_ranks[rank] = max(record.step, of_ranks.get(rank, 0))
+            complete[generation] = len(of_ranks) >= record.world_size
+    # a rank that went on with another number of ranks may be ahead of the others
+    newest = max(steps, key=lambda generation: (complete[generation], generation), default=None)
+    return None if newest is None else min(steps[newest].values())
+
+
 def _require_none(folders: Sequence[Path]) -> None:
     """Raise if a run has commits, none of which is whole.
 

@@ -13,7 +13,7 @@ import pytest
 from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, InfinityError
 from infinity.device import allocator
 from infinity.device.allocator import tunables
 from tests.helpers.forks import SEEDS, Fork, Job
@@ -73,18 +73,31 @@ def test_an_error_is_one_message_with_the_rank_and_no_traceback(
         main(["train", write(tmp_path)])
 
 
-def test_an_interrupted_run_says_whether_its_model_was_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted; the run's files are closed"),
+        (InfinityError("the drive is full"), 1, "InfinityError: the drive is full"),
+    ],
+    ids=["Ctrl-C", "error"],
+)
+def test_what_interrupts_a_run_is_followed_by_how_to_go_on(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    said: str,
 ) -> None:
+    def stop(recipe: Recipe) -> None:
+        error.add_note("step 3 is kept")
+        raise error
+
     monkeypatch.delenv("RANK", raising=False)
-    for text, more in (("", ""), ("no model was saved", "; no model was saved")):
-
-        def stop(recipe: Recipe, text: str = text) -> None:
-            raise KeyboardInterrupt(text) if text else KeyboardInterrupt
-
-        monkeypatch.setattr(train_module, "train", stop)
-        assert main(["train", write(tmp_path)]) == 130
-        assert capsys.readouterr().err == f"infinity: interrupted; the run's files are closed{more}\n"
+    monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
+    monkeypatch.setattr(train_module, "train", stop)
+    assert main(["train", write(tmp_path)]) == code
+    assert capsys.readouterr().err == f"infinity: {said}\nstep 3 is kept\n"
 
 
 def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,9 +158,10 @@ def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_
         pytest.param([signal.SIGINT], 130, marks=pytest.mark.slow),
         ([signal.SIGTERM], 143),
         pytest.param([signal.SIGHUP], 129, marks=pytest.mark.slow),  # the terminal was closed
+        ([signal.SIGUSR1], os.EX_TEMPFAIL),  # a scheduler's: start it again
         ([signal.SIGINT, signal.SIGTERM], 130),  # a launcher's, after Ctrl-C, while files are closed
     ],
-    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "both"],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP", "SIGUSR1", "both"],
 )
 def test_a_signal_closes_files_and_is_the_exit_code(
     tmp_path: Path, signals: list[signal.Signals], code: int
@@ -170,10 +184,11 @@ def test_a_signal_closes_files_and_is_the_exit_code(
         process.send_signal(number)
         time.sleep(0.1)
     assert process.wait(30) == code, log.read_text()
-    said = log.read_text()
-    assert said.startswith("begun\nclosed\n")
-    assert "Traceback" not in said
-    assert ("interrupted" in said) == (code == 130)
+    said = "interrupted" if code == 130 else f"stopped by {signals[0].name}"
+    assert log.read_text() == f"begun
+closed
+infinity: {said}; the run's files are closed
+"
 
 
 def test_no_command_reaches_the_hub_whatever_the_environment_says(
@@ -194,6 +209,7 @@ COMMANDS: list[list[str]] = [
     ["{}"], ["train", "{}"], ["train", "recipe.yaml", "{}"], ["train", "recipe.yaml", "{}=3"],
     ["train", "recipe.yaml", "train.steps={}"], ["train", "recipe.yaml", "run.name={}", "train.steps=0"],
     ["plan", "{}"], ["plan", "run", "--budget={}"], ["export", "{}", "out"], ["export", "run", "{}"],
+    ["resume", "{}"], ["resume", "run", "{}=3"], ["runs", "{}"], ["runs", ".", "--remove", "{}", "--yes"],
     ["rok", "{}"], ["rok", "recipe.yaml", "--batches={}"], ["rok", "recipe.yaml", "--steps={}"],
     ["recipe", "{}"],
 ]  # fmt: skip

@@ -40,7 +40,9 @@ def test_a_run_keeps_its_model_only_when_asked_and_export_publishes_it(
 
     trained: dict[str, torch.Tensor] = {}
     close = infinity.close
-    monkeypatch.setattr(infinity, "close", lambda m: (trained.update(infinity.state_dict(m)), close(m)))
+    monkeypatch.setattr(
+        infinity, "close", lambda m, **how: (trained.update(infinity.state_dict(m)), close(m))
+    )
     train(recipe(tmp_path, "run.save=true"))
     kept = load_file(tmp_path / "runs/one/model/model.safetensors")
     assert kept.keys() == trained.keys()

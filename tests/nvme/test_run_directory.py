@@ -95,6 +95,21 @@ def test_leftovers_of_dead_runs_are_found_and_can_be_taken_over(tmp_path: Path) 
         kill(live)
 
 
+def test_a_run_that_can_go_on_is_told_how_and_never_of_itself(tmp_path: Path) -> None:
+    for name in ("left", "kept"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0.lock").touch()
+        (tmp_path / name / "rank0-1-0.bin").write_bytes(b"x" * 8192)
+    (tmp_path / "kept" / "rank0-1.commit1").touch()
+    kept, left = leftovers_line([tmp_path]).splitlines()
+    assert kept.startswith(
+        "an interrupted run keeps 8 KiB to go on from (kept): start the same program again"
+    )
+    assert kept.endswith(f"rm -r {tmp_path}/kept")
+    assert left.endswith(f"which no run uses; to remove them: rm -r {tmp_path}/left")
+    assert leftovers_line([tmp_path], "kept") == left
+
+
 # --- in a directory that others write, too ---------------------------------------------------------
 
 

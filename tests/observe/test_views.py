@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.observe.metrics import MetricsFile, StepReport, TensorBoard
+from infinity.observe.metrics import (
+    Evaluation,
+    MetricsFile,
+    StepReport,
+    TensorBoard,
+    last_step,
+    read_metrics,
+)
 from infinity.observe.progress import ProgressDisplay, describe
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary, summary_rows
 
@@ -65,6 +72,71 @@ def test_a_second_writer_adds_and_never_truncates(tmp_path: Path) -> None:
         metrics.step(REPORT)
         metrics.close()
     assert len(lines(tmp_path / "m.jsonl")) == 2
+
+
+def interrupted(path: Path) -> list[str]:
+    """Write the metrics of a run that was killed while it wrote those of step 3; return its lines."""
+    metrics = MetricsFile(path)
+    metrics.evaluated(0, 6.0)
+    metrics.step(RECORDED)
+    metrics.step(REPORT)
+    metrics.evaluated(2, 3.5)
+    metrics.step(replace(REPORT, step=3))
+    metrics.close()
+    path.write_text(path.read_text()[:-20])
+    return path.read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(("after", "kept"), [(-1, 0), (0, 1), (1, 2), (2, 4), (3, 4), (9, 4)])
+def test_a_run_that_goes_on_cuts_the_lines_of_later_steps_and_a_torn_one(
+    tmp_path: Path, after: int, kept: int
+) -> None:
+    path = tmp_path / "m.jsonl"
+    before = interrupted(path)
+    metrics = MetricsFile(path, after=after)
+    assert path.read_text() == "".join(before[:kept])
+    metrics.step(replace(REPORT, step=after + 1))
+    metrics.close()
+    assert [line["step"] for line in lines(path)][kept:] == [after + 1]
+
+
+def test_metrics_are_read_back_as_they_were_reported(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert (list(read_metrics(path, 9)), last_step(path)) == ([], 0)
+    interrupted(path)
+    read = [line for line, _ in read_metrics(path, 2)]
+    assert read == [Evaluation(0, 6.0), RECORDED, REPORT, Evaluation(2, 3.5)]
+    assert last_step(path) == 2
+    path.write_text("{}\n[]\n3\nnull\n" + path.read_text())
+    assert list(read_metrics(path, 2)) == []  # they end before what is no line of theirs
+
+
+def test_a_summary_says_from_which_step_on_it_knows_the_figures(tmp_path: Path) -> None:
+    builder = SummaryBuilder()
+    builder.step(replace(REPORT, step=8))
+    builder.step(replace(REPORT, step=9))
+    summary = builder.result(folder=tmp_path, world_size=1, budgets={})
+    assert (summary.first_step, summary.steps) == (8, 2)
+    assert dict(summary_rows(summary))["steps"] == "2 after step 7 on 1 rank"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_drops_what_a_run_goes_on_before(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for after, loss in ((-1, 5.0), (2, 4.0), (-1, 3.0)):
+        board = TensorBoard(tmp_path, after=after)
+        for step in range(max(after, 0) + 1, max(after, 0) + 4):
+            board.step(replace(REPORT, step=step, loss=loss))
+        board.close()
+        events = EventAccumulator(str(tmp_path)).Reload()
+        shown = [(event.step, event.value) for event in events.Scalars("loss/train")]
+        wanted = {
+            2: [(1, 5.0), (2, 5.0), (3, 4.0), (4, 4.0), (5, 4.0)],
+            -1: [(1, loss), (2, loss), (3, loss)],
+        }
+        assert shown == wanted[after]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -30,11 +30,15 @@ pytestmark = [
 ]
 
 
-def run(name: str, *more: str) -> list[str]:
+def run(name: str, *more: str, interrupted: bool = False) -> list[str]:
     """Every loss that the example prints, as it is printed."""
     out, argv = io.StringIO(), sys.argv
-    with tempfile.TemporaryDirectory() as nvme, contextlib.redirect_stdout(out):
+    with contextlib.ExitStack() as stack:
+        nvme = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.redirect_stdout(out))
         sys.argv = [name, "--steps", str(STEPS), "--nvme", nvme, *more]
+        if interrupted:
+            stack.enter_context(pytest.raises(KeyboardInterrupt))
         try:
             runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         finally:
@@ -115,6 +119,31 @@ def test_accelerate_gives_the_losses_of_the_plain_loop():
     ours = run("accelerate_loop.py")
     assert ours == printed(plain("accelerate_loop.py", mean_loss))
     assert len(ours) == 2 * STEPS
+
+
+@pytest.mark.parametrize("name", ["accelerate_loop.py", "plain_loop.py"])
+def test_a_loop_that_was_interrupted_goes_on_with_the_same_losses(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    step = infinity.AdamW.step
+
+    def interrupt(self: infinity.AdamW, *args: Any) -> Any:
+        if self.steps == 2:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                infinity.close(self.model)  # as at the end of an interpreter
+        return step(self, *args)
+
+    whole, given = run(name), ("--nvme", str(tmp_path), "--name", "mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(infinity.AdamW, "step", interrupt)
+        first = run(name, *given, interrupted=True)
+    second = run(name, *given)
+    committed = len(whole) * 2 // STEPS
+    assert first[:committed] + second == whole
+    assert len(second) == len(whole) - committed
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_trainer_gives_the_losses_of_the_plain_loop_and_saves_the_model(tmp_path: Path):

@@ -28,9 +28,13 @@ class DataConfig:
         ("stdlib",),
         "text and .jsonl files, globs or directories; stdlib: the sources of Python's standard library",
         path=True,
+        numeric=False,
     )
     eval_files: tuple[str, ...] = setting(
-        (), "held-out files, excluded from training; empty: hold out eval_fraction of the data", path=True
+        (),
+        "held-out files, excluded from training; empty: hold out eval_fraction of the data",
+        path=True,
+        numeric=False,
     )
     eval_fraction: float = setting(
         0.01, "fraction at the end of the data that is held out", valid=Valid(least=0, below=1)
@@ -39,6 +43,7 @@ class DataConfig:
         None,
         "bytes, a tokenizer.json, or a Hugging Face directory; null: that of model.path, else bytes",
         path=True,
+        numeric=False,
     )
     packing: bool | None = setting(
         None,
@@ -46,7 +51,9 @@ class DataConfig:
         "null: text as one stream, prompts and chats as true",
     )
     skip_malformed: bool = setting(False, "count and skip malformed lines of .jsonl")
-    cache: str = setting("runs/tokens", "directory in which tokens are cached between runs", path=True)
+    cache: str = setting(
+        "runs/tokens", "directory in which tokens are cached between runs", path=True, numeric=False
+    )
     shuffle: bool = setting(True, "shuffle sequences anew every epoch; false: keep their order")
     seed: int = setting(0, "seed of the shuffling", valid=Valid(least=0, most=2**63 - 1))
 

@@ -1,0 +1,467 @@
+"""The folders of runs: begun, gone on with, listed and removed.
+
+[Note: the states of a run]
+A folder with ``recipe.yaml`` is a run's. It is running while rank 0 holds the lock in it, finished when it
+has a summary, and interrupted otherwise. What an interrupted run goes on from lies in ``memory.nvme``, in
+directories of the same name. A run that was interrupted before its first commit has nothing to go on from:
+it begins anew in its folder, with any recipe.
+"""
+
+import contextlib
+import errno
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from infinity.app.recipe import Recipe, changed_numbers, load_recipe
+from infinity.core.errors import InfinityError, LockedError, RecipeError
+from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
+from infinity.core.nbytes import format_nbytes
+from infinity.observe.metrics import StepReport, last_step, read_metrics
+from infinity.shards import saved
+
+#: Files in a run's folder; the recipe has every key, and the dtype that was chosen for ``auto``.
+RECIPE, SUMMARY, METRICS, LOCK = "recipe.yaml", "summary.json", "metrics.jsonl", "run.lock"
+#: What the folder has of a run that was killed while it made it.
+_BEGINNINGS = {LOCK, f"{RECIPE}.new"}
+#: The summary of ``infinity rok``.
+ROK = "rok.json"
+#: Steps in the metrics of a run which are too few to be worth an error if they are lost.
+_MOST_UNCOMMITTED = 2
+#: Errors of file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+State = Literal["running", "finished", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that begins, or goes on.
+
+    Attributes:
+        recipe: Its recipe; one that goes on keeps the dtype that was chosen for ``auto``.
+        folder: ``run.dir/<name>``.
+        before: The recipe that it was interrupted with; None: it begins.
+        lost: Steps that were made, and are made again from the first one, since none of them was recorded.
+    """
+
+    recipe: Recipe
+    folder: Path
+    before: Recipe | None = None
+    lost: int = 0
+
+
+def find_run(recipe: Recipe) -> Run:
+    """Return the run that a recipe names: a new one, or one that was interrupted. Nothing is changed.
+
+    Raises:
+        RecipeError: The run is finished or running, ``run.resume`` says otherwise, or the run was
+            interrupted with another recipe; names each key that differs.
+    """
+    name = recipe.run.name or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
+    folder = Path(recipe.run.dir) / name
+    kept = committed_step(recipe, name)
+    if not is_begun(folder):
+        if recipe.run.resume == "must":
+            raise RecipeError(f"run.resume=must: {folder} is no run that was interrupted")
+        if kept is not None and recipe.run.resume == "auto":
+            raise RecipeError(
+                f"run.name: memory.nvme keeps step {kept} of an interrupted run {name}, whose folder is not "
+                f"{folder}: give this run another name, or remove what is kept: "
+                f"{_rm(drive_directories(recipe, name))}"
+            )
+        return Run(recipe, folder)
+    state = state_of(folder)
+    if state == "running":
+        raise _in_use(folder)
+    if state == "finished":
+        raise _finished(recipe, folder)
+    if recipe.run.resume == "never":
+        raise RecipeError(
+            f"run.name: {folder} was interrupted, and run.resume=never goes on with no run: "
+            f"{_or_remove(folder)}"
+        )
+    before = load_recipe(folder / RECIPE)
+    if kept is None:
+        return Run(recipe, folder, lost=_steps_lost(recipe, before, folder))
+    if recipe.train.steps < kept:
+        raise RecipeError(
+            f"train.steps: got {recipe.train.steps}; wanted at least {kept}, the step at which {folder} was "
+            "interrupted"
+        )
+    if changes := changed_numbers(before, recipe):
+        raise RecipeError(
+            f"{folder} was interrupted at step {kept}, and with this recipe it would go on with other "
+            f"numbers: {'; '.join(changes)}. Give it the values that it had, or {_or_remove(folder)}"
+        )
+    if recipe.train.dtype == "auto" and before.train.dtype != "auto":
+        recipe = recipe.with_dtype(before.train.dtype)
+    return Run(recipe, folder, before)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether ``folder`` is a run's.
+
+    Raises:
+        RecipeError: It is there, and is something else.
+    """
+    try:
+        if (folder / RECIPE).is_file():
+            return True
+        if not os.path.lexists(folder) or {path.name for path in folder.iterdir()} <= _BEGINNINGS:
+            return False
+    except OSError as error:
+        raise RecipeError(f"run.dir: {error.filename or folder}: {error.strerror}") from error
+    raise RecipeError(
+        f"run.name: {folder} exists, and is no run's folder; give the run another name, or none"
+    )
+
+
+def state_of(folder: Path) -> State:
+    """Return the state of the run whose folder this is; see [Note: the states of a run]."""
+    lock = folder / LOCK
+    if lock.exists() and is_locked(lock):
+        return "running"
+    return "finished" if (folder / SUMMARY).exists() or (folder / ROK).exists() else "interrupted"
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether ``folder`` is that of a run that was interrupted.
+
+    Raises:
+        RecipeError: The run is running.
+    """
+    if not (folder / RECIPE).is_file():
+        return False
+    state = state_of(folder)
+    if state == "running":
+        raise _in_use(folder)
+    return state == "interrupted"
+
+
+def _finished(recipe: Recipe, folder: Path) -> RecipeError:
+    steps, more = load_recipe(folder / RECIPE).train.steps, ""
+    if recipe.train.steps > steps:
+        model = folder / "model"
+        source = f": model.path={model}" if model.is_dir() else ", if it saved one (run.save)"
+        more = (
+            f". The states of its optimizer are gone, so train.steps={recipe.train.steps} cannot go on from "
+            f"there: begin a new run from its trained model{source}"
+        )
+    return RecipeError(f"run.name: {folder} is finished after {steps} steps; {_or_remove(folder)}{more}")
+
+
+def _steps_lost(recipe: Recipe, before: Recipe, folder: Path) -> int:
+    """Return the steps of an interrupted run without a commit in ``memory.nvme``, which begins anew.
+
+    Raises:
+        RecipeError: It has commits elsewhere, or none although it made many steps.
+    """
+    elsewhere, logged = committed_step(before, folder.name), last_step(folder / METRICS)
+    lines = (line for line, _ in read_metrics(folder / METRICS, logged))
+    made = sum(isinstance(line, StepReport) and not line.skipped for line in lines)
+    if elsewhere is not None:
+        raise RecipeError(
+            f"memory.nvme: {folder} was interrupted at step {elsewhere}, and what it goes on from lies in "
+            f"{_listed(drive_directories(before, folder.name))}: give memory.nvme="
+            f"[{','.join(before.memory.nvme)}], or move these directories"
+        )
+    if recipe.run.resume == "must":
+        raise RecipeError(f"run.resume=must: {folder} was interrupted before any step was kept")
+    # what it had before its first record is still there, unless it was moved or removed
+    if made > _MOST_UNCOMMITTED and not (_keeps(before) and drive_directories(before, folder.name)):
+        raise RecipeError(
+            f"run.name: {folder} was interrupted after step {logged}, and there is nothing to go on from: "
+            f"{_why_nothing(before)}; {_or_remove(folder)}"
+        )
+    return made
+
+
+def _why_nothing(recipe: Recipe) -> str:
+    if not recipe.memory.nvme:
+        return "without memory.nvme no step is kept"
+    if recipe.memory.versions < 2:
+        return "with memory.versions=1 no step is kept"
+    if recipe.run.resume == "never":
+        return "with run.resume=never no step is kept"
+    return f"no step is kept in {_listed(recipe.memory.nvme)}"
+
+
+def _or_remove(folder: Path) -> str:
+    return f"give the run another name, or remove it: {removal_of(folder)}"
+
+
+def removal_of(folder: Path) -> str:
+    """Return the command that removes a run."""
+    parent = "" if str(folder.parent) == "runs" else f" {shlex.quote(str(folder.parent))}"
+    return f"infinity runs{parent} --remove {shlex.quote(folder.name)}"
+
+
+@contextlib.contextmanager
+def opened(run: Run) -> Iterator[None]:
+    """Make the run's folder, hold its lock in this block, and write its recipe. On rank 0 only.
+
+    Raises:
+        RecipeError: The folder cannot be made, or another process was faster.
+    """
+    folder = run.folder
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a run may be as private as its data
+            stack.enter_context(locked(folder))
+            if (folder / SUMMARY).exists():  # since find_run looked
+                raise _finished(run.recipe, folder)
+            write_recipe(run.recipe, folder)
+            if run.recipe.durability.survives == "power":
+                for path in (folder / RECIPE, folder, folder.parent):
+                    sync(path)
+        except OSError as error:
+            raise RecipeError(f"run.dir: {error.filename or folder}: {error.strerror}") from error
+        yield
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run in this block.
+
+    Raises:
+        RecipeError: Another process holds it.
+        OSError: The lock cannot be made.
+    """
+    lock, path = -1, folder / LOCK
+    try:
+        lock = lock_file(path)
+    except LockedError as error:
+        raise _in_use(folder) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    try:
+        yield
+    finally:
+        if lock >= 0:
+            path.unlink(missing_ok=True)  # while it is held: see infinity.core.files
+            os.close(lock)
+
+
+def _in_use(folder: Path) -> RecipeError:
+    return RecipeError(
+        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it, or give "
+        "this one another name"
+    )
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write the recipe into the run's folder."""
+    write_file(folder / RECIPE, recipe.to_yaml())
+
+
+def interrupted_run(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe with which the run in ``folder`` goes on.
+
+    Raises:
+        RecipeError: It is no run's folder, or an override is wrong.
+    """
+    folder = user_path(folder, "RUN")
+    if not (folder / RECIPE).is_file():
+        what = f"no {RECIPE}" if folder.is_dir() else "no such folder"
+        raise RecipeError(f"{folder}: {what}; wanted the folder of a run, as `infinity runs` lists them")
+    recipe = load_recipe(folder / RECIPE, overrides)
+    folder = folder.resolve() if folder.name in ("", "..") else folder
+    resume = "auto" if recipe.run.resume == "never" else recipe.run.resume
+    return replace(recipe, run=replace(recipe.run, dir=str(folder.parent), name=folder.name, resume=resume))
+
+
+# --- what is kept on drives ----------------------------------------------------------------------
+
+
+def drive_directories(recipe: Recipe, name: str) -> list[Path]:
+    """Return this user's directories in ``memory.nvme`` of the run ``name``, of live and dead processes."""
+    paths = [Path(root) / name for root in recipe.memory.nvme]
+    return [path for path in paths if is_own(path) and any(path.glob("rank*.lock"))]
+
+
+def committed_step(recipe: Recipe, name: str) -> int | None:
+    """Return the step that the drives of this machine keep of the run ``name``; None: they keep none."""
+    return saved.committed_step(drive_directories(recipe, name))
+
+
+def how_to_go_on(run: Run, error: BaseException) -> str:
+    """Return a line about a run that ``error`` interrupts: what is kept, and what to do with it.
+
+    It is empty for an error in a run of which nothing is kept.
+    """
+    name, recipe = run.folder.name, run.recipe
+    step = committed_step(recipe, name)
+    if step is None:
+        if isinstance(error, Exception):
+            return ""
+        why = "none was committed yet" if _keeps(recipe) else _why_nothing(recipe)
+        return f"no step is kept ({why}); to remove the run: {removal_of(run.folder)}"
+    directories = drive_directories(recipe, name)
+    again = "run the same command again, or " if recipe.run.name else ""
+    return (
+        f"step {step} of {recipe.train.steps} is kept ({format_nbytes(_nbytes_in(directories))} in "
+        f"{_listed(directories)}). To go on: {again}infinity resume {shlex.quote(str(run.folder))}; "
+        f"to remove it: {removal_of(run.folder)}"
+    )
+
+
+def _keeps(recipe: Recipe) -> bool:
+    return bool(recipe.memory.nvme) and recipe.memory.versions == 2 and recipe.run.resume != "never"
+
+
+def _nbytes_in(directories: Iterable[Path]) -> int:
+    nbytes = 0
+    for file in (file for path in directories for file in path.glob("*")):
+        with contextlib.suppress(OSError):  # removed just now
+            nbytes += file.lstat().st_blocks * 512
+    return nbytes
+
+
+def _listed(paths: Iterable[Path | str]) -> str:
+    return ", ".join(str(path) for path in paths)
+
+
+def _rm(directories: Iterable[Path]) -> str:
+    return "rm -r " + " ".join(shlex.quote(str(path)) for path in directories)
+
+
+# --- listing and removing ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """One run in the table of ``infinity runs``.
+
+    Attributes:
+        step: The committed step of an interrupted run; of others, the last in the metrics.
+        steps: Steps of its recipe; None: this version cannot read it.
+        directories: What it has on drives.
+        changed_s: When its folder was written last (seconds since the epoch).
+    """
+
+    folder: Path
+    state: State
+    step: int
+    steps: int | None
+    directories: Sequence[Path]
+    changed_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the drives of this machine."""
+        return _nbytes_in(self.directories)
+
+    def __str__(self) -> str:
+        of = "" if self.steps is None else f"/{self.steps}"
+        return f"{self.folder} ({self.state}, step {self.step}{of})"
+
+
+def list_runs(parent: Path) -> list[ListedRun]:
+    """Return the runs in a directory, those that were written last first.
+
+    Raises:
+        RecipeError: It cannot be read.
+    """
+    try:
+        folders = [path for path in parent.iterdir() if (path / RECIPE).is_file()]
+    except OSError as error:
+        raise RecipeError(f"{parent}: {error.strerror}; wanted a directory of runs (run.dir)") from error
+    return sorted(map(_looked_at, folders), key=lambda run: -run.changed_s)
+
+
+def _looked_at(folder: Path) -> ListedRun:
+    state, directories, steps, committed = state_of(folder), list[Path](), None, None
+    with contextlib.suppress(RecipeError):  # another version's
+        recipe = load_recipe(folder / RECIPE)
+        steps = recipe.train.steps
+        if state != "finished":  # what is there then is another run's
+            directories = drive_directories(recipe, folder.name)
+        committed = committed_step(recipe, folder.name) if state == "interrupted" else None
+    step = last_step(folder / METRICS) if committed is None else committed
+    changed_s = max(path.lstat().st_mtime for path in (folder, *folder.glob("*.*")))
+    return ListedRun(folder, state, step, steps, directories, changed_s)
+
+
+def runs_table(runs: Sequence[ListedRun]) -> Table:
+    """Return a table with one row per run."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "state", "step", "on drives", "age"):
+        table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
+    for run in runs:
+        step = f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
+        size = format_nbytes(run.nbytes) if run.directories else ""
+        cells = run.folder.name, run.state, step, size, _age(time.time() - run.changed_s)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _age(age_s: float) -> str:
+    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= unit_s:
+            return f"{age_s / unit_s:.0f} {unit}"
+    return f"{max(0.0, age_s):.0f} s"
+
+
+def remove_runs(parent: Path, names: Sequence[str], confirm: Callable[[str], bool]) -> bool:
+    """Remove runs: their folders, and their files on the drives of this machine.
+
+    Args:
+        names: Of folders in ``parent``.
+        confirm: Gets a line that says what is removed; False: nothing is.
+
+    Raises:
+        InfinityError: One is running, or is no run of this user, and nothing was removed; or something
+            cannot be removed.
+    """
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for name in dict.fromkeys(names):
+            folder = parent / user_path(name, "NAME")
+            if folder.name != name or not is_own(folder) or not (folder / RECIPE).is_file():
+                raise RecipeError(f"{folder}: no run of this user; wanted a name that `infinity runs` lists")
+            runs.append(_looked_at(folder))  # before its lock is held here
+            _require_ended(runs[-1])
+            stack.enter_context(locked(folder))
+        directories = [path for run in runs for path in run.directories]
+        line = f"remove {_listed(map(str, runs))}"
+        if directories:
+            line += f", with {format_nbytes(_nbytes_in(directories))} in {_listed(directories)}"
+        if not confirm(line):
+            return False
+        for run in runs:
+            _remove(run)
+    return True
+
+
+def _require_ended(run: ListedRun) -> None:
+    """Raise if a process of the run is alive on this machine.
+
+    Raises:
+        LockedError: One is.
+    """
+    locks = [run.folder / LOCK, *(lock for path in run.directories for lock in path.glob("rank*.lock"))]
+    for lock in locks:
+        if lock.exists() and is_locked(lock):
+            text = f"{run.folder} is running: {lock.parent} is in use by {lock_owner(lock)}; end that first"
+            raise LockedError(errno.EWOULDBLOCK, text, str(lock))
+
+
+def _remove(run: ListedRun) -> None:
+    try:
+        for path in run.directories:
+            for file in path.glob("rank*"):  # a run's own: what else is there stays
+                file.unlink()
+            path.rmdir()
+        shutil.rmtree(run.folder)
+    except OSError as error:
+        raise InfinityError(f"{error.filename or run.folder}: {error.strerror}; remove it by hand") from error

@@ -1,0 +1,470 @@
+"""A run that is interrupted and started again is bitwise the run that was never interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import infinity
+from infinity.app.recipe import Recipe, load_recipe
+from infinity.app.runs import list_runs
+from infinity.app.train import Loop, publish_run, train
+from infinity.cli import main
+from infinity.core.errors import CheckpointError, InfinityError, RecipeError
+from infinity.observe.summary import Summary
+from infinity.partition import builder
+from tests.helpers.launch import ROOT, Ended, mark, start_ranks
+
+STEPS = 6
+#: Stands for the end of a run.
+SUMMARY_STEP = STEPS + 2
+#: Figures that are bitwise those of an uninterrupted run; times and bytes are not.
+EXACT = ("kind", "step", "loss", "lr", "grad_norm", "skipped", "tokens", "perplexity")
+
+
+def words(folder: Path, *overrides: str) -> list[str]:
+    """Overrides of a tiny run whose states lie on NVMe."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    return [
+        f"run.dir={folder}/runs", "run.name=one", "run.save=true", "observe.progress=false",
+        f"data.files={text}", f"data.cache={folder}/tokens", "data.eval_fraction=0.2",
+        f"memory.nvme=[{folder}/nvme]", "memory.host=64MiB", "model.n_layers=2", "model.d_model=16",
+        "model.n_heads=2", "model.seq_len=16", f"train.steps={STEPS}", "train.batch_size=4",
+        "train.accumulate=2", "train.eval_every=2", "train.eval_first=true", "train.threads=1",
+        "train.dtype=fp32", "optim.lr=1e-2", "optim.schedule=cosine", "optim.warmup_steps=2", *overrides,
+    ]  # fmt: skip
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    return load_recipe(overrides=words(folder, *overrides))
+
+
+def metrics(folder: Path, name: str = "one") -> list[dict[str, Any]]:
+    text = (folder / "runs" / name / "metrics.jsonl").read_text()
+    return [{key: line.get(key) for key in EXACT} for line in map(json.loads, text.splitlines())]
+
+
+def model(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_units() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
+        threads = torch.get_num_threads()
+        yield
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(recipe(folder))
+    return folder
+
+
+def stop(patch: pytest.MonkeyPatch, method: str, step: int, error: BaseException) -> None:
+    """Let a method of the loop raise at its end in one step, once."""
+    done: Callable[..., Any] = getattr(Loop, method)
+
+    def stopping(self: Loop, *args: Any) -> Any:
+        result = done(self, *args)
+        if self.step == step:
+            raise error
+        return result
+
+    patch.setattr(Loop, method, stopping)
+
+
+#: Where it stops, and the step that is kept: a step is committed when the next one has begun.
+STOPS = [
+    ("loss", 1, 0),
+    ("loss", 4, 3),
+    ("_evaluate", 4, 3),
+    ("_step", STEPS, STEPS - 1),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (("loss", 2, 1), ("_step", 3, 2))),
+]
+
+
+@pytest.mark.parametrize(("where", "step", "kept"), STOPS)
+def test_the_same_recipe_goes_on_bitwise(
+    tmp_path: Path, whole: Path, where: str, step: int, kept: int
+) -> None:
+    error = InfinityError("x") if (where, step) == ("loss", 4) else KeyboardInterrupt()
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, where, step, error)
+        with pytest.raises(type(error)):
+            train(recipe(tmp_path))
+    [note] = error.__notes__
+    if kept:
+        [listed] = list_runs(tmp_path / "runs")
+        assert (listed.state, listed.step, listed.nbytes > 0) == ("interrupted", kept, True)
+        assert f"step {kept} of {STEPS} is kept" in note
+        assert f"infinity resume {tmp_path}/runs/one" in note
+    with (tmp_path / "runs/one/metrics.jsonl").open("a") as torn:
+        torn.write('{"kind": "step", "st')
+    summary = train(recipe(tmp_path))
+    assert summary is not None
+    assert metrics(tmp_path) == metrics(whole)
+    assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+    before = json.loads((whole / "runs/one/summary.json").read_text())
+    assert (summary.steps, summary.first_step) == (STEPS, 1)
+    for name in ("first_loss", "last_loss", "first_held_out", "last_held_out"):
+        assert getattr(summary, name) == before[name]
+    assert list((tmp_path / "nvme").iterdir()) == []
+    with pytest.raises(RecipeError, match="is finished after 6 steps"):
+        train(recipe(tmp_path))
+
+
+def interrupt(folder: Path, *overrides: str, step: int = 4, method: str = "loss") -> None:
+    """Train until the first forward pass of ``step`` has begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, method, step, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(folder, *overrides))
+
+
+def test_budgets_and_the_number_of_steps_may_change_and_the_schedule_follows(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt(tmp_path, f"train.steps={STEPS - 2}", "optim.schedule=constant")
+    # what was made until now is the same: warm-up does not depend on the number of steps
+    summary = train(recipe(tmp_path, "optim.schedule=constant", "memory.host=1MiB", "memory.resident=false"))
+    assert summary is not None
+    assert [line["lr"] for line in metrics(tmp_path) if line["kind"] == "step"] == [1e-2] * STEPS
+    assert capsys.readouterr().err == ""
+    other = tmp_path / "cosine"
+    other.mkdir()
+    interrupt(other, "train.steps=20")
+    train(recipe(other, "observe.progress=true"))
+    said = capsys.readouterr().err
+    assert "goes on after step 3, where the run was interrupted" in said
+    assert "train.steps was 20, is 6: from here on the learning rate follows optim.schedule=cosine" in said
+    rates = [line["lr"] for line in metrics(other) if line["kind"] == "step"]
+    assert rates[2] != metrics(whole)[4]["lr"]
+    assert rates[3:] == [line["lr"] for line in metrics(whole) if line["kind"] == "step"][3:]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.schedule=layer",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("train.dtype=fp16", "optim.max_grad_norm=null")
+        ),
+    ],
+)
+def test_other_ways_to_train_go_on_bitwise(tmp_path: Path, override: str) -> None:
+    parts = []
+    for name in ("whole", "parts"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "parts":
+            interrupt(folder, override, "train.eval_every=null", "run.save=false")
+        train(recipe(folder, override, "train.eval_every=null"))
+        parts.append((metrics(folder), model(folder / "runs/one/model")))
+    assert parts[0][0] == parts[1][0]
+    assert same(parts[0][1], parts[1][1])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        pytest.param("lora.rank=null", id="all weights", marks=pytest.mark.slow),
+        pytest.param("lora.rank=4", id="adapters"),
+    ],
+)
+def test_a_fine_tune_goes_on_bitwise_and_its_last_commit_can_be_exported(
+    tmp_path: Path, override: str
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / "base")
+    size = {"model.n_layers", "model.d_model", "model.n_heads"}
+    more = [override, "lora.dropout=0.1", f"model.path={tmp_path}/base", "data.tokenizer=bytes"]
+    found = {}
+    for name in ("whole", "parts"):
+        given = [
+            word for word in words(tmp_path, f"run.name={name}", *more) if word.partition("=")[0] not in size
+        ]
+        if name == "parts":
+            with pytest.MonkeyPatch.context() as patch:
+                stop(patch, "loss", 4, KeyboardInterrupt())
+                with pytest.raises(KeyboardInterrupt):
+                    train(load_recipe(overrides=given))
+            publish_run(tmp_path / "runs/parts", tmp_path / "out")
+        train(load_recipe(overrides=given))
+        [kept] = [path for path in (tmp_path / "runs" / name).iterdir() if path.is_dir()]
+        found[name] = metrics(tmp_path, name), load_file(next(kept.glob("*.safetensors")))
+    assert found["whole"][0] == found["parts"][0]
+    assert same(found["whole"][1], found["parts"][1])
+    exported = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert exported.keys() == found["whole"][1].keys()
+    assert not same(exported, found["whole"][1])
+
+
+def test_a_run_that_was_interrupted_while_it_saved_its_model_saves_it(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = infinity.export
+
+    def full(*args: Any, **options: Any) -> None:
+        export(*args, **options)
+        raise InfinityError("the drive is full")
+
+    monkeypatch.setattr(infinity, "export", full)
+    with pytest.raises(InfinityError, match="the drive is full"):
+        train(recipe(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
+    train(recipe(tmp_path))
+    assert metrics(tmp_path) == metrics(whole)
+    assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+
+
+def test_resume_needs_no_recipe_and_an_unnamed_run_is_kept_too(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "recipe.yaml").write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, "loss", 4, KeyboardInterrupt())
+        assert main(["train", str(tmp_path / "recipe.yaml"), *words(tmp_path, "run.name=null")]) == 130
+    [folder] = (tmp_path / "runs").iterdir()
+    said = capsys.readouterr().err
+    assert said.startswith("infinity: interrupted; the run's files are closed\nstep 3 of 6 is kept (")
+    assert f"To go on: infinity resume {folder}; to remove it: infinity runs {tmp_path}/runs --remove" in said
+    assert main(["resume", str(folder), "optim.lr=1"]) == 1
+    assert "optim.lr was 0.01, is 1.0" in capsys.readouterr().err
+    assert main(["resume", str(folder), "memory.host=1MiB"]) == 0
+    assert metrics(tmp_path, folder.name) == metrics(whole)
+    assert same(model(folder / "model"), model(whole / "runs/one/model"))
+
+
+def test_an_interrupted_run_can_be_exported_and_still_goes_on(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt(tmp_path)
+    run, out = tmp_path / "runs/one", tmp_path / "out"
+    before = (run / "metrics.jsonl").read_bytes(), (run / "recipe.yaml").read_bytes()
+    assert main(["export", str(run), str(out)]) == 0
+    assert capsys.readouterr().out == f"exported the model of {run} after step 3 to {out}\n"
+    assert ((run / "metrics.jsonl").read_bytes(), (run / "recipe.yaml").read_bytes()) == before
+    other = tmp_path / "other"
+    other.mkdir()
+    interrupt(other, f"run.dir={other}/runs", f"memory.nvme=[{other}/nvme]", step=4)
+    train(recipe(tmp_path))
+    assert metrics(tmp_path) == metrics(whole)
+    assert same(model(run / "model"), model(whole / "runs/one/model"))
+    # what was exported are the weights after step 3: those with which step 4 begins
+    resumed = recipe(other, "train.steps=3", "optim.schedule=cosine")
+    train(resumed)
+    assert same(model(out), model(other / "runs/one/model"))
+
+
+def test_a_run_of_which_nothing_was_committed_cannot_be_exported(tmp_path: Path) -> None:
+    interrupt(tmp_path, step=1)
+    with pytest.raises(CheckpointError, match="interrupted before its first step was committed"):
+        publish_run(tmp_path / "runs/one", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_data_or_another_batch_is_refused_and_the_run_can_still_go_on(
+    tmp_path: Path, whole: Path
+) -> None:
+    interrupt(tmp_path)
+    other = tmp_path / "other.txt"
+    other.write_text("a lazy dog\n" * 300)
+    with pytest.raises(InfinityError, match="the saved position has tokens="):
+        train(recipe(tmp_path, f"data.files={other}"))
+    with pytest.raises(
+        RecipeError, match=r"interrupted with train\.batch_size=4, train\.accumulate=2 and ranks: 1; now"
+    ):
+        train(recipe(tmp_path, "train.batch_size=8", "train.accumulate=1"))
+    train(recipe(tmp_path))
+    assert metrics(tmp_path) == metrics(whole)
+
+
+def test_with_never_nothing_is_kept(tmp_path: Path) -> None:
+    interrupt(tmp_path, "run.resume=never")
+    assert list((tmp_path / "nvme").iterdir()) == []
+    with pytest.raises(RecipeError, match=r"nothing to go on from: with run\.resume=never no step is kept"):
+        train(recipe(tmp_path))
+
+
+# --- processes that end --------------------------------------------------------------------------
+
+
+def command(folder: str, slow_step: int) -> int:
+    """Run ``infinity train`` in a rank; from ``slow_step`` on each step says so, and takes its time."""
+    done = Loop.loss
+
+    def loss(self: Loop, batch: Any) -> torch.Tensor:
+        result = done(self, batch)
+        if self.step >= slow_step and torch.is_grad_enabled():
+            mark("there")
+            time.sleep(0.3)
+        return result
+
+    def die(self: Summary, path: Path) -> None:
+        time.sleep(3)  # the other rank has come to its end
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
+        patch.setattr(Loop, "loss", loss)
+        if slow_step == SUMMARY_STEP:
+            patch.setattr(Summary, "write", die)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        given = words(Path(folder), "partition.timeout_s=20", "observe.progress=true")
+        return main(["train", f"{folder}/recipe.yaml", *given])
+
+
+def run(
+    folder: Path,
+    world_size: int,
+    *,
+    slow_step: int = STEPS + 1,
+    kill: Callable[[Any], object] = lambda ranks: None,
+) -> list[Ended]:
+    """Run the command on some ranks; ``kill`` is called when rank 0 has come to ``slow_step``."""
+    (folder / "recipe.yaml").touch()
+    words(folder)  # writes the data
+    with start_ranks(command, world_size, str(folder), slow_step, group=False) as ranks:
+        if slow_step <= STEPS:
+            ranks.reached("there", 0)
+            kill(ranks)
+        return ranks.wait(timeout_s=90)
+
+
+@pytest.fixture(scope="module")
+def whole_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two ranks that was never interrupted."""
+    folder = tmp_path_factory.mktemp("two")
+    assert [end.result for end in run(folder, 2)] == [0, 0]
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_before_its_summary_is_written_goes_on_on_all_ranks(
+    tmp_path: Path, whole_on_two: Path
+) -> None:
+    ends = run(tmp_path, 2, slow_step=SUMMARY_STEP)
+    assert [end.exit_code for end in ends] == [-signal.SIGKILL, 0], ends
+    assert ends[1].result == 1
+    assert [end.result for end in run(tmp_path, 2)] == [0, 0]
+    assert metrics(tmp_path) == metrics(whole_on_two)
+    assert same(model(tmp_path / "runs/one/model"), model(whole_on_two / "runs/one/model"))
+
+
+@pytest.mark.parametrize(
+    "killed", [[0, 1], pytest.param([1], marks=pytest.mark.slow)], ids=["all ranks", "one rank"]
+)
+def test_a_killed_run_goes_on_bitwise_on_two_ranks(
+    tmp_path: Path, whole_on_two: Path, killed: list[int]
+) -> None:
+    ends = run(tmp_path, 2, slow_step=4, kill=lambda ranks: [ranks.kill(rank) for rank in killed])
+    assert [end.exit_code for end in ends if end.rank in killed] == [-signal.SIGKILL] * len(killed)
+    if killed == [1]:
+        assert (ends[0].result, "PeerError: " in ends[0].traceback) == (1, True), ends[0]
+        assert "step 3 of 6 is kept" in ends[0].traceback
+    [listed] = list_runs(tmp_path / "runs")
+    assert (listed.state, listed.step) == ("interrupted", 3)
+    ends = run(tmp_path, 2)
+    assert [end.result for end in ends] == [0, 0], ends
+    assert metrics(tmp_path) == metrics(whole_on_two)
+    assert same(model(tmp_path / "runs/one/model"), model(whole_on_two / "runs/one/model"))
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((signal.SIGINT, 130), (signal.SIGTERM, 143))
+        ),
+        (signal.SIGUSR1, 75),
+    ],
+    ids=lambda v: str(v),
+)
+def test_a_stop_signal_keeps_the_last_step_and_says_how_to_go_on(
+    tmp_path: Path, whole: Path, number: signal.Signals, code: int
+) -> None:
+    [end] = run(tmp_path, 1, slow_step=4, kill=lambda ranks: ranks.kill(0, number))
+    assert end.result == code, end
+    assert end.ended_s < 20
+    assert "step 3 of 6 is kept" in end.traceback
+    assert "Traceback" not in end.traceback
+    if number == signal.SIGUSR1:
+        train(recipe(tmp_path))
+        assert metrics(tmp_path) == metrics(whole)
+        assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_says_what_a_step_takes(tmp_path: Path) -> None:
+    interrupt(tmp_path)
+    ends = run(tmp_path, 2)
+    assert [end.result for end in ends] == [0, 0], ends
+    assert "goes on after step 3" in ends[0].traceback
+    assert "a step takes 16 sequences on 2 ranks; it took 8 on 1" in ends[0].traceback
+    tokens = [line["tokens"] for line in metrics(tmp_path) if line["kind"] == "step"]
+    assert tokens == [128] * 3 + [256] * 3
+
+
+#: ``python -m infinity``, in which rank 1 kills itself once.
+_DIES_ONCE = """
+import os, signal, sys
+from infinity import cli
+from infinity.app.train import Loop
+from infinity.partition import builder
+builder.TARGET_SHARD_NBYTES = 8000
+done = Loop.loss
+def loss(self, batch):
+    result = done(self, batch)
+    if self.step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+Loop.loss = loss
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_restarts_a_run_of_which_a_rank_died_and_it_goes_on_bitwise(
+    tmp_path: Path, whole_on_two: Path
+) -> None:
+    (tmp_path / "program.py").write_text(_DIES_ONCE)
+    (tmp_path / "recipe.yaml").touch()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(tmp_path / "program.py"), "train", str(tmp_path / "recipe.yaml"), *words(tmp_path)]
+    done = subprocess.run(
+        [*launcher, "--max-restarts", "2", *program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "of 6 is kept" in done.stderr
+    assert metrics(tmp_path) == metrics(whole_on_two)
+    assert same(model(tmp_path / "runs/one/model"), model(whole_on_two / "runs/one/model"))

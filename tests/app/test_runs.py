@@ -1,0 +1,304 @@
+"""The folders of runs: which run a recipe names, what is refused and why, the list, the removal."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity.app.recipe import Recipe, changed_numbers, load_recipe
+from infinity.app.runs import (
+    LOCK,
+    METRICS,
+    RECIPE,
+    Run,
+    find_run,
+    interrupted_run,
+    list_runs,
+    opened,
+    remove_runs,
+)
+from infinity.cli import main
+from infinity.core.errors import InfinityError, LockedError, RecipeError
+from infinity.core.files import lock_file
+from infinity.observe.metrics import MetricsFile, StepReport
+from infinity.shards.commits import CommitRecord, write_commit
+
+REPORT = StepReport(step=1, loss=1.0, lr=1.0, grad_norm=1.0, skipped=False, step_s=1.0, tokens=1)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(overrides=["run.name=mine", "memory.nvme=[nvme]", "train.steps=9", *overrides])
+
+
+def interrupt(given: Recipe, *, logged: int = 0, committed: int | None = None, name: str = "mine") -> Path:
+    """Leave behind what a run does that was killed: its folder, and its directory on the drive."""
+    folder = Path("runs", name)
+    with opened(Run(given, folder)):
+        pass
+    metrics = MetricsFile(folder / METRICS)
+    for step in range(1, logged + 1):
+        metrics.step(
+            StepReport(step=step, loss=1.0, lr=1.0, grad_norm=1.0, skipped=False, step_s=1.0, tokens=1)
+        )
+    metrics.close()
+    if committed is not None:
+        keep(Path("nvme", name), committed)
+    return folder
+
+
+def keep(directory: Path, step: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "rank0.lock").touch()
+    (directory / "rank0.bin").write_bytes(b"x" * 8192)
+    write_commit(directory / "rank0-1.commit0", CommitRecord(step, (0,)))
+
+
+def refusal(given: Recipe) -> str:
+    with pytest.raises(RecipeError) as raised:
+        find_run(given)
+    return str(raised.value)
+
+
+# --- which run it is -------------------------------------------------------------------------------
+
+
+def test_a_new_run_has_no_recipe_of_before() -> None:
+    assert find_run(recipe()) == Run(recipe(), Path("runs/mine"))
+    assert not Path("runs").exists()
+
+
+def test_an_interrupted_run_is_gone_on_with_in_the_dtype_that_was_chosen() -> None:
+    interrupt(recipe("train.dtype=bf16"), logged=3, committed=3)
+    found = find_run(recipe("run.resume=must", "memory.host=1GiB", "train.steps=20"))
+    assert found.before == recipe("train.dtype=bf16")
+    assert (found.recipe.train.dtype, found.recipe.train.steps) == ("bf16", 20)
+
+
+def test_a_run_that_was_killed_before_its_first_commit_begins_anew_with_any_recipe() -> None:
+    folder, other = interrupt(recipe(), logged=2), recipe("optim.lr=1")
+    assert find_run(other) == Run(other, folder, lost=2)
+    Path("nvme/mine").mkdir(parents=True)
+    Path("nvme/mine/rank0.lock").touch()
+    interrupt(recipe(), logged=7)  # with durability.every: what it would have recorded is there
+    assert find_run(other) == Run(other, folder, lost=9)
+    with opened(Run(other, Path("runs/mine"))):
+        assert load_recipe("runs/mine/recipe.yaml") == other
+    assert "interrupted before any step was kept" in refusal(recipe("run.resume=must"))
+
+
+def test_a_run_that_was_killed_while_it_made_its_folder_begins() -> None:
+    for name in ("", LOCK, f"{RECIPE}.new"):
+        Path("runs/mine").mkdir(parents=True, exist_ok=True)
+        if name:
+            Path("runs/mine", name).touch()
+        assert find_run(recipe()).before is None
+    Path("runs/mine/thesis.tex").touch()
+    assert "runs/mine exists, and is no run's folder" in refusal(recipe())
+
+
+def test_a_recipe_that_changes_numbers_is_refused_and_each_key_is_named() -> None:
+    interrupt(recipe(), logged=3, committed=3)
+    said = refusal(recipe("optim.lr=0.5", "run.seed=7", "model.n_heads=3", "memory.host=1GiB"))
+    assert "interrupted at step 3" in said
+    assert "run.seed was 0, is 7; model.n_heads was 6, is 3; optim.lr was 0.0003, is 0.5." in said
+    assert "infinity runs --remove mine" in said
+
+
+def test_budgets_and_views_change_no_numbers_and_the_rest_does() -> None:
+    free = [
+        "run.dir=x", "run.name=x", "run.save=true", "memory.device=1GiB", "memory.nvme=[]", "train.steps=3",
+        "memory.engine=threads", "memory.activations=plan", "partition.timeout_s=5", "train.eval_every=7",
+        "train.threads=2", "observe.timeline=true", "data.cache=x", "data.files=[x]",
+    ]  # fmt: skip
+    assert changed_numbers(recipe(), recipe(*free)) == []
+    for override in (
+        "train.dtype=bf16",
+        "optim.schedule=cosine",
+        "data.seed=1",
+        "lora.alpha=3",
+        "model.tied=true",
+    ):
+        key = override.partition("=")[0]
+        [change] = changed_numbers(recipe(), recipe(override))
+        assert change.startswith(f"{key} was ")
+    assert changed_numbers(recipe("train.dtype=bf16"), recipe()) == []
+
+
+def test_fewer_steps_than_were_made_are_refused() -> None:
+    interrupt(recipe(), logged=7, committed=6)
+    assert "train.steps: got 5; wanted at least 6" in refusal(recipe("train.steps=5"))
+    assert find_run(recipe("train.steps=6")).before is not None
+
+
+def test_never_and_must_are_obeyed() -> None:
+    assert "run.resume=must: runs/mine is no run that was interrupted" in refusal(recipe("run.resume=must"))
+    interrupt(recipe(), logged=3, committed=3)
+    said = refusal(recipe("run.resume=never"))
+    assert "interrupted, and run.resume=never" in said
+    assert "infinity runs --remove mine" in said
+
+
+def test_a_finished_run_is_refused_and_more_steps_begin_from_its_model() -> None:
+    folder = interrupt(recipe(), logged=9)
+    (folder / "summary.json").write_text("{}")
+    assert "runs/mine is finished after 9 steps; give the run another name, or remove it" in refusal(recipe())
+    assert "states" not in refusal(recipe())
+    assert "train.steps=20 cannot go on from there" in refusal(recipe("train.steps=20"))
+    (folder / "model").mkdir()
+    assert "model.path=runs/mine/model" in refusal(recipe("train.steps=20"))
+
+
+def test_a_running_run_is_refused_and_named() -> None:
+    with opened(Run(recipe(), Path("runs/mine"))):
+        said = refusal(recipe())
+        assert f"runs/mine is in use by process {os.getpid()} on " in said
+        with pytest.raises(RecipeError, match="in use by"), opened(Run(recipe(), Path("runs/mine"))):
+            raise AssertionError("two processes run it")
+    assert find_run(recipe()).before is None
+
+
+def test_a_run_that_was_finished_meanwhile_is_not_overwritten() -> None:
+    found = find_run(recipe())
+    (interrupt(recipe("train.steps=3")) / "summary.json").write_text("{}")
+    with pytest.raises(RecipeError, match="finished after 3 steps"), opened(found):
+        raise AssertionError("it was begun")
+    assert load_recipe("runs/mine/recipe.yaml").train.steps == 3
+
+
+def test_what_is_kept_elsewhere_or_not_at_all_is_no_reason_to_begin_anew() -> None:
+    interrupt(recipe(), logged=7, committed=6)
+    said = refusal(recipe("memory.nvme=[other]"))
+    assert "at step 6, and what it goes on from lies in nvme/mine: give memory.nvme=[nvme]" in said
+    shutil.move("nvme", "other")
+    assert find_run(recipe("memory.nvme=[other]")).before is not None
+    shutil.rmtree("other")
+    assert "interrupted after step 7, and there is nothing to go on from: no step is kept in nvme" in refusal(
+        recipe()
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [("memory.nvme=[]", "without memory.nvme"), ("memory.versions=1", "with memory.versions=1"),
+     ("run.resume=never", "with run.resume=never")],
+)  # fmt: skip
+def test_a_run_that_kept_nothing_says_why(override: str, why: str) -> None:
+    interrupt(recipe(override), logged=7)
+    assert f"nothing to go on from: {why} no step is kept" in refusal(recipe())
+
+
+def test_what_another_run_of_this_name_keeps_is_not_taken() -> None:
+    keep(Path("nvme/mine"), 5)
+    said = refusal(recipe())
+    assert "memory.nvme keeps step 5 of an interrupted run mine, whose folder is not runs/mine" in said
+    assert "rm -r nvme/mine" in said
+    assert find_run(recipe("run.resume=never")).before is None
+
+
+def test_resume_takes_the_recipe_of_the_folder() -> None:
+    interrupt(recipe("run.name=null", "run.resume=never", "train.dtype=fp32"), name="2026_1", committed=4)
+    found = interrupted_run("runs/2026_1", ["memory.host=1GiB"])
+    assert (found.run.name, found.run.dir, found.run.resume) == ("2026_1", "runs", "auto")
+    assert (found.memory.host, found.train.dtype) == (2**30, "fp32")
+    for wrong, what in (("runs", "no recipe.yaml"), ("none", "no such folder")):
+        with pytest.raises(RecipeError, match=f"{wrong}: {what}; wanted the folder of a run"):
+            interrupted_run(wrong)
+
+
+# --- listing and removing --------------------------------------------------------------------------
+
+
+def test_runs_are_listed_with_state_step_size_and_age(capsys: pytest.CaptureFixture[str]) -> None:
+    interrupt(recipe(), logged=7, committed=6)
+    finished = interrupt(recipe("run.name=done"), logged=9, name="done")
+    (finished / "summary.json").write_text("{}")
+    old = time.time() - 7300
+    for path in (*finished.iterdir(), finished):
+        os.utime(path, (old, old))
+    Path("runs/tokens").mkdir()
+    with opened(Run(recipe("run.name=live"), Path("runs/live"))):
+        found = {run.folder.name: run for run in list_runs(Path("runs"))}
+        assert [run.folder.name for run in list_runs(Path("runs"))][-1] == "done"
+        assert main(["runs"]) == 0
+    assert {name: (run.state, run.step) for name, run in found.items()} == {
+        "mine": ("interrupted", 6), "done": ("finished", 9), "live": ("running", 0)
+    }  # fmt: skip
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["done", "finished", "9/9", "2", "h"] in lines
+    [mine] = [line for line in lines if line[0] == "mine"]
+    assert mine[1:5] == ["interrupted", "6/9", "12", "KiB"]
+    assert main(["runs", "none"]) == 1
+    assert "none: No such file or directory; wanted a directory of runs" in capsys.readouterr().err
+
+
+def test_removing_asks_and_takes_the_folder_and_the_files_on_the_drive(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(recipe(), logged=7, committed=6)
+    asked: list[str] = []
+    for answer in ("", "n", EOFError()):
+
+        def ask(line: str, answer: str | EOFError = answer) -> str:
+            asked.append(line)
+            if isinstance(answer, EOFError):
+                raise answer
+            return answer
+
+        monkeypatch.setattr("builtins.input", ask)
+        assert main(["runs", "--remove", "mine"]) == 0
+        assert "nothing was removed" in capsys.readouterr().out
+        assert Path("runs/mine").exists()
+    assert asked[0].startswith("remove runs/mine (interrupted, step 6/9), with 12 KiB in nvme/mine?")
+    monkeypatch.setattr("builtins.input", lambda line: "y")
+    assert main(["runs", "--remove", "mine"]) == 0
+    assert list(Path("runs").iterdir()) == list(Path("nvme").iterdir()) == []
+
+
+def test_removing_never_touches_a_running_run_nor_anything_else_with_it() -> None:
+    interrupt(recipe("run.name=dead"), committed=3, name="dead")
+    with opened(Run(recipe(), Path("runs/mine"))), pytest.raises(LockedError, match="runs/mine is running"):
+        remove_runs(Path("runs"), ["dead", "mine"], lambda line: True)
+    lock = lock_file(Path("nvme/dead/rank0.lock"))  # a script of the user's own, in this run's directory
+    with pytest.raises(LockedError, match="nvme/dead is in use by"):
+        remove_runs(Path("runs"), ["dead"], lambda line: True)
+    os.close(lock)
+    assert Path("nvme/dead/rank0.bin").exists()
+    assert remove_runs(Path("runs"), ["dead", "dead"], lambda line: True)
+
+
+def test_removing_follows_no_link_and_takes_nothing_that_is_not_a_runs(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "rank0.lock").touch()
+    (victim / "thesis.tex").touch()
+    interrupt(recipe())
+    Path("nvme").mkdir()
+    Path("nvme/mine").symlink_to(victim)
+    Path("runs/mine/link").symlink_to(victim)
+    assert remove_runs(Path("runs"), ["mine"], lambda line: True)
+    assert sorted(path.name for path in victim.iterdir()) == ["rank0.lock", "thesis.tex"]
+    interrupt(recipe("memory.nvme=[home]"))
+    home = Path("home/mine")
+    home.mkdir(parents=True)
+    (home / "thesis.tex").touch()
+    assert remove_runs(Path("runs"), ["mine"], lambda line: True)
+    assert (home / "thesis.tex").exists()
+    Path("runs/linked").symlink_to(victim)
+    (victim / RECIPE).touch()
+    for name in ("linked", "../victim", "tokens"):
+        with pytest.raises(InfinityError, match="no run of this user"):
+            remove_runs(Path("runs"), [name], lambda line: True)
+
+
+def test_what_a_finished_run_shares_its_name_with_stays() -> None:
+    (interrupt(recipe(), committed=6) / "summary.json").write_text(json.dumps({}))
+    assert remove_runs(Path("runs"), ["mine"], lambda line: True)
+    assert Path("nvme/mine/rank0.bin").exists()
