@@ -1,0 +1,111 @@
+"""Interval arithmetic of resharding: which ranges of one layout make up a range of another.
+
+All ranges count elements and are half open. A *line* is a sequence of elements that lie end to end: a unit's
+flat buffer, or a parameter in row-major order. A shard is one rank's equal slice of a unit's line.
+"""
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Elements ``[start, stop)`` of a line, and what lies there."""
+
+    source: Hashable
+    start: int
+    stop: int
+
+
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of ``source``, counted from its own first one.
+
+    Attributes:
+        target: Where they belong in the range that was asked for, counted from its first element.
+    """
+
+    source: Hashable
+    start: int
+    stop: int
+    target: int
+
+
+class ShardPiece(NamedTuple):
+    """Elements ``[start, stop)`` of the shard that ``rank`` has of ``unit``; see :class:`Piece`."""
+
+    unit: int
+    rank: int
+    start: int
+    stop: int
+    target: int
+
+
+class Box(NamedTuple):
+    """A contiguous N-dimensional part of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def pieces(start: int, stop: int, have: Sequence[Span]) -> Iterator[Piece]:
+    """Cut ``[start, stop)`` of a line by the spans that lie in it, in order; gaps between them give nothing.
+
+    Args:
+        have: Without overlap, ascending. A span without elements gives nothing.
+    """
+    for span in have:
+        low, high = max(start, span.start), min(stop, span.stop)
+        if low < high:
+            yield Piece(span.source, low - span.start, high - span.start, low - start)
+
+
+def shard_pieces(
+    start: int,
+    stop: int,
+    new: Sequence[Span],
+    old: Mapping[Hashable, tuple[int, int]],
+    shard_numel: Mapping[int, int] | Sequence[int],
+) -> Iterator[ShardPiece]:
+    """The pieces of old shards that make up ``[start, stop)`` of a new unit's flat buffer, in order.
+
+    Neither the number of ranks nor the division into units need be the same. Padding gives nothing.
+
+    Args:
+        new: Parameters of the new unit, where they lie in its flat buffer, ascending.
+        old: By the same sources, the old unit of each parameter and its first element there.
+        shard_numel: By old unit, elements of one rank's shard.
+
+    Raises:
+        KeyError: A parameter is in no old unit.
+    """
+    for piece in pieces(start, stop, new):
+        unit, offset = old[piece.source]
+        numel = shard_numel[unit]
+        at, end = offset + piece.start, offset + piece.stop
+        while at < end:
+            rank, first = divmod(at, numel)
+            last = min(numel, first + end - at)
+            yield ShardPiece(unit, rank, first, last, piece.target + at - offset - piece.start)
+            at += last - first
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut elements ``[start, stop)`` of a row-major tensor into contiguous boxes: the fewest, in order.
+
+    At most ``2 * len(shape) - 1``, for elements that begin and end inside a row.
+    """
+    inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if not shape and start < stop:
+        yield Box((), ())
+        return
+    while start < stop:
+        # The outermost dimension of which whole rows begin here and fit.
+        dim = next(d for d, numel in enumerate(inner) if start % numel == 0 and stop - start >= numel)
+        offsets = [start // numel % size for numel, size in zip(inner, shape, strict=True)]
+        rows = min((stop - start) // inner[dim], shape[dim] - offsets[dim])
+        yield Box(tuple(offsets), (*(1 for _ in range(dim)), rows, *shape[dim + 1 :]))
+        start += rows * inner[dim]
