@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from infinity.api.layer_schedule import layer_schedule
     from infinity.api.lora import add_lora, save_lora
     from infinity.api.offload_activations import offload_activations
+    from infinity.api.portable import load_checkpoint, save_checkpoint
     from infinity.api.pretrained import from_pretrained
     from infinity.api.resume import resume
     from infinity.app.recipe import Recipe, load_recipe
@@ -51,6 +52,8 @@ _HOMES = {
     "add_lora": "infinity.api.lora",
     "save_lora": "infinity.api.lora",
     "offload_activations": "infinity.api.offload_activations",
+    "load_checkpoint": "infinity.api.portable",
+    "save_checkpoint": "infinity.api.portable",
     "AdamW": "infinity.api.adamw",
     "from_pretrained": "infinity.api.pretrained",
     "Recipe": "infinity.app.recipe",
@@ -78,10 +81,12 @@ __all__ = [
     "from_pretrained",
     "gathered",
     "layer_schedule",
+    "load_checkpoint",
     "load_recipe",
     "no_sync",
     "offload_activations",
     "resume",
+    "save_checkpoint",
     "save_lora",
     "state_dict",
 ]

@@ -3,7 +3,7 @@
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -275,10 +275,20 @@ class AdamW(torch.optim.Optimizer):
         self._connect()
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
         self.runtime.values.load_optimizer_fields(fields)
-        self.steps = max((int(each["step"]) for each in fields.values()), default=0)
-        self.runtime.executor().updates.steps = self.steps
+        self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
+        """Go on after ``steps`` steps, with hyperparameters of each group; the state is in place."""
+        for group, found in zip(self.param_groups, numbers, strict=True):
+            _check_numbers({**group, **found})
+        for group, found in zip(self.param_groups, numbers, strict=True):
+            group.update(found)
+        self._go_on_from(steps)
+
+    def _go_on_from(self, steps: int) -> None:
+        self.steps = self.runtime.executor().updates.steps = steps
 
     # --- checks ------------------------------------------------------------------------------
 

@@ -159,65 +159,29 @@ class Checkpoint(dict[str, Stored]):
         return self._files[-1].tensors
 
 
-class TensorFile:
-    """One safetensors file, open for reading.
+class ReadableFile:
+    """A regular file, open for reading ranges of it.
 
     Args:
         path: The file; a symbolic link is followed.
 
     Attributes:
-        tensors: By key, in the order of their bytes.
         nbytes_read: Bytes of tensors that were read so far.
 
     Raises:
-        CheckpointError: It cannot be read, or is not what the format demands.
+        CheckpointError: It cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with _readable(path):
-            self._fd = open_regular(path)
-        try:
-            self.tensors = self._read_header()
-        except BaseException:
-            self.close()
-            raise
-        self.nbytes_read = 0
+        self.path, self.nbytes_read = path, 0
+        with readable(path):
+            self.fd = open_regular(path)
 
     def close(self) -> None:
         """May be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _read_header(self) -> dict[str, "FileTensor"]:
-        """Every tensor's type, shape and place; see [Note: untrusted files]."""
-        try:
-            # By descriptor, so that it is the file which was found to be a regular one.
-            with safe_open(f"/proc/self/fd/{self._fd}", framework="numpy") as file:
-                found = []
-                for key in file.offset_keys():
-                    given = file.get_slice(key)
-                    shape = torch.Size(given.get_shape())
-                    found.append((key, given.get_dtype(), shape, shape.numel()))
-        except Exception as error:  # SafetensorError, and those of shapes beyond 64 bits
-            size = os.fstat(self._fd).st_size
-            raise CheckpointError(
-                f"{self.path} ({size} bytes) is not a valid safetensors file: {str(error)[:300]}. Download "
-                "or copy it again"
-            ) from error
-        prefix = bytearray(8)
-        self._read(0, memoryview(prefix))
-        header = bytearray(int.from_bytes(prefix, "little"))
-        self._read(8, memoryview(header))
-        parse_json_object(header, f"the header of {self.path}")
-        offset, tensors = 8 + len(header), {}
-        for key, name, shape, numel in found:
-            if name not in DTYPES:
-                raise CheckpointError(f"{self.path}: {key!r} has dtype {name}; known are {', '.join(DTYPES)}")
-            tensors[key] = FileTensor(self, DTYPES[name], shape, offset)
-            offset += numel * DTYPES[name].itemsize
-        return tensors
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def read(self, offset: int, values: Tensor) -> None:
         """Fill a contiguous tensor with the bytes from ``offset`` on; blocking.
@@ -226,15 +190,15 @@ class TensorFile:
             CheckpointError: The file ends early, or the disk fails.
         """
         flat: Any = values.view(torch.uint8).numpy()
-        self._read(offset, memoryview(flat))
+        self.read_bytes(offset, memoryview(flat))
         self.nbytes_read += values.nbytes
 
-    def _read(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``, in as many calls as the system needs, or raise."""
+    def read_bytes(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory``, in as many calls as the system needs, or raise as :meth:`read` does."""
         done = 0
         while done < memory.nbytes:
             try:
-                count = os.preadv(self._fd, [memory[done:]], offset + done)
+                count = os.preadv(self.fd, [memory[done:]], offset + done)
             except OSError as error:
                 raise CheckpointError(
                     f"{self.path}: reading {memory.nbytes} bytes at offset {offset} failed after "
@@ -250,11 +214,59 @@ class TensorFile:
     def read_ahead(self, offset: int) -> None:
         """Ask the kernel for the bytes from ``offset`` on; not every file system takes the hint."""
         with contextlib.suppress(OSError):
-            os.posix_fadvise(self._fd, offset, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self.fd, offset, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
+
+
+class TensorFile(ReadableFile):
+    """One safetensors file, open for reading.
+
+    Attributes:
+        tensors: By key, in the order of their bytes.
+
+    Raises:
+        CheckpointError: It cannot be read, or is not what the format demands.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> dict[str, "FileTensor"]:
+        """Every tensor's type, shape and place; see [Note: untrusted files]."""
+        try:
+            # By descriptor, so that it is the file which was found to be a regular one.
+            with safe_open(f"/proc/self/fd/{self.fd}", framework="numpy") as file:
+                found = []
+                for key in file.offset_keys():
+                    given = file.get_slice(key)
+                    shape = torch.Size(given.get_shape())
+                    found.append((key, given.get_dtype(), shape, shape.numel()))
+        except Exception as error:  # SafetensorError, and those of shapes beyond 64 bits
+            size = os.fstat(self.fd).st_size
+            raise CheckpointError(
+                f"{self.path} ({size} bytes) is not a valid safetensors file: {str(error)[:300]}. Download "
+                "or copy it again"
+            ) from error
+        prefix = bytearray(8)
+        self.read_bytes(0, memoryview(prefix))
+        header = bytearray(int.from_bytes(prefix, "little"))
+        self.read_bytes(8, memoryview(header))
+        parse_json_object(header, f"the header of {self.path}")
+        offset, tensors = 8 + len(header), {}
+        for key, name, shape, numel in found:
+            if name not in DTYPES:
+                raise CheckpointError(f"{self.path}: {key!r} has dtype {name}; known are {', '.join(DTYPES)}")
+            tensors[key] = FileTensor(self, DTYPES[name], shape, offset)
+            offset += numel * DTYPES[name].itemsize
+        return tensors
 
 
 class FileTensor:
-    """A tensor in a safetensors file; see :class:`Stored`.
+    """A tensor whose values lie in a file as they are; see :class:`Stored`.
 
     Attributes:
         offset: Its first byte in the file.
@@ -262,7 +274,7 @@ class FileTensor:
 
     __slots__ = ("_file", "dtype", "offset", "shape")
 
-    def __init__(self, file: TensorFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
+    def __init__(self, file: ReadableFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
         self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
 
     def fill(self, start: int, out: Tensor) -> None:
@@ -339,7 +351,7 @@ def stamp_files(directory: Path) -> str:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """Raise what the system says of ``path`` as a CheckpointError."""
     try:
         yield
@@ -353,7 +365,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It cannot be read, is too long, or is something else.
     """
-    with _readable(path):
+    with readable(path):
         raw = read_file(path, _MOST_JSON_NBYTES)
     return parse_json_object(raw, str(path))
 

@@ -253,7 +253,7 @@ class _ValueWriter:
                 "export to a directory on a file system that every rank sees"
             )
         for plan in self._plan.files:
-            self._files.append(OutputFile(folder / plan.name, plan))
+            self._files.append(OutputFile(folder / plan.name))
             self._stack.callback(self._files[-1].close)
 
     def write_as_they_are(self, read_weights: ReadWeights) -> None:

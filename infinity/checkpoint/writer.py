@@ -149,10 +149,10 @@ def plan_files(tensors: Sequence[TensorSpec], max_shard_nbytes: int) -> tuple[Fi
 
 
 class OutputFile:
-    """A file of a plan, open for writing past the page cache where the file system allows it."""
+    """A file, open for writing past the page cache where the file system allows it."""
 
-    def __init__(self, path: Path, plan: FilePlan) -> None:
-        self.path, self.plan = path, plan
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._buffered = self._direct = -1
         with writing(f"opening {path}", path):
             self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -168,7 +168,7 @@ class OutputFile:
         """
         path = folder / plan.name
         with writing(f"making {path}", path, plan.nbytes), path.open("xb") as file:
-            _reserve(file.fileno(), plan.nbytes)
+            reserve(file.fileno(), plan.nbytes)
             file.write(plan.header)
 
     def put(self, offset: int, memory: memoryview) -> None:
@@ -212,7 +212,7 @@ class OutputFile:
         self._buffered = self._direct = -1
 
 
-def _reserve(fd: int, nbytes: int) -> None:
+def reserve(fd: int, nbytes: int) -> None:
     """Give a new file its length, and room where the file system can promise it."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -244,7 +244,10 @@ class RangeWriter:
 
         They may be overwritten as soon as this returns. Raises nothing about the disk: see :meth:`check`.
         """
-        data = values.detach().reshape(-1).view(torch.uint8).numpy()
+        self.write_bytes(file, offset, values.detach().reshape(-1).view(torch.uint8).numpy())
+
+    def write_bytes(self, file: OutputFile, offset: int, data: np.ndarray[Any, Any]) -> None:
+        """See :meth:`write`; ``data`` has dtype uint8."""
         self.nbytes += len(data)
         while len(data) and self._error is None:
             block = self._filling

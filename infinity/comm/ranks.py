@@ -143,6 +143,16 @@ def agree(value: T, world_size: int, what: str = "agreeing on the run's id") -> 
     return values[0]
 
 
+def gather(value: T, ranks: Ranks, what: str) -> list[T]:
+    """Return every rank's ``value`` on rank 0, in order; other ranks get their own. Every rank must call."""
+    if ranks.world_size == 1:
+        return [value]
+    found: list[T] | None = [value] * ranks.world_size if ranks.rank == 0 else None
+    with peer_errors(what):
+        dist.gather_object(value, found, dst=0)
+    return [value] if found is None else found
+
+
 def decide(make: Callable[[], str], rank: int, share: Callable[[str], str]) -> str:
     """Return the text that rank 0 makes, on every rank.
 

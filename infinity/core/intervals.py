@@ -41,10 +41,14 @@ class ShardPiece(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A contiguous N-dimensional part of a tensor."""
+    """An N-dimensional part of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     @property
     def numel(self) -> int:
@@ -93,19 +97,40 @@ def shard_pieces(
             at += last - first
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> Iterator[Box]:
     """Cut elements ``[start, stop)`` of a row-major tensor into contiguous boxes: the fewest, in order.
 
     At most ``2 * len(shape) - 1``, for elements that begin and end inside a row.
+
+    Args:
+        most: Elements of one box, at most; None: any number.
     """
+    most = max(1, stop - start if most is None else most)
     inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if not shape and start < stop:
         yield Box((), ())
-        return
-    while start < stop:
+    while shape and start < stop:
+        room = min(most, stop - start)
         # The outermost dimension of which whole rows begin here and fit.
-        dim = next(d for d, numel in enumerate(inner) if start % numel == 0 and stop - start >= numel)
+        dim = next(d for d, numel in enumerate(inner) if start % numel == 0 and room >= numel)
         offsets = [start // numel % size for numel, size in zip(inner, shape, strict=True)]
-        rows = min((stop - start) // inner[dim], shape[dim] - offsets[dim])
+        rows = min(room // inner[dim], shape[dim] - offsets[dim])
         yield Box(tuple(offsets), (*(1 for _ in range(dim)), rows, *shape[dim + 1 :]))
         start += rows * inner[dim]
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return what two boxes of one tensor have in common; None: nothing."""
+    offsets = [max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True)]
+    stops = [min(a, b) for a, b in zip(one.stops, other.stops, strict=True)]
+    if any(start >= stop for start, stop in zip(offsets, stops, strict=True)):
+        return None
+    return Box(tuple(offsets), tuple(stop - start for start, stop in zip(offsets, stops, strict=True)))
+
+
+def flat_offset(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the number of the element at ``offsets`` of a row-major tensor of shape ``sizes``."""
+    at = 0
+    for offset, size in zip(offsets, sizes, strict=True):
+        at = at * size + offset
+    return at

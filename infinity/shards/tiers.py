@@ -10,7 +10,7 @@ them exact, and in the host budget the room for its moments is only set aside. W
 would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -208,13 +208,17 @@ class Tiers:
 
     # --- exact values, for construction and for people who write weights ---------------------
 
-    def put(self, unit: Unit, master: Callable[[int, int], Tensor]) -> None:
-        """Store exact values of this rank's shard, moments zero; a new unit gets its home first.
+    def put(
+        self, unit: Unit, master: Callable[[int, int], Tensor],
+        moments: Callable[[int, int], Sequence[Tensor]] | None = None,
+    ) -> None:  # fmt: skip
+        """Store exact values of this rank's shard; a new unit gets its home first.
 
         Args:
             unit: Whose.
             master: Gives elements of the full flat buffer, in fp32, or in bf16 where that is exact and
                 the compute dtype.
+            moments: The same of the moments, called after it; None: they are zero.
         """
         if unit.index not in self.residents and not self._stored(unit):
             self.place(unit)
@@ -232,8 +236,15 @@ class Tiers:
                     field.zero_()
             else:
                 store_master(self.layout, values, weight, state)
-            for moment in state[-_MOMENTS:] if trains else ():
-                moment.zero_()
+            if not trains:
+                continue
+            if moments is None:
+                for moment in state[-_MOMENTS:]:
+                    moment.zero_()
+            else:
+                given = moments(first + start, first + start + len(weight))
+                for moment, value in zip(state[-_MOMENTS:], given, strict=True):
+                    moment.copy_(value)
         if self.shared_base is not None:
             self.from_base.add(unit.index)
 
@@ -254,12 +265,19 @@ class Tiers:
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
         out = [torch.empty(unit.shard_numel) for _ in range(1 + _MOMENTS)]
-        for start, weight, state in self._each_chunk(unit):
-            stop = start + len(weight)
-            out[0][start:stop] = master_of(self.layout, weight, state)
-            for field, moment in zip(out[1:], state[-_MOMENTS:], strict=True):
-                field[start:stop] = moment
+        for start, chunk in self.chunk_fields(unit):
+            for field, values in zip(out, chunk, strict=True):
+                field[start : start + len(values)] = values
         return tuple(out)
+
+    def chunk_fields(self, unit: Unit) -> Generator[tuple[int, tuple[Tensor, ...]]]:
+        """This shard's exact values and moments, fp32, in chunks that stay until the next one is asked for.
+
+        Yields:
+            The chunk's first element in the shard, and its three fields.
+        """
+        for start, weight, state in self._each_chunk(unit):
+            yield start, (master_of(self.layout, weight, state), *state[-_MOMENTS:])
 
     def set_shard_fields(self, unit: Unit, fields: tuple[Tensor, Tensor, Tensor]) -> None:
         """Replace this shard's exact values and moments (optimizer state that is loaded)."""

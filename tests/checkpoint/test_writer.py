@@ -49,7 +49,7 @@ def filled(specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
 def write(folder: Path, plan: Any, pieces: list[tuple[str, int, torch.Tensor]]) -> Path:
     """Write flat pieces: key, first element, values."""
     OutputFile.create(folder, plan)
-    file = OutputFile(folder / plan.name, plan)
+    file = OutputFile(folder / plan.name)
     try:
         with RangeWriter() as writer:
             for key, start, values in pieces:
@@ -131,7 +131,7 @@ def test_values_may_be_overwritten_as_soon_as_they_were_handed_over(tmp_path: Pa
     spec = TensorSpec("t", torch.int32, (5000,))
     plan = plan_file("f.safetensors", [spec])
     OutputFile.create(tmp_path, plan)
-    file = OutputFile(tmp_path / plan.name, plan)
+    file = OutputFile(tmp_path / plan.name)
     with RangeWriter() as writer:
         values = torch.empty(1000, dtype=torch.int32)
         for i in range(5):
@@ -180,7 +180,7 @@ def test_a_write_that_fails_surfaces_at_check_and_flush_with_place_and_free_spac
     monkeypatch.setattr("infinity.checkpoint.writer._WRITE_NBYTES", 4096)
     plan = plan_file("f.safetensors", [TensorSpec("t", torch.uint8, (40_000,))])
     OutputFile.create(tmp_path, plan)
-    file = OutputFile(tmp_path / plan.name, plan)
+    file = OutputFile(tmp_path / plan.name)
     real, calls = os.pwrite, []
 
     def full(fd: int, data: Any, offset: int) -> int:
@@ -224,4 +224,4 @@ def test_a_file_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="No such file"):
         OutputFile.create(tmp_path / "none", plan)
     with pytest.raises(DiskError, match="No such file"):
-        OutputFile(tmp_path / "f.safetensors", plan)
+        OutputFile(tmp_path / "f.safetensors")

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.intervals import Span, boxes, pieces, shard_pieces
+from infinity.core.intervals import Box, Span, boxes, flat_offset, overlap, pieces, shard_pieces
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -20,14 +20,18 @@ def _ranges(draw):
     return shape, start, draw(st.integers(start, numel))
 
 
-@given(_ranges())
-def test_boxes_hold_the_elements_of_the_range_in_order(given):
+def _part(tensor, box):
+    return tensor[tuple(slice(start, stop) for start, stop in zip(box.offsets, box.stops, strict=True))]
+
+
+@given(_ranges(), st.integers(1, 30))
+def test_boxes_hold_the_elements_of_the_range_in_order(given, most):
     shape, start, stop = given
     tensor = np.arange(math.prod(shape)).reshape(shape)
     found = [np.arange(0)]
-    for box in boxes(shape, start, stop):
-        part = tensor[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-        assert part.size == box.numel > 0
+    for box in boxes(shape, start, stop, most):
+        part = _part(tensor, box)
+        assert 0 < part.size == box.numel <= most
         found.append(part.reshape(-1))
     assert np.array_equal(np.concatenate(found), np.arange(start, stop))
 
@@ -48,6 +52,24 @@ def test_no_other_cut_needs_fewer_boxes(given):
         return 1 + min(fewest(high) for high in range(low + 1, stop + 1) if is_box(low, high))
 
     assert len(list(boxes(shape, start, stop))) == fewest(start) <= max(1, 2 * len(shape) - 1)
+
+
+@given(_ranges(), st.data())
+def test_what_a_range_has_of_any_box_is_contiguous_in_the_box(given, data):
+    """So that one read brings it, however the tensor was cut."""
+    shape, start, stop = given
+    offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)]
+    stored = Box(tuple(offsets), tuple(sizes))
+    tensor = np.arange(math.prod(shape)).reshape(shape)
+    of_box, found = _part(tensor, stored).reshape(-1), []
+    for box in boxes(shape, start, stop):
+        if common := overlap(box, stored):
+            inside = [o - s for o, s in zip(common.offsets, stored.offsets, strict=True)]
+            first = flat_offset(inside, stored.sizes)
+            assert np.array_equal(of_box[first : first + common.numel], _part(tensor, common).reshape(-1))
+            found += of_box[first : first + common.numel].tolist()
+    assert found == [each for each in of_box.tolist() if start <= each < stop]
 
 
 def test_a_tensor_without_elements_has_no_boxes():

@@ -1,0 +1,98 @@
+"""``save_checkpoint`` and ``load_checkpoint``: directories of ``torch.distributed.checkpoint``."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infinity.api.adamw import AdamW
+from infinity.checkpoint.distcp import DistributedCheckpoint
+from infinity.checkpoint.portable import PortableValues, save_portable
+from infinity.comm.ranks import all_ranks_or_raise
+from infinity.core.files import user_path
+from infinity.engine.runtime import runtime_of
+
+
+def save_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path) -> None:
+    """Write weights, moments and hyperparameters to a new directory of ``torch.distributed.checkpoint``.
+
+    ``torch.distributed.checkpoint.load`` reads it on any number of ranks, into FSDP2, torchtitan or a plain
+    model: exact fp32 weights under the model's own names, and beside them the state of ``torch.optim.AdamW``
+    as ``{"optimizer": get_optimizer_state_dict(...)}``, with or without ``flatten_optimizer_state_dict``.
+
+    Streamed: beside a few buffers, memory holds a part of one unit. The directory appears when it is whole; a
+    save that fails or is killed leaves nothing under its name, and training can go on. Every rank must call,
+    between two steps, and ``path`` lies on a file system that all see.
+
+    Args:
+        model: Built under :class:`infinity.Init`.
+        optimizer: Of this model; None: only weights are saved.
+        path: Must not exist, or be empty; rank 0's value is used.
+
+    Raises:
+        CheckpointError: ``path`` is not free.
+        DiskError: A drive failed or is full; says where, and what is free.
+        PeerError: Another rank failed; says which and why.
+        StateError: There are gradients of a step that is not over.
+    """
+    runtime = runtime_of(model)
+    if runtime.started:
+        runtime.values.check_step_over()
+    extra: dict[tuple[str | int, ...], Any] = {}
+    if optimizer is not None and optimizer.scaler is not None:
+        extra = {("loss_scaler", key): value for key, value in optimizer.scaler.state_dict().items()}
+    runtime.synchronize()
+    save_portable(
+        model,
+        runtime.units,
+        user_path(path, "path"),
+        groups=() if optimizer is None else optimizer.param_groups,
+        extra=extra,
+        read_fields=runtime.tiers.chunk_fields,
+        ranks=runtime.ranks,
+    )
+
+
+def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path) -> int:
+    """Load weights and the optimizer's state from a directory of ``torch.distributed.checkpoint``.
+
+    Written by :func:`save_checkpoint`, or by ``torch.distributed.checkpoint.save`` from FSDP2, torchtitan or
+    a plain model with the same names of parameters, on any number of ranks. Streamed: each rank reads its own
+    ranges of elements, chunk by chunk. No code of the directory's runs. Every rank must call, before
+    training.
+
+    Args:
+        model: Built under :class:`infinity.Init`.
+        optimizer: Of this model. Moments and step counts that the checkpoint lacks become zero. None: only
+            weights are loaded.
+        path: The directory.
+
+    Returns:
+        How many steps the optimizer had done; 0 if the checkpoint has no state of an optimizer.
+
+    Raises:
+        CheckpointError: It is damaged, or does not fit; lists every missing, unknown and wrongly shaped key.
+        DiskError: A drive failed or is full.
+        StateError: There are gradients of a step that is not over.
+    """
+    runtime = runtime_of(model)
+    if runtime.started:
+        runtime.values.check_step_over()
+        runtime.synchronize()
+        runtime.executor().prefetcher.forget()
+    where = user_path(path, "path")
+    groups = () if optimizer is None else optimizer.param_groups
+    with all_ranks_or_raise(runtime.ranks, f"loading {where}"), DistributedCheckpoint(where) as checkpoint:
+        values = PortableValues(checkpoint, model, runtime.units, groups)
+        for unit in filter(values.holds, runtime.units):
+            runtime.tiers.put(unit, values.master(unit), values.moments(unit))
+            unit.updates += 1
+            for segment in unit.segments:
+                segment.steps = values.steps.get(id(segment.param), 0)
+        values.fill_whole()
+        if optimizer is not None:
+            scaler = {key: values.extra("loss_scaler", key) for key in ("scale", "good_steps")}
+            if optimizer.scaler is not None and None not in scaler.values():
+                optimizer.scaler.load_state_dict(scaler)
+            optimizer.restart(values.numbers, max(values.steps.values(), default=0))
+    return max(values.steps.values(), default=0)

@@ -1,0 +1,589 @@
+"""Portable checkpoints: ``torch.distributed.checkpoint`` directories, streamed from shards and into them.
+
+[Note: names]
+Weights have the plain model's names, without a prefix, as torchtitan has them; the optimizer's entries begin
+with ``optimizer.``, as ``get_optimizer_state_dict`` gives them. That function has two forms of parameter
+groups: a list, and (``flatten_optimizer_state_dict``, torchtitan) every number once for each parameter. Both
+are written, since entries of equal value share their bytes. So do the names of a tied weight.
+
+[Note: which rank writes what]
+Each rank writes one file, and in it what its shards hold: ranges of a parameter's elements, cut into boxes,
+because the format knows no others. Nothing is gathered. Rank 0 writes the rest: buffers, step counts, the
+optimizer's numbers, and last the metadata, for which the ranks send it what they wrote, and where.
+
+[Note: the writer]
+torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is complete, hence all of the
+state. The records here are torch's (``torch.save``, one after the other); they are copied into blocks that
+threads write past the page cache. So memory holds one box of three fields, and those blocks.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from infinity.checkpoint.directory import Stored
+from infinity.checkpoint.distcp import METADATA, DistributedCheckpoint
+from infinity.checkpoint.load import named_targets
+from infinity.checkpoint.publish import Publication, partial_path
+from infinity.checkpoint.writer import OutputFile, RangeWriter, TensorSpec, WriteError, reserve, writing
+from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
+from infinity.core.errors import CheckpointError, StateError
+from infinity.core.intervals import Box, boxes
+from infinity.partition.unit import Segment, Unit
+
+#: Elements of one record, at most.
+BOX_NUMEL = 4 * 2**20
+#: What torch.save adds to the values of a record, at most (bytes).
+_AROUND_NBYTES = 2048
+OPTIMIZER = "optimizer"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Hyperparameters that are loaded.
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
+
+#: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, chunk by chunk in
+#: ascending order: the first element in the shard, and the three fields, which stay until the next chunk is
+#: asked for.
+ReadFields: TypeAlias = Callable[[Unit], Generator[tuple[int, tuple[Tensor, ...]]]]
+#: Where a value is in nested dictionaries and lists; its key has the items joined by dots.
+Place: TypeAlias = tuple[str | int, ...]
+
+
+class Record(NamedTuple):
+    """One value in a rank's file.
+
+    Attributes:
+        keys: Entries of the checkpoint that have this value.
+        box: Of their tensor; None: the value is no tensor.
+        start: First byte in the file.
+    """
+
+    keys: tuple[str, ...]
+    box: Box | None
+    start: int
+    nbytes: int
+
+
+class Contents:
+    """What a checkpoint of one model has in it, the same on every rank.
+
+    Args:
+        model: Whose.
+        units: Where its sharded parameters are; its other tensors are whole on every rank.
+        groups: The optimizer's ``param_groups``; none: only weights are saved.
+        extra: Further values of the optimizer, by path.
+
+    Attributes:
+        tensors: By key.
+        paths: Of every key.
+        whole: Tensors that rank 0 writes, with their keys.
+        objects: Values that are no tensors, with their keys; rank 0 writes them.
+
+    Raises:
+        CheckpointError: Two values have one key.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], groups: Sequence[Mapping[str, Any]],
+        extra: Mapping[Place, Any],
+    ) -> None:  # fmt: skip
+        self.tensors: dict[str, TensorSpec] = {}
+        self.paths: dict[str, Place] = {}
+        self.whole: list[tuple[Tensor, tuple[str, ...]]] = []
+        self.objects: list[tuple[Any, tuple[str, ...]]] = []
+        self._units = units
+        self._weights: dict[int, tuple[str, ...]] = {}  # keys by id of the parameter
+        self._moments: dict[int, tuple[tuple[str, ...], ...]] = {}
+        sharded = {id(s.param): s for unit in units for s in unit.segments}
+        names = tensor_names(model)
+        for tensor, (first, *others) in names:
+            exact = id(tensor) in sharded
+            dtype = torch.float32 if exact else tensor.dtype
+            self._weights[id(tensor)] = self._add_tensor(
+                dtype, tensor.shape, *((n,) for n in (first, *others))
+            )
+            if not exact:
+                self.whole.append((tensor, self._weights[id(tensor)]))
+        name_of = {id(tensor): first for tensor, (first, *_) in names}
+        self._add_state([s for g in groups for p in g["params"] if (s := sharded.get(id(p)))], name_of)
+        for index, group in enumerate(groups):
+            self._add_group(index, group, [name_of[id(p)] for p in group["params"] if id(p) in name_of])
+        for path, value in extra.items():
+            self._add_object(value, (OPTIMIZER, *path))
+        for segment in sharded.values():
+            if not segment.numel:  # no shard has a part of it
+                self.whole += [(torch.empty(segment.shape), keys) for keys in self.keys(segment)]
+
+    def keys(self, segment: Segment) -> list[tuple[str, ...]]:
+        """The keys of a parameter's exact weight and, if it has an optimizer's state, of its moments."""
+        if id(segment.param) not in self._weights:  # the model is a part of another
+            return []
+        return [self._weights[id(segment.param)], *self._moments.get(id(segment.param), ())]
+
+    def _add_state(self, segments: Sequence[Segment], name_of: Mapping[int, str]) -> None:
+        """Add moments and step counts of what is trained now, or was."""
+        steps: dict[int, list[Place]] = {}
+        for segment in segments:
+            if id(segment.param) in name_of and (segment.param.requires_grad or segment.steps):
+                path = OPTIMIZER, "state", name_of[id(segment.param)]
+                self._moments[id(segment.param)] = tuple(
+                    self._add_tensor(torch.float32, segment.shape, (*path, moment)) for moment in MOMENTS
+                )
+                steps.setdefault(segment.steps, []).append((*path, "step"))
+        for count, paths in steps.items():
+            step = torch.tensor(float(count))
+            self.whole.append((step, self._add_tensor(step.dtype, step.shape, *paths)))
+
+    def _add_group(self, index: int, group: Mapping[str, Any], names: list[str]) -> None:
+        """Add the numbers of a parameter group, in both forms: see [Note: names]."""
+        usual = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+        numbers = {**usual, "initial_lr": group["lr"], **group}
+        del numbers["params"]
+        groups = "param_groups"
+        for name, value in numbers.items():
+            value = value.item() if isinstance(value, Tensor) else value
+            flat = ((OPTIMIZER, f"{groups}.{each}.{name}") for each in names)
+            self._add_object(value, (OPTIMIZER, groups, index, name), *flat)
+        self._add_object(names, (OPTIMIZER, groups, index, "params"))
+
+    def _add_tensor(self, dtype: torch.dtype, shape: torch.Size, *paths: Place) -> tuple[str, ...]:
+        keys = self._add_keys(paths)
+        self.tensors.update((key, TensorSpec(key, dtype, tuple(shape))) for key in keys)
+        return keys
+
+    def _add_object(self, value: Any, *paths: Place) -> None:
+        self.objects.append((value, self._add_keys(paths)))
+
+    def _add_keys(self, paths: Sequence[Place]) -> tuple[str, ...]:
+        keys = tuple(".".join(map(str, path)) for path in paths)
+        for key, path in zip(keys, paths, strict=True):
+            if key in self.paths:
+                raise CheckpointError(
+                    f"the checkpoint would have two values called {key}: rename the parameter or module of "
+                    f"that name ({OPTIMIZER}. begins the entries of the optimizer)"
+                )
+            self.paths[key] = path
+        return keys
+
+    # --- what one rank writes ----------------------------------------------------------------
+
+    def shard_boxes(self, unit: Unit) -> Iterator[tuple[Segment, Box, int]]:
+        """Cut this rank's shard: the parameter, a box of it, and its first element in the shard."""
+        low, high = unit.shard_start, unit.shard_start + unit.shard_numel
+        for segment in filter(self.keys, unit.segments):
+            start, stop = max(low, segment.offset), min(high, segment.stop)
+            for box in boxes(segment.shape, start - segment.offset, stop - segment.offset, BOX_NUMEL):
+                yield segment, box, start - low
+                start += box.numel
+
+    def nbytes(self, rank: int) -> int:
+        """Bytes that the file of this rank takes, roughly."""
+        found = [
+            box.numel * torch.float32.itemsize
+            for unit in self._units
+            for segment, box, _ in self.shard_boxes(unit)
+            for _ in self.keys(segment)
+        ]
+        if rank == 0:
+            found += [tensor.nbytes for tensor, _ in self.whole] + [0 for _ in self.objects]
+        return sum(found) + len(found) * _AROUND_NBYTES
+
+
+def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Parameters and persistent buffers, each with its names; an optimizer's state has the first."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in named_targets(model):
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def save_portable(
+    model: nn.Module,
+    units: Sequence[Unit],
+    out: Path,
+    *,
+    groups: Sequence[Mapping[str, Any]],
+    extra: Mapping[Place, Any],
+    read_fields: ReadFields,
+    ranks: Ranks,
+) -> None:
+    """Write a model and its optimizer's state; see :func:`infinity.save_checkpoint`. Every rank must call.
+
+    Args:
+        units: Where the model's sharded parameters are.
+        groups: The optimizer's ``param_groups``; none: only weights are saved.
+        extra: Further values of the optimizer, by path.
+        read_fields: Reads this rank's shards.
+        ranks: That share the model.
+    """
+    text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
+    place, token = json.loads(agree(text, ranks.world_size, "agreeing on the directory of a checkpoint"))
+    out = Path(place)
+    folder = partial_path(out, token)
+    with contextlib.ExitStack() as stack:
+        with all_ranks_or_raise(ranks, f"planning {out}"):
+            contents = Contents(model, units, groups, extra)
+            if ranks.rank == 0:
+                publication = stack.enter_context(Publication(out, token))
+        needed = int(ranks.sum(contents.nbytes(ranks.rank), f"bytes of {out}"))
+        with all_ranks_or_raise(ranks, f"writing {out}"):
+            _check_room(folder, needed, ranks.rank)
+            with _DataFile(folder, ranks.rank, contents.nbytes(ranks.rank)) as file:
+                for unit in units:
+                    _write_unit(unit, contents, read_fields, file)
+                if ranks.rank == 0:
+                    for tensor, keys in contents.whole:
+                        values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                        file.add(keys, Box((0,) * tensor.ndim, tuple(tensor.shape)), values)
+                    for value, keys in contents.objects:
+                        file.add(keys, None, value)
+                file.finish()
+        written = gather(file.records, ranks, f"the list of what is in {out}")
+        with all_ranks_or_raise(ranks, f"publishing {out}"):
+            if ranks.rank == 0:
+                path = folder / METADATA
+                with writing(f"writing {path}", path):
+                    path.write_bytes(pickle.dumps(_metadata(contents, written, token)))
+                publication.publish()
+
+
+def _check_room(folder: Path, nbytes: int, rank: int) -> None:
+    """Fail before the work if it cannot end well.
+
+    Raises:
+        CheckpointError: This rank does not see the directory.
+        WriteError: The file system has less room than the files take.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see {folder}, which rank 0 has just made; save to a directory on a file "
+            "system that every rank sees"
+        )
+    space = shutil.disk_usage(folder)
+    if space.total and space.free < nbytes:  # a file system without a size says 0
+        raise WriteError(errno.ENOSPC, f"making room for {folder}", folder, nbytes=nbytes)
+
+
+def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "_DataFile") -> None:
+    """Write what this rank's shard of ``unit`` holds.
+
+    Raises:
+        DiskError: A read or a write failed.
+    """
+    with contextlib.closing(read_fields(unit)) as chunks:
+        at, fields = 0, tuple[Tensor, ...]((torch.empty(0),))
+        for segment, box, start in contents.shard_boxes(unit):
+            keys = contents.keys(segment)
+            values = [torch.empty(box.numel) for _ in keys]
+            done = 0
+            while done < box.numel:
+                while start + done >= at + len(fields[0]):
+                    at, fields = next(chunks)
+                low = start + done - at
+                numel = min(box.numel - done, len(fields[0]) - low)
+                for value, field in zip(values, fields, strict=False):
+                    value[done : done + numel] = field[low : low + numel]
+                done += numel
+            for each, value in zip(keys, values, strict=True):
+                file.add(each, box, value.view(box.sizes))
+            file.check()
+
+
+class _DataFile:
+    """One rank's file while it is written: records of torch.save, one after the other; a context manager.
+
+    Args:
+        nbytes: Room that is set aside for it.
+
+    Attributes:
+        records: What was written so far.
+    """
+
+    def __init__(self, folder: Path, rank: int, nbytes: int) -> None:
+        self.records: list[Record] = []
+        self._path, self._nbytes = folder / file_name(rank), 0
+        with writing(f"making {self._path}", self._path, nbytes), self._path.open("xb") as file:
+            reserve(file.fileno(), nbytes)
+        self._file, self._writer = OutputFile(self._path), RangeWriter()
+
+    def add(self, keys: tuple[str, ...], box: Box | None, value: Any) -> None:
+        """Write a value; a tensor owns all its memory. Raises nothing about the disk: see :meth:`check`."""
+        start = self._nbytes
+        torch.save(value, self)  # type: ignore[arg-type]
+        self.records.append(Record(keys, box, start, self._nbytes - start))
+
+    def write(self, data: Any) -> int:
+        """Take bytes of torch.save."""
+        flat = np.frombuffer(data, dtype=np.uint8)
+        self._writer.write_bytes(self._file, self._nbytes, flat)
+        self._nbytes += len(flat)
+        return len(flat)
+
+    def flush(self) -> None:
+        """Do nothing; torch.save calls it."""
+
+    def check(self) -> None:
+        """Raise the first error so far.
+
+        Raises:
+            WriteError: Something could not be written.
+        """
+        self._writer.check()
+
+    def finish(self) -> None:
+        """Return when everything is on the drive.
+
+        Raises:
+            WriteError: It is not.
+        """
+        self._writer.flush()
+        with writing(f"writing {self._path}", self._path):
+            os.truncate(self._path, self._nbytes)
+        self._file.sync()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._writer.__exit__()
+        self._file.close()
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"__{rank}_0.distcp"
+
+
+def _metadata(contents: Contents, written: Sequence[Sequence[Record]], token: str) -> Metadata:
+    """Describe all that the ranks have written, as torch does."""
+    found: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    for rank, records in enumerate(written):
+        for record in records:
+            info = _StorageInfo(file_name(rank), record.start, record.nbytes)
+            for key in record.keys:
+                if record.box is None:
+                    found[key] = BytesStorageMetadata()
+                    storage[MetadataIndex(key)] = info
+                    continue
+                spec = contents.tensors[key]
+                properties = TensorProperties(dtype=spec.dtype)
+                entry = found.setdefault(key, TensorStorageMetadata(properties, torch.Size(spec.shape), []))
+                index = MetadataIndex(key, record.box.offsets, len(entry.chunks))
+                storage[index] = info
+                entry.chunks.append(
+                    ChunkStorageMetadata(torch.Size(record.box.offsets), torch.Size(record.box.sizes))
+                )
+    for key, spec in contents.tensors.items():
+        numel = sum(chunk.sizes.numel() for chunk in found[key].chunks)
+        assert numel == torch.Size(spec.shape).numel(), (
+            f"{key}: {numel} elements of {spec.shape} were written"
+        )
+    return Metadata(found, contents.paths, storage, StorageMeta(save_id=token), CURRENT_DCP_VERSION)
+
+
+# --- in: from a directory into a model --------------------------------------------------------------
+
+
+class PortableValues:
+    """What a checkpoint has for a model and its optimizer; decided before the first value is read.
+
+    Args:
+        checkpoint: Stays open while values are read.
+        model: Its tensors' names are looked for, behind any prefix that all of them share (``model.``).
+        units: Where its sharded parameters are; its other tensors are whole on every rank.
+        groups: The optimizer's ``param_groups``; none: only weights are loaded.
+
+    Attributes:
+        steps: Step counts by id of the parameter; empty if the checkpoint has no state of an optimizer.
+        numbers: The hyperparameters of each group; those that the checkpoint has.
+
+    Raises:
+        CheckpointError: Weights are missing, left over or of another shape; lists all of them.
+    """
+
+    def __init__(
+        self, checkpoint: DistributedCheckpoint, model: nn.Module, units: Iterable[Unit],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        self._checkpoint = checkpoint
+        self._named = tensor_names(model)
+        self._sharded = {id(s.param): s for unit in units for s in unit.segments}
+        _require_whole_units(units, {id(tensor) for tensor, _ in self._named})
+        self._fields: dict[int, tuple[Stored, ...]] = {}  # by id of the tensor: its values and moments
+        self._complaints: list[str] = []
+        self._find_weights()
+        self.steps: dict[int, int] = {}
+        self.numbers: list[dict[str, Any]] = [{} for _ in groups]
+        self._find_state(groups)
+        if self._complaints:
+            lines = "\n  ".join(self._complaints)
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {lines}\n"
+                "Build the model that was saved; keys are its parameters' names, with or without a prefix"
+            )
+
+    def _find_weights(self) -> None:
+        every = [name for _, names in self._named for name in names]
+        prefix = _prefix(every, self._checkpoint)
+        for tensor, names in self._named:
+            found = [name for name in names if prefix + name in self._checkpoint]
+            if found:
+                self._take(tensor, [prefix + found[0]])
+            else:
+                self._complaints.append(f"missing: {prefix}{names[0]}")
+        parts = {prefix + name.partition(".")[0] for name in every}
+        known = {prefix + name for name in every}
+        for key in sorted(self._checkpoint.keys() - known):
+            if any(key.startswith(part + ".") for part in parts):
+                self._complaints.append(f"unknown to the model: {key}")
+
+    def _take(self, tensor: Tensor, keys: Sequence[str]) -> None:
+        """Let these entries be the values, and moments, of ``tensor``."""
+        for key in keys:
+            shape = tuple(self._checkpoint[key].shape)
+            if shape != tuple(tensor.shape):
+                self._complaints.append(f"{key} has shape {shape}, the model {tuple(tensor.shape)}")
+        self._fields[id(tensor)] = (*self._fields.get(id(tensor), ()), *(self._checkpoint[k] for k in keys))
+
+    def _find_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        name_of = {id(tensor): names for tensor, names in self._named}
+        members = [[(p, name_of[id(p)]) for p in group["params"] if id(p) in name_of] for group in groups]
+        first = f".{MOMENTS[0]}"
+        prefix = _prefix(
+            [f"state.{name}{first}" for group in members for _, names in group for name in names],
+            self._checkpoint,
+        )
+        numbers = _numbers(self._checkpoint, prefix)
+        for group, found in zip(members, self.numbers, strict=True):
+            for param, names in group:
+                held = [name for name in names if f"{prefix}state.{name}{first}" in self._checkpoint]
+                if not held or not param.requires_grad or id(param) not in self._sharded:
+                    continue
+                state = f"{prefix}state.{held[0]}."
+                if missing := [m for m in MOMENTS if state + m not in self._checkpoint]:
+                    self._complaints += [f"missing: {state}{moment}" for moment in missing]
+                    continue
+                self._take(param, [state + moment for moment in MOMENTS])
+                self.steps[id(param)] = int(self._number(state + "step"))
+                theirs = numbers.get(held[0], {})
+                if any(name in found and found[name] != value for name, value in theirs.items()):
+                    self._complaints.append(f"{held[0]} has other hyperparameters than its parameter group")
+                found.update(theirs)
+
+    def _number(self, key: str) -> float:
+        """A number that was saved as one, or as a tensor."""
+        value = torch.zeros(1)
+        if key not in self._checkpoint:
+            if key not in self._checkpoint.objects:
+                self._complaints.append(f"missing: {key}")
+                return 0
+            return float(self._checkpoint.value(key))
+        if self._checkpoint[key].shape.numel() == 1:
+            self._checkpoint[key].fill(0, value)
+        return value.item()
+
+    def extra(self, *path: str) -> Any:
+        """Return a further value of the optimizer, by its path; None: there is none."""
+        key = ".".join((OPTIMIZER, *path))
+        return self._checkpoint.value(key) if key in self._checkpoint.objects else None
+
+    # --- values ------------------------------------------------------------------------------
+
+    def master(self, unit: Unit) -> Callable[[int, int], Tensor]:
+        """What gives elements of the unit's flat buffer, fp32; gaps are zero."""
+        return lambda start, stop: self._range(unit, 0, start, stop)
+
+    def moments(self, unit: Unit) -> Callable[[int, int], Sequence[Tensor]]:
+        """The same of its moments, which are zero where the checkpoint has none."""
+        return lambda start, stop: [self._range(unit, field, start, stop) for field in (1, 2)]
+
+    def _range(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
+        out = torch.zeros(stop - start)
+        for s in unit.segments:
+            low, high = max(start, s.offset), min(stop, s.stop)
+            fields = self._fields.get(id(s.param), ())
+            if low < high and field < len(fields):
+                fields[field].fill(low - s.offset, out[low - start : high - start])
+        return out
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether the model has the parameters of ``unit``."""
+        return any(id(s.param) in self._fields for s in unit.segments)
+
+    def fill_whole(self) -> None:
+        """Give tensors that every rank has whole their values."""
+        with torch.no_grad():
+            for tensor, _ in self._named:
+                if id(tensor) not in self._sharded:
+                    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+                    self._fields[id(tensor)][0].fill(0, flat)
+                    tensor.copy_(flat.view(tensor.shape))
+
+
+def _require_whole_units(units: Iterable[Unit], given: Collection[int]) -> None:
+    """Raise if a model has only some parameters of a unit: all of a unit is written at one time.
+
+    Raises:
+        StateError: It does.
+    """
+    for unit in units:
+        held = [id(s.param) in given for s in unit.segments]
+        if any(held) and not all(held):
+            raise StateError(
+                f"{unit.name} has parameters of this model and others: give load_checkpoint the whole model "
+                "that was built under infinity.Init"
+            )
+
+
+def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
+    """What stands before most of ``names`` among ``keys``; the shortest of several."""
+    found = Counter[str]()
+    for name in names:
+        for key in keys:
+            if key.endswith(name) and (key == name or key[-len(name) - 1] == "."):
+                found[key.removesuffix(name)] += 1
+        if found:  # all names have the same
+            break
+    counts = {each: sum(each + name in keys for name in names) for each in found}
+    return min(found, key=lambda each: (-counts[each], len(each)), default="")
+
+
+def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[str, Any]]:
+    """Hyperparameters by name of the parameter, from either form: see [Note: names]."""
+    found: dict[str, dict[str, Any]] = {}
+    groups = f"{prefix}param_groups."
+    listed: dict[str, list[str]] = {}
+    for key in sorted(checkpoint.objects):
+        if key.startswith(groups) and key.endswith(".params"):
+            names = checkpoint.value(key)
+            listed[key.removeprefix(groups).removesuffix(".params")] = (
+                names if isinstance(names, list) else []
+            )
+    for key in checkpoint.objects:
+        name, _, number = key.removeprefix(groups).rpartition(".")
+        if key.startswith(groups) and number in _NUMBERS:
+            for each in listed.get(name, [name]):
+                found.setdefault(str(each), {})[number] = checkpoint.value(key)
+    return found
