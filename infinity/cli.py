@@ -1,4 +1,4 @@
-"""The command line: ``infinity train | resume | runs | export | plan | rok | recipe``."""
+"""The command line: ``infinity train | resume | runs | export | save | plan | rok | recipe``."""
 
 import argparse
 import io
@@ -113,6 +113,12 @@ def _export(args: argparse.Namespace) -> None:
     print(f"exported {publish_run(args.run, args.out)} to {args.out}")
 
 
+def _save(args: argparse.Namespace) -> None:
+    from infinity.app.train import save_run
+
+    print(f"saved {save_run(args.run, args.dir)} to {args.dir}")
+
+
 def _plan(args: argparse.Namespace) -> None:
     from infinity.app.plan import show_plan
 
@@ -199,6 +205,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(export)
     export.add_argument("out", metavar="OUT", help="the new directory")
     export.set_defaults(run_command=_export)
+
+    save = commands.add_parser(
+        "save",
+        help="save an interrupted run's last step as a portable checkpoint",
+        description="Save the weights and optimizer states of the last committed step of a run that was "
+        "interrupted as a directory of torch.distributed.checkpoint, which FSDP2 and torchtitan load on any "
+        "number of ranks. The run can still go on. On several ranks: torchrun -m infinity save ...",
+    )
+    _add_run(save)
+    save.add_argument("dir", metavar="DIR", help="the new directory")
+    save.set_defaults(run_command=_save)
 
     plan = commands.add_parser(
         "plan",

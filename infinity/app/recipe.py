@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
+from infinity.app.checkpoints import CheckpointConfig
 from infinity.app.data.loader import DataConfig
 from infinity.app.models.config import ModelConfig
 from infinity.app.other_tools import translate
@@ -165,6 +166,7 @@ class Recipe:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import infinity
 from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room, export_run
 from infinity.api.schedule import LayerSchedule
+from infinity.app.checkpoints import Checkpoints
 from infinity.app.data.loader import BatchShape, Data, HeldOut, open_data
 from infinity.app.data.sequences import Batch, join
 from infinity.app.models.causal import CausalLoss, require_causal
@@ -89,7 +90,7 @@ def train(recipe: Recipe) -> Summary | None:
         if rank() == 0:
             write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             runtime.say.attach(views.log)
-        loop = Loop(recipe, model, optimizer, data, views)
+        loop = Loop(recipe, model, optimizer, data, views, folder)
         if rank() == 0:
             for note in notes_on(run, data, loop):
                 views.log(note)
@@ -142,13 +143,17 @@ class Loop:
     Args:
         optimizer: :class:`infinity.AdamW`, which follows this object and its scheduler.
         views: Receive the figures of each step; on rank 0 only.
+        folder: The run's, for its checkpoints; None: there are none.
 
     Attributes:
         step: The step that the loop has come to.
         division: How a step divides its sequences; ``before``: how it did before the interruption.
     """
 
-    def __init__(self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Views) -> None:
+    def __init__(
+        self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Views,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
         self._data = data
         self._device = next(model.parameters()).device
@@ -160,6 +165,12 @@ class Loop:
         self.before = self.division
         self._scheduler = LambdaLR(optimizer, self._lr_factor)
         self._resume()
+        self._checkpoints: Checkpoints | None = None
+        if folder is not None and recipe.checkpoint.every is not None:
+            self._checkpoints = Checkpoints(
+                recipe.checkpoint, model, optimizer, folder, steps=recipe.train.steps, agree=self._mean,
+                say=views.log,
+            )  # fmt: skip
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
             self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
@@ -204,6 +215,8 @@ class Loop:
             self._views.step(replace(report, step=step))
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
                 self._evaluate(step)
+            if self._checkpoints is not None and self._checkpoints.after(step):
+                self._optimizer.report()  # excludes its time and bytes from the next step's report
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
         self.meet()  # then no rank may return successfully
 
@@ -637,21 +650,47 @@ def publish_run(path: str | Path, out: str | Path) -> str:
     if not is_interrupted(folder):
         export_run(path, out)
         return f"the model of {path}"
+    with _last_commit(folder) as (recipe, model, _, step):
+        _write_model(recipe, model, user_path(out, "OUT"))
+    return f"the model of {path} after step {step}"
+
+
+def save_run(path: str | Path, out: str | Path) -> str:
+    """Write the last commit of an interrupted run as a portable checkpoint; return a description of it.
+
+    The run can still go on. Every rank must call.
+
+    Raises:
+        CheckpointError: There is no commit, or ``out`` is not free.
+        InfinityError: The run is running, what it keeps cannot be used, or a drive failed.
+    """
+    folder = user_path(path, "RUN")
+    if not is_interrupted(folder):
+        raise CheckpointError(
+            f"{path} is not the folder of a run that was interrupted, and only such a one keeps all of its "
+            "states; for checkpoints of a run while it trains set checkpoint.every"
+        )
+    with _last_commit(folder) as (_, model, optimizer, step):
+        infinity.save_checkpoint(model, optimizer, user_path(out, "DIR"))
+    return f"step {step} of {path}"
+
+
+@contextmanager
+def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
+    """Recipe, model, optimizer and last committed step of an interrupted run, which keeps all that it has."""
     recipe = interrupted_run(folder)
     with ExitStack() as stack:
         stack.enter_context(process_group(recipe))
         found = on_rank_0(lambda: find_run(recipe))
         if found.before is None:
-            raise CheckpointError(f"{path}: the run was interrupted before its first step was committed")
+            raise CheckpointError(f"{folder}: the run was interrupted before its first step was committed")
         recipe = found.recipe
         if rank() == 0:
             stack.enter_context(locked(folder))
         set_threads(recipe.train)
         model, optimizer = stack.enter_context(built(recipe, folder.name, Views(), keep=True))
         optimizer.follow(loop=_Unused(), scheduler=_Unused())
-        step = infinity.resume(model, optimizer)
-        _write_model(recipe, model, user_path(out, "OUT"))
-    return f"the model of {path} after step {step}"
+        yield recipe, model, optimizer, infinity.resume(model, optimizer)
 
 
 class _Unused:

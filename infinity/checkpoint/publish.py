@@ -54,7 +54,7 @@ class Publication:
             with suppress(OSError):  # a file system without locks: what is left behind stays there
                 self._lock = open_locked(self.path, _DIRECTORY)
             with writing(f"looking for what a killed export left beside {out}", self.path):
-                _remove_leftovers(out)
+                _remove_leftovers(out.parent, glob.escape(out.name))
         except BaseException:
             self.close()
             raise
@@ -89,6 +89,49 @@ class Publication:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Series:
+    """Numbered directories that are published one after the other, of which the newest stay.
+
+    ``latest`` is a symbolic link to the newest one, replaced in one step.
+
+    Args:
+        folder: Where they are.
+        name: What they are called, before the number.
+        keep: How many stay.
+    """
+
+    def __init__(self, folder: Path, name: str, keep: int) -> None:
+        self.folder, self._name, self._keep = folder, name, keep
+
+    def path(self, number: int) -> Path:
+        """The directory of this number."""
+        return self.folder / f"{self._name}-{number}"
+
+    def publish(self, number: int) -> None:
+        """Let ``latest`` be this directory, which is complete, and remove those that are too many.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        latest = self.folder / "latest"
+        with writing(f"writing {latest}", latest):
+            _remove_leftovers(self.folder, f"{glob.escape(self._name)}-*")
+            draft = self.folder / ".latest.new"
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(self.path(number).name)
+            draft.replace(latest)
+            sync(self.folder)
+            others = sorted(set(self._numbers()) - {number})
+            for old in others[: max(0, len(others) - self._keep + 1)]:
+                removed = partial_path(self.path(old), "old")
+                self.path(old).rename(removed)  # first, so that none is there in part
+                shutil.rmtree(removed, ignore_errors=True)
+
+    def _numbers(self) -> list[int]:
+        found = (path.name.removeprefix(f"{self._name}-") for path in self.folder.glob(f"{self._name}-*"))
+        return [int(number) for number in found if number.isdecimal()]
 
 
 def partial_path(out: Path, token: str) -> Path:
@@ -177,9 +220,9 @@ def _linked(path: Path, target: Path) -> bool:
     return True
 
 
-def _remove_leftovers(out: Path) -> None:
-    """Remove what killed exports to ``out`` left; those that still run hold their locks."""
-    for path in out.parent.glob(f".{glob.escape(out.name)}.*.part"):
+def _remove_leftovers(folder: Path, pattern: str) -> None:
+    """Remove what killed exports to names of this pattern left; those that still run hold their locks."""
+    for path in folder.glob(f".{pattern}.*.part"):
         with suppress(OSError):
             lock = open_locked(path, _DIRECTORY, patience_s=0)
             try:

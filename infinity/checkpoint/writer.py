@@ -48,8 +48,8 @@ class WriteError(DiskError):
         name = errno_names.errorcode.get(errno, str(errno))
         where = f" ({nbytes} bytes at offset {offset})" if nbytes else ""
         text = (
-            f"{action}{where} failed: {os.strerror(errno)} ({name}); {free_space(self.path)}. Nothing of the "
-            "export stays, and the model is unharmed; make room, or choose a directory that this user may "
+            f"{action}{where} failed: {os.strerror(errno)} ({name}); {free_space(self.path)}. Nothing of "
+            "it stays, and the model is unharmed; make room, or choose a directory that this user may "
             "write on a larger file system"
         )
         OSError.__init__(self, errno, text, self.path)
