@@ -292,22 +292,34 @@ def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "
         DiskError: A read or a write failed.
     """
     with contextlib.closing(read_fields(unit)) as chunks:
-        at, fields = 0, tuple[Tensor, ...]((torch.empty(0),))
+        shard = _ShardReader(chunks)
         for segment, box, start in contents.shard_boxes(unit):
             keys = contents.keys(segment)
-            values = [torch.empty(box.numel) for _ in keys]
-            done = 0
-            while done < box.numel:
-                while start + done >= at + len(fields[0]):
-                    at, fields = next(chunks)
-                low = start + done - at
-                numel = min(box.numel - done, len(fields[0]) - low)
-                for value, field in zip(values, fields, strict=False):
-                    value[done : done + numel] = field[low : low + numel]
-                done += numel
-            for each, value in zip(keys, values, strict=True):
-                file.add(each, box, value.view(box.sizes))
+            values = shard.read(start, box.numel, len(keys))
+            while values:  # one after the other, so that no two boxes are in memory
+                file.add(keys[-len(values)], box, values.pop(0).view(box.sizes))
             file.check()
+
+
+class _ShardReader:
+    """Ranges of a shard, in ascending order, from the chunks in which it is read."""
+
+    def __init__(self, chunks: Iterator[tuple[int, tuple[Tensor, ...]]]) -> None:
+        self._chunks = chunks
+        self._start, self._fields = 0, tuple[Tensor, ...]((torch.empty(0),))
+
+    def read(self, start: int, numel: int, fields: int) -> list[Tensor]:
+        """Return the first ``fields`` fields of elements from ``start`` on, in memory of their own."""
+        values, done = [torch.empty(numel) for _ in range(fields)], 0
+        while done < numel:
+            while start + done >= self._start + len(self._fields[0]):
+                self._start, self._fields = next(self._chunks)
+            low = start + done - self._start
+            taken = min(numel - done, len(self._fields[0]) - low)
+            for value, field in zip(values, self._fields, strict=False):
+                value[done : done + taken] = field[low : low + taken]
+            done += taken
+        return values
 
 
 class _DataFile:
