@@ -96,7 +96,7 @@ TINY_LLAMA = {
 def namespace_of(page: str) -> dict[str, Any]:
     """The names that a page's snippets use without defining them."""
     ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
-    if page in ("training_loops.md", "activations.md", "interruptions.md"):
+    if page in ("training_loops.md", "activations.md", "interruptions.md", "checkpoints.md"):
         batches: list[dict[str, torch.Tensor]] = [{"x": torch.randn(2, 8)} for _ in range(2)]
     else:
         batches = [{"input_ids": ids, "labels": ids}] * 2
@@ -241,7 +241,14 @@ def close(model: nn.Module) -> None:
 
 
 #: Pages that take more than some seconds.
-SLOW = {"interruptions.md", "training_loops.md", "fine_tuning.md", "activations.md", "recipes.md"}
+SLOW = {
+    "checkpoints.md",
+    "interruptions.md",
+    "training_loops.md",
+    "fine_tuning.md",
+    "activations.md",
+    "recipes.md",
+}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +256,7 @@ SLOW = {"interruptions.md", "training_loops.md", "fine_tuning.md", "activations.
     [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else []) for page in PAGES],
     ids=lambda page: page.name,
 )
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.load in one process
 def test_every_command_and_snippet_of_a_page_runs(page: Path, scratch: Path) -> None:
     check_page(page)
 

@@ -10,7 +10,7 @@ from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.portable import PortableValues, save_portable
 from infinity.comm.ranks import all_ranks_or_raise
 from infinity.core.files import user_path
-from infinity.engine.runtime import runtime_of
+from infinity.engine.runtime import Runtime, runtime_of
 
 
 def save_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path) -> None:
@@ -33,15 +33,13 @@ def save_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
         CheckpointError: ``path`` is not free.
         DiskError: A drive failed or is full; says where, and what is free.
         PeerError: Another rank failed; says which and why.
-        StateError: There are gradients of a step that is not over.
+        StateError: There are gradients of a step that is not over, or the states of an interrupted run are
+            not in their places yet: call :func:`infinity.resume` first.
     """
-    runtime = runtime_of(model)
-    if runtime.started:
-        runtime.values.check_step_over()
+    runtime = _between_steps(model)
     extra: dict[tuple[str | int, ...], Any] = {}
     if optimizer is not None and optimizer.scaler is not None:
         extra = {("loss_scaler", key): value for key, value in optimizer.scaler.state_dict().items()}
-    runtime.synchronize()
     save_portable(
         model,
         runtime.units,
@@ -73,12 +71,11 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
     Raises:
         CheckpointError: It is damaged, or does not fit; lists every missing, unknown and wrongly shaped key.
         DiskError: A drive failed or is full.
-        StateError: There are gradients of a step that is not over.
+        StateError: There are gradients of a step that is not over, or the states of an interrupted run are
+            not in their places yet: call :func:`infinity.resume` first.
     """
-    runtime = runtime_of(model)
+    runtime = _between_steps(model)
     if runtime.started:
-        runtime.values.check_step_over()
-        runtime.synchronize()
         runtime.executor().prefetcher.forget()
     where = user_path(path, "path")
     groups = () if optimizer is None else optimizer.param_groups
@@ -96,3 +93,17 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
                 optimizer.scaler.load_state_dict(scaler)
             optimizer.restart(values.numbers, max(values.steps.values(), default=0))
     return max(values.steps.values(), default=0)
+
+
+def _between_steps(model: nn.Module) -> Runtime:
+    """Return the model's runtime when all of its states are in their places.
+
+    Raises:
+        StateError: There are gradients of a step that is not over, or an interrupted run was not resumed.
+    """
+    runtime = runtime_of(model)
+    runtime.check_resumed()
+    if runtime.started:
+        runtime.values.check_step_over()
+    runtime.synchronize()
+    return runtime

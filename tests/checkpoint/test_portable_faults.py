@@ -119,6 +119,26 @@ def test_gradients_of_a_step_that_is_not_over_are_an_error(tmp_path: Path) -> No
     infinity.close(model)
 
 
+def test_an_interrupted_run_is_resumed_before_it_is_saved_or_loaded(tmp_path: Path) -> None:
+    ends = []
+    for again in (False, True):
+        overrides = training.streaming(tmp_path / "nvme", "run.name=one")
+        model = training.build(Small, "bf16", overrides)
+        optimizer = infinity.AdamW(model, lr=0.01)
+        if again:
+            for call in (infinity.save_checkpoint, infinity.load_checkpoint):
+                with pytest.raises(StateError, match="was interrupted after step 2: call"):
+                    call(model, optimizer, tmp_path / "out")
+        assert infinity.resume(model, optimizer) == (2 if again else 0)
+        if not again:
+            steps_of(model, optimizer, 2)
+        infinity.save_checkpoint(model, optimizer, tmp_path / f"out{again}")
+        ends.append(state_of(model, optimizer))
+        infinity.close(model, keep=not again)
+    assert_same(*ends)
+    assert left_in(tmp_path) == {"outFalse", "outTrue"}
+
+
 class Other(Small):
     """One parameter less, one more, one of another shape."""
 
