@@ -89,7 +89,10 @@ def test_a_recipe_round_trips_through_its_yaml(tmp_path: Path) -> None:
                 "memory.engine, memory.activations"
             ),
         ),
-        ("x.zzz", "known: run, model, data, memory, partition, durability, optim, train, lora, observe"),
+        (
+            "x.zzz",
+            "known: run, model, data, memory, partition, durability, optim, train, lora, checkpoint, observe",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path, key: str, near: str) -> None:
