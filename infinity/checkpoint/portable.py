@@ -49,7 +49,7 @@ from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.publish import Publication, partial_path
 from infinity.checkpoint.writer import OutputFile, RangeWriter, TensorSpec, WriteError, reserve, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
-from infinity.core.errors import CheckpointError, StateError
+from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.intervals import Box, boxes
 from infinity.partition.unit import Segment, Unit
 
@@ -247,18 +247,19 @@ def save_portable(
             if ranks.rank == 0:
                 publication = stack.enter_context(Publication(out, token))
         needed = int(ranks.sum(contents.nbytes(ranks.rank), f"bytes of {out}"))
-        with all_ranks_or_raise(ranks, f"writing {out}"):
+        with all_ranks_or_raise(ranks, f"making room for {out}"):  # all look before one takes its part
             _check_room(folder, needed, ranks.rank)
-            with _DataFile(folder, ranks.rank, contents.nbytes(ranks.rank)) as file:
-                for unit in units:
-                    _write_unit(unit, contents, read_fields, file)
-                if ranks.rank == 0:
-                    for tensor, keys in contents.whole:
-                        values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                        file.add(keys, Box((0,) * tensor.ndim, tuple(tensor.shape)), values)
-                    for value, keys in contents.objects:
-                        file.add(keys, None, value)
-                file.finish()
+        room = folder, ranks.rank, contents.nbytes(ranks.rank)
+        with all_ranks_or_raise(ranks, f"writing {out}"), _DataFile(*room) as file:
+            for unit in units:
+                _write_unit(unit, contents, read_fields, file)
+            if ranks.rank == 0:
+                for tensor, keys in contents.whole:
+                    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    file.add(keys, Box((0,) * tensor.ndim, tuple(tensor.shape)), values)
+                for value, keys in contents.objects:
+                    file.add(keys, None, value)
+            file.finish()
         written = gather(file.records, ranks, f"the list of what is in {out}")
         with all_ranks_or_raise(ranks, f"publishing {out}"):
             if ranks.rank == 0:
@@ -485,7 +486,7 @@ class PortableValues:
         first = f".{MOMENTS[0]}"
         prefix = _prefix(
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
-            self._checkpoint,
+            {key for key in self._checkpoint if key.endswith(first)},
         )
         numbers = _numbers(self._checkpoint, prefix)
         for group, found in zip(members, self.numbers, strict=True):
@@ -498,23 +499,23 @@ class PortableValues:
                     self._complaints += [f"missing: {state}{moment}" for moment in missing]
                     continue
                 self._take(param, [state + moment for moment in MOMENTS])
-                self.steps[id(param)] = int(self._number(state + "step"))
+                self.steps[id(param)] = self._count(state + "step")
                 theirs = numbers.get(held[0], {})
                 if any(name in found and found[name] != value for name, value in theirs.items()):
                     self._complaints.append(f"{held[0]} has other hyperparameters than its parameter group")
                 found.update(theirs)
 
-    def _number(self, key: str) -> float:
-        """A number that was saved as one, or as a tensor."""
-        value = torch.zeros(1)
-        if key not in self._checkpoint:
-            if key not in self._checkpoint.objects:
-                self._complaints.append(f"missing: {key}")
-                return 0
-            return float(self._checkpoint.value(key))
-        if self._checkpoint[key].shape.numel() == 1:
+    def _count(self, key: str) -> int:
+        """A count of steps that was saved as a number, or as a tensor."""
+        value: Any = torch.zeros(1)
+        if key in self._checkpoint.objects:
+            value = self._checkpoint.value(key)
+        elif key not in self._checkpoint:
+            self._complaints.append(f"missing: {key}")
+        elif self._checkpoint[key].shape.numel() == 1:
             self._checkpoint[key].fill(0, value)
-        return value.item()
+        with library_errors(CheckpointError, f"{self._checkpoint.path}: {key} is no count of steps"):
+            return max(0, int(value))
 
     def extra(self, *path: str) -> Any:
         """Return a further value of the optimizer, by its path; None: there is none."""
@@ -595,7 +596,8 @@ def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[s
             )
     for key in checkpoint.objects:
         name, _, number = key.removeprefix(groups).rpartition(".")
-        if key.startswith(groups) and number in _NUMBERS:
+        if key.startswith(groups) and number in _NUMBERS and (name in listed or not listed):
+            value = checkpoint.value(key)
             for each in listed.get(name, [name]):
-                found.setdefault(str(each), {})[number] = checkpoint.value(key)
+                found.setdefault(str(each), {})[number] = value
     return found
