@@ -185,10 +185,7 @@ def test_a_signal_closes_files_and_is_the_exit_code(
         time.sleep(0.1)
     assert process.wait(30) == code, log.read_text()
     said = "interrupted" if code == 130 else f"stopped by {signals[0].name}"
-    assert log.read_text() == f"begun
-closed
-infinity: {said}; the run's files are closed
-"
+    assert log.read_text() == f"begun\nclosed\ninfinity: {said}; the run's files are closed\n"
 
 
 def test_no_command_reaches_the_hub_whatever_the_environment_says(
