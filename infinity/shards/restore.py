@@ -61,11 +61,10 @@ class Restored:
     versions: list[Version] = field(default_factory=list)
     sources: list["_Source"] = field(default_factory=list)
 
-    def discard(self, volume: Volume, store: ShardStore, world_size: int) -> None:
+    def discard(self, store: ShardStore, world_size: int) -> None:
         """Give room back."""
         store.free_versions(self.versions)
         for source in self.sources:
-            volume.drop_sealed(source.first, len(source.saved.data))
             for path in source.paths(world_size):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
@@ -78,7 +77,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
         StateError: The model is another one than that of the run; names the first difference.
         DiskError: States cannot be read, or there is no room.
     """
-    layout = (saved.own or saved.load(0)).layout
+    layout = (saved.own or saved.ranks[0]).layout
     dtype, was = str(tiers.layout.dtype), layout["dtype"]
     if was != dtype:
         raise StateError(
@@ -94,7 +93,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     if any(unit.index not in likes for unit in restored):
         for rank in range(saved.world_size):
             if rank not in sources:
-                sources[rank] = _open_source(saved.load(rank), volume)
+                sources[rank] = _open_source(saved.ranks[rank], volume)
     tiers.pending = False
     with contextlib.closing(_Reader(tiers, sources, saved.world_size)) as reader:
         for unit in restored:
@@ -105,6 +104,9 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
             else:
                 _make_anew(unit, tiers, reader)
             unit.updates += 1
+    for source in sources.values():
+        if source is not mine:  # another rank removes it, perhaps before this one
+            volume.drop_sealed(source.first, len(source.saved.data))
     if mine is not None:
         left.versions = [version for index, version in mine.versions() if index not in likes]
     else:

@@ -1,7 +1,9 @@
 """Storage of a rank's shards: a pool of host memory, and files on NVMe with an engine to reach them."""
 
 import contextlib
+import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +17,11 @@ from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
-from infinity.nvme.run_directory import RunDirectory
+from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
-from infinity.shards.commits import Commits, RankFiles
+from infinity.shards.commits import Commits, RankFiles, head_of
 from infinity.shards.config import Resume
 from infinity.shards.saved import SavedRun, clear, find_saved
 from infinity.shards.store import ShardStore
@@ -58,7 +60,7 @@ class Storage:
         self.chunk_numel = CHUNK_NUMEL
         self.commits: Commits | None = None
         self.saved: SavedRun | None = None
-        self.drives, self.keep = 0, False
+        self.drives, self.keep, self._world_size = 0, False, 1
         self._looked = False  # for a commit: from then on files without one may go
         self._drafts: list[Path] = []
         staging = 0
@@ -89,14 +91,18 @@ class Storage:
             if resume == "must":
                 raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
+        self._world_size = ranks.world_size
         directories = []
         for root in self.memory.nvme:
             directories.append(RunDirectory(Path(root), run_id, ranks.rank))
             self._stack.callback(self._end_directory, directories[-1])
+        self._stack.callback(self._finish, directories)
         folders = [directory.path for directory in directories]
         rank, files = ranks.rank, RankFiles(ranks.rank)
         if resume is not None:
             files = self._look_for_commit(folders, ranks, resume, note)
+            for folder in folders:
+                finished_path(folder, rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
         own = None if self.saved is None else self.saved.own
         paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
@@ -115,15 +121,25 @@ class Storage:
         self.units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
             self.engine = WatchedEngine(self.engine, timeline)
+        if resume in ("auto", "must") and self.memory.versions == 2:
+            folder = folders[0] if own is None else own.folder
+            if own is None:
+                self.volume.reserve_heads()
+                self._write_heads(files, 0)
+            self.commits = Commits(
+                folder, files, self.volume.sync if synced else None, partial(self._write_heads, files)
+            )
+            self._stack.callback(self.commits.close)
         self.store = ShardStore(
             self.volume, weight_itemsize=self.layout.weight_nbytes(1),
             state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,
             chunk_numel=self.chunk_numel,
         )  # fmt: skip
-        if resume in ("auto", "must") and self.memory.versions == 2:
-            folder = folders[0] if own is None else own.folder
-            self.commits = Commits(folder, files, self.volume.sync if synced else None)
-            self._stack.callback(self.commits.close)
+
+    def _write_heads(self, files: RankFiles, oldest: int) -> None:
+        assert self.volume is not None
+        for drive in range(self.drives):
+            self.volume.write_head(drive, head_of(files, drive, oldest))
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]
@@ -139,19 +155,31 @@ class Storage:
                     "run.resume=auto begins a new run there"
                 )
             clear(folders, ranks)
-            return RankFiles(ranks.rank)
+            return RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
         if self.memory.versions == 1:
             raise StateError(
                 f"an interrupted run is in {', '.join(map(str, folders))}, which memory.versions=1 would "
                 "write over: set memory.versions=2 to go on, or run.resume=never to begin anew"
             )
         clear(folders, ranks, keep=(self.saved.generation,))
-        return RankFiles(ranks.rank, self.saved.generation + (self.saved.own is None))
+        generation = self.saved.generation + (self.saved.own is None)
+        return RankFiles(ranks.rank, generation, self.saved.run)
+
+    @property
+    def _committed(self) -> bool:
+        return self.saved is not None or (self.commits is not None and self.commits.any)
+
+    def _finish(self, directories: list[RunDirectory]) -> None:
+        """Say in every directory that the run is over, before the first file goes."""
+        if self._looked and self._committed and not self.keep:
+            for directory in directories:
+                directory.finish()
 
     def _end_directory(self, directory: RunDirectory) -> None:
-        committed = self.saved is not None or (self.commits is not None and self.commits.any)
-        if not self._looked or (self.keep and committed):
+        if not self._looked or (self.keep and self._committed):
             directory.leave()
+        elif self._committed:
+            directory.remove_finished(self._world_size)
         else:
             directory.remove()
 
