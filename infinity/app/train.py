@@ -119,7 +119,7 @@ def train(recipe: Recipe) -> Summary | None:
                 budgets=optimizer.budgets,
                 activations=activations.result(),
                 dtype=runtime.config.dtype,
-                notes=runtime.notes,
+                notes=[*runtime.notes, *notes_on_commits(runtime.recorded_every)],
             )
             if recipe.observe.timeline:
                 write_trace(optimizer.timeline.spans(), folder / "timeline.json")
@@ -512,6 +512,15 @@ def open_inputs(recipe: Recipe, log: Callable[[str], object]) -> Data:
         if config.tokenizer is None and is_ours(path) and not tokenizer_files(path):
             config = replace(config, tokenizer="bytes")  # a GPT that was exported without a tokenizer
     return open_data(config, shape, vocab_size=vocab_size, model_path=recipe.model.path, log=log)
+
+
+def notes_on_commits(every: int) -> Iterator[str]:
+    """Yield a line if an interruption can cost more than the step in flight."""
+    if every > 1:
+        yield (
+            f"every {every}th step was recorded, since writing the states in host memory takes longer than a "
+            f"step: an interruption would have cost up to {every} steps (durability.every)"
+        )
 
 
 def notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:

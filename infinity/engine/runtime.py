@@ -362,6 +362,11 @@ class Runtime:
         self.executor().updates.record(state, late)
 
     @property
+    def recorded_every(self) -> int:
+        """Steps from one recorded commit to the next: what an interruption costs at most."""
+        return self.executor().updates.interval.every
+
+    @property
     def keeps(self) -> bool:
         """Whether the files stay if nothing closes the model."""
         return hasattr(self, "storage") and self.storage.keep

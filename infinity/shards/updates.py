@@ -51,7 +51,7 @@ from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, U
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
-from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack
+from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.store import Version
@@ -161,19 +161,22 @@ class Predictor:
     """Whether updates that start inside backward will be right: a saturating counter of two bits.
 
     Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
+
+    Attributes:
+        counter: 0 to 3.
     """
 
     def __init__(self) -> None:
-        self._counter = 2
+        self.counter = 2
 
     @property
     def right(self) -> bool:
         """The prediction for this step; the same all through it."""
-        return self._counter >= 2
+        return self.counter >= 2
 
     def learn(self, right: bool) -> None:
         """Take in what this step showed."""
-        self._counter = min(3, self._counter + 1) if right else max(0, self._counter - 1)
+        self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
 
 
 class StepHypers:
@@ -449,7 +452,8 @@ class Updates:
             late: Returns the rest of it, which is ready when the next forward pass begins; None: that is all.
         """
         if self._commit is not None:
-            self._commit.state, self._commit.late = dict(state), late
+            self._commit.state = {**state, "predictor": self.predictor.counter}
+            self._commit.late = late
             if late is None:
                 self.end_commit()
 
@@ -479,6 +483,7 @@ class Updates:
             obsolete: Called when the next commit stands on all ranks.
         """
         self.steps, self._state = saved.step, saved.state(rank)
+        self.predictor.counter = unpack(self._state)["predictor"]
         if self.commits is not None:
             self.commits.obsolete = obsolete
             if saved.own is not None:
