@@ -62,8 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(line: str, error: BaseException) -> None:
-    """Print a line and the notes of an error, such as how a run goes on."""
-    notes = getattr(error, "__notes__", ())
+    """Print a line and the notes of an error, such as how a run goes on; or of one that it interrupted."""
+    noted: BaseException | None = error
+    while noted is not None and not hasattr(noted, "__notes__"):
+        noted = noted.__context__
+    notes = getattr(noted, "__notes__", ())
     print("\n".join((f"infinity: {line}", *notes)), file=sys.stderr, flush=True)
 
 

@@ -99,6 +99,17 @@ def test_what_interrupts_a_run_is_followed_by_how_to_go_on(
     assert main(["train", write(tmp_path)]) == code
     assert capsys.readouterr().err == f"infinity: {said}\nstep 3 is kept\n"
 
+    def stop_while_closing(recipe: Recipe) -> None:
+        try:
+            stop(recipe)
+        finally:
+            raise KeyboardInterrupt
+
+    error.__notes__.clear()
+    monkeypatch.setattr(train_module, "train", stop_while_closing)
+    assert main(["train", write(tmp_path)]) == 130
+    assert capsys.readouterr().err.endswith("files are closed\nstep 3 is kept\n")
+
 
 def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "train: {stepz: 3}")
