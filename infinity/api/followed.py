@@ -116,8 +116,9 @@ class _Buffer:
 
 
 def _is_scheduler(each: Stateful) -> bool:
-    """Whether it sets learning rates; Accelerate wraps one."""
-    return isinstance(getattr(each, "scheduler", each), LRScheduler)
+    """Whether it is a scheduler of learning rates, or Accelerate's wrapper of one; other holders are not."""
+    wrapped = getattr(each, "scheduler", each) if hasattr(each, "step_with_optimizer") else each
+    return isinstance(wrapped, LRScheduler)
 
 
 def _names(names: Mapping[str, object]) -> str:
