@@ -11,6 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from infinity.core.errors import StateError, library_errors
 from infinity.device.generators import generator_states, set_generator_states
 
+#: Of buffers up to this size a first copy is kept (bytes).
+_SMALL_NBYTES = 2**20
+
 
 class Followed:
     """Random generators, buffers, and what an optimizer was asked to follow.
@@ -34,7 +37,7 @@ class Followed:
         self._model, self._device = model, device
         self._now = {name: each for name, each in follow.items() if not _is_scheduler(each)}
         self._late = {name: each for name, each in follow.items() if _is_scheduler(each)}
-        self._unwritten = {name: (id(each), each._version) for name, each in self._buffers().items()}
+        self._unwritten = {name: _Buffer(each) for name, each in self._buffers().items()}
 
     @property
     def is_late(self) -> bool:
@@ -43,11 +46,11 @@ class Followed:
 
     def state(self) -> dict[str, Any]:
         """Return what belongs to the step, without the schedulers."""
-        written = {
-            name: each.detach().to("cpu", copy=True)
-            for name, each in self._buffers().items()
-            if self._unwritten.get(name) != (id(each), each._version)
-        }
+        written = {}
+        for name, each in self._buffers().items():
+            if name not in self._unwritten or self._unwritten[name].written(each):
+                self._unwritten.pop(name, None)
+                written[name] = each.detach().to("cpu", copy=True)
         follow = {name: each.state_dict() for name, each in self._now.items()}
         return {"generators": generator_states(self._device), "buffers": written, "follow": follow}
 
@@ -82,6 +85,22 @@ class Followed:
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._model.named_buffers())
+
+
+class _Buffer:
+    """A buffer as it was first.
+
+    Batch norm writes its running means without torch counting it, so small buffers are compared, too.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._mark = id(buffer), buffer._version
+        self._copy = buffer.detach().clone() if buffer.nbytes <= _SMALL_NBYTES else None
+
+    def written(self, buffer: Tensor) -> bool:
+        if self._mark != (id(buffer), buffer._version):
+            return True
+        return self._copy is not None and not torch.equal(buffer, self._copy)
 
 
 def _is_scheduler(each: Stateful) -> bool:
