@@ -17,6 +17,12 @@ record whose versions are whole, and all ranks one of the same step.
 [Note: writes in place]
 ``infinity.gathered(modify=True)`` and loaded states write over committed versions. Before the first of these
 writes the records go, and the next forward pass records the same step again.
+
+[Note: files that were put back]
+Each data file begins with a block that says which run, rank and drive it belongs to, and its *turn*: how
+often versions began to be written over. A record has the turn in which its own versions were written. So it is
+whole as long as the file is in the same turn or the next one, and a record or a file that a copy put back is
+recognised. What cannot be: a copy of everything that was made while the run wrote.
 """
 
 import contextlib
@@ -39,13 +45,18 @@ from typing import Any
 import torch
 
 from infinity.core.errors import DiskError, InfinityError, StateError, first_line
-from infinity.core.files import create_file, read_file, sync
+from infinity.core.extent import BLOCK_NBYTES
+from infinity.core.files import create_file, open_regular, read_file, sync
 from infinity.core.transfer import Transfer
 
-_MAGIC = b"infinity-commit-2"
+_MAGIC = b"infinity-commit-3"
 _LAYOUT_MAGIC = b"infinity-layout-1"
+_HEAD_MAGIC = b"infinity-shards-1"
 #: The most that a record, or the description of where versions lie, is expected to have (bytes).
 _MOST_NBYTES = 2**32
+_MOST_PARAMETERS, _MOST_RANKS = 2**24, 2**20
+#: What the fields of a file raise that has the right checksum and other content.
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 class CorruptRecordError(InfinityError, OSError):
@@ -58,10 +69,12 @@ class RankFiles:
 
     Attributes:
         generation: Grows when a run goes on with files of another layout: on another number of ranks.
+        run: A random number that the files of a run have in common.
     """
 
     rank: int
     generation: int = 1
+    run: int = 0
 
     def data(self, drive: int) -> str:
         """The file of the rank's shards on drive number ``drive``."""
@@ -89,6 +102,8 @@ class CommitRecord:
         layout: Number and CRC-32 of the file that says where versions lie.
         world_size: Ranks that share the units.
         state: The small state of the step; see :func:`pack`.
+        files: Those that it belongs to.
+        turn: In which ``versions`` were written; see [Note: files that were put back].
     """
 
     step: int
@@ -97,6 +112,8 @@ class CommitRecord:
     layout: tuple[int, int] = (0, 0)
     world_size: int = 1
     state: bytes = field(default=b"", repr=False)
+    files: RankFiles = RankFiles(0)
+    turn: int = 0
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -142,6 +159,8 @@ def write_commit(path: Path, record: CommitRecord, *, synced: bool = True) -> No
         "numbers": [len(each) for each in record.counts],
         "layout": record.layout,
         "world_size": record.world_size,
+        "files": [record.files.rank, record.files.generation, record.files.run],
+        "turn": record.turn,
     }
     body = json.dumps(fields, separators=(",", ":")).encode()
     _replace(path, _MAGIC, (body, record.state), synced=synced)
@@ -157,19 +176,39 @@ def read_commit(path: Path) -> CommitRecord | None:
     if parts is None:
         return None
     body, state = parts
-    fields = json.loads(body)
+    try:
+        return _record_of(json.loads(body), state)
+    except _MALFORMED as error:
+        raise CorruptRecordError(f"{path}: not a whole commit record ({first_line(error)})") from error
+
+
+def _record_of(fields: dict[str, Any], state: bytes) -> CommitRecord:
+    """Return a record from its fields; raise one of ``_MALFORMED`` if they are not a record's."""
+    numbers = whole_numbers(fields["numbers"], most=_MOST_PARAMETERS)
+    if sum(numbers) > _MOST_PARAMETERS:
+        raise ValueError(f"{sum(numbers)} parameters")
     counts = tuple(
-        tuple(each) if isinstance(each, list) else (each,) * number
-        for each, number in zip(fields["counts"], fields["numbers"], strict=True)
+        whole_numbers(each if isinstance(each, list) else [each] * number)
+        for each, number in zip(fields["counts"], numbers, strict=True)
     )
-    return CommitRecord(
-        fields["step"],
-        tuple(fields["versions"]),
-        counts,
-        tuple(fields["layout"]),
-        fields["world_size"],
-        state,
-    )
+    step, world_size, turn = whole_numbers([fields["step"], fields["world_size"], fields["turn"]])
+    number, crc = whole_numbers(fields["layout"])
+    rank, generation, run = whole_numbers(fields["files"])
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise ValueError(f"{world_size} ranks")
+    versions, files = whole_numbers(fields["versions"], most=1), RankFiles(rank, generation, run)
+    return CommitRecord(step, versions, counts, (number, crc), world_size, state, files, turn)
+
+
+def whole_numbers(values: Any, most: int = 2**63) -> tuple[int, ...]:
+    """Return numbers from a file.
+
+    Raises:
+        ValueError: They are no list of whole numbers from 0 to ``most``.
+    """
+    if not isinstance(values, list) or not all(type(each) is int and 0 <= each <= most for each in values):
+        raise ValueError("something else than whole numbers")
+    return tuple(values)
 
 
 def write_layout(path: Path, layout: Mapping[str, Any], *, synced: bool) -> int:
@@ -190,8 +229,32 @@ def read_layout(path: Path, crc: int) -> dict[str, Any]:
     parts = _read(path, _LAYOUT_MAGIC, 1, "not a whole description of where states lie")
     if parts is None or zlib.crc32(parts[0]) != crc:
         raise CorruptRecordError(f"{path}: missing, or not the one that the commit record speaks of")
-    layout: dict[str, Any] = json.loads(parts[0])
+    try:
+        layout: dict[str, Any] = json.loads(parts[0])
+    except _MALFORMED as error:
+        raise CorruptRecordError(f"{path}: not a description of where states lie") from error
     return layout
+
+
+def head_of(files: RankFiles, drive: int, turn: int) -> bytes:
+    """The first block of a data file: see [Note: files that were put back]."""
+    body = b"%d %d %d %d %d" % (files.rank, files.generation, files.run, drive, turn)
+    return b"%s %08x %s\n" % (_HEAD_MAGIC, zlib.crc32(body), body)
+
+
+def read_head(path: Path) -> tuple[RankFiles, int, int]:
+    """Whose a data file is, which drive's, and its turn.
+
+    Raises:
+        CorruptRecordError: Its first block is not what was written.
+    """
+    with open(open_regular(path), "rb") as file:
+        magic, _, rest = file.read(BLOCK_NBYTES).partition(b"\n")[0].partition(b" ")
+    crc, _, body = rest.partition(b" ")
+    if magic != _HEAD_MAGIC or crc != b"%08x" % zlib.crc32(body):
+        raise CorruptRecordError(f"{path}: not a file of shards, or damaged at its beginning")
+    rank, generation, run, drive, turn = (int(each) for each in body.split(b" "))
+    return RankFiles(rank, generation, run), drive, turn
 
 
 def _replace(path: Path, magic: bytes, parts: Sequence[bytes], *, synced: bool) -> int:
@@ -298,6 +361,7 @@ class Commits:
         files: Their names.
         sync: Makes the drive keep what was written (:meth:`infinity.nvme.volume.Volume.sync`); None: what
             survives the process is enough.
+        mark: Writes a turn to the heads of the data files.
 
     Attributes:
         obsolete: Called once with the first record behind all ranks: what an earlier generation had may go.
@@ -307,9 +371,10 @@ class Commits:
 
     def __init__(
         self, folder: Path, files: RankFiles, sync: Callable[[], None] | None = None,
-        obsolete: Callable[[], None] = lambda: None,
+        mark: Callable[[int], object] = lambda turn: None,
     ) -> None:  # fmt: skip
-        self.folder, self.files, self._sync, self.obsolete = folder, files, sync, obsolete
+        self.folder, self.files, self._sync, self._mark = folder, files, sync, mark
+        self.obsolete: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
         self.last = Transfer()  # the record that is being written, or was
         self.last.finish()
@@ -317,11 +382,17 @@ class Commits:
         self._places: list[int] = []  # of the records on disk, the newest last
         self._layout = 0, 0  # number and CRC-32
         self._written = False
+        self._turn, self._turned = 0, False  # and whether it is another one than the last record's
         self.stands = False
 
     def take_over(self, record: CommitRecord, place: int) -> None:
-        """Go on behind a record that was found in ``place``."""
-        self._places, self._layout, self.stands = [place], record.layout, True
+        """Go on behind a record that was found in ``place``; all ranks have one of its step.
+
+        A later one, which not all ranks had, must go: its versions are about to be written again.
+        """
+        for name in (self.files.record(1 - place), self.files.invalid()):
+            (self.folder / name).unlink(missing_ok=True)
+        self._places, self._layout, self._turn, self.stands = [place], record.layout, record.turn, True
 
     def add(
         self, record: CommitRecord, updates: Sequence[Transfer], layout: Mapping[str, Any] | None = None
@@ -367,6 +438,9 @@ class Commits:
         The last one is on disk on every rank.
         """
         with self._lock:
+            if not self._turned:
+                self._turn, self._turned = self._turn + 1, True
+                self._mark(self._turn)
             old, self._places = self._places[:-1], self._places[-1:]
             for place in old:
                 (self.folder / self.files.record(place)).unlink(missing_ok=True)
@@ -385,11 +459,16 @@ class Commits:
         self.wait()
         with self._lock:
             self.stands = False
+            self._turn += 2  # no record that was written until now is whole any more
+            self._mark(self._turn)
             places, self._places = self._places, []
             for place in places[:-1]:
                 (self.folder / self.files.record(place)).unlink(missing_ok=True)
             for place in places[-1:]:
                 (self.folder / self.files.record(place)).replace(self.folder / self.files.invalid())
+            if self._sync is not None:
+                self._sync()
+                sync(self.folder)
 
     def close(self) -> None:
         """End the thread, after the record that is being written."""
@@ -410,10 +489,11 @@ class Commits:
                 crc = write_layout(self.folder / self.files.layout(number), layout, synced=synced)
                 self._layout = number, crc
             with self._lock:
-                write_commit(path, replace(record, layout=self._layout), synced=synced)
+                record = replace(record, layout=self._layout, files=self.files, turn=self._turn)
+                write_commit(path, record, synced=synced)
                 if not self._places:
                     (self.folder / self.files.invalid()).unlink(missing_ok=True)
-                self._places, self._written = [*self._places[-1:], place], True
+                self._places, self._written, self._turned = [*self._places[-1:], place], True, False
         except DiskError:
             raise
         except OSError as error:

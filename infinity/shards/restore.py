@@ -78,7 +78,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
         StateError: The model is another one than that of the run; names the first difference.
         DiskError: States cannot be read, or there is no room.
     """
-    layout = (saved.own or saved.load(0)).layout
+    layout = (saved.own or saved.ranks[0]).layout
     dtype, was = str(tiers.layout.dtype), layout["dtype"]
     if was != dtype:
         raise StateError(
@@ -94,7 +94,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     if any(unit.index not in likes for unit in restored):
         for rank in range(saved.world_size):
             if rank not in sources:
-                sources[rank] = _open_source(saved.load(rank), volume)
+                sources[rank] = _open_source(saved.ranks[rank], volume)
     tiers.pending = False
     with contextlib.closing(_Reader(tiers, sources, saved.world_size)) as reader:
         for unit in restored:

@@ -1,18 +1,29 @@
 """Finds the last commit of an interrupted run: the newest step that every rank holds whole."""
 
 import errno
+import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infinity.comm.ranks import Ranks
-from infinity.core.errors import LockedError, StateError
+from infinity.core.errors import ChangedFileError, LockedError, StateError, first_line
+from infinity.core.extent import BLOCK_NBYTES
 from infinity.core.files import is_locked
+from infinity.device.machine import DTYPES
 from infinity.nvme.volume import Space
-from infinity.shards.commits import CommitRecord, CorruptRecordError, RankFiles, read_commit, read_layout
-from infinity.shards.store import versions_of_plain
+from infinity.optim.layout import StateLayout
+from infinity.shards.commits import (
+    CommitRecord,
+    CorruptRecordError,
+    RankFiles,
+    read_commit,
+    read_head,
+    read_layout,
+    whole_numbers,
+)
 
 _RECORD = re.compile(r"rank(\d+)-(\d+)\.commit([01])")
 _OF_RANK = re.compile(r"rank(\d+)-(\d+)[-.].*")
@@ -39,12 +50,7 @@ class SavedRank:
 
     def spaces(self) -> list[Space]:
         """What the extents of its units take of each data file."""
-        taken: list[list[tuple[int, int]]] = [[] for _ in self.data]
-        for unit in self.layout["units"]:
-            for version in versions_of_plain(unit["versions"] or []):
-                for piece in (piece for chunk in version.chunks for piece in chunk.pieces):
-                    taken[piece.file].append((piece.offset, piece.nbytes))
-        return [Space.of(ranges) for ranges in taken]
+        return spaces_of(self.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +59,22 @@ class SavedRun:
 
     Attributes:
         step: Steps that were committed.
+        run: Its number; see :class:`RankFiles`.
         world_size: Ranks that the run had.
         own: What this rank has, if there are as many ranks now: it goes on in its own files.
-        load: Returns what an old rank has.
+        ranks: What old ranks have; all of them, if there are others now.
     """
 
     step: int
     generation: int
+    run: int
     world_size: int
     own: SavedRank | None
-    load: Callable[[int], SavedRank]
+    ranks: Mapping[int, SavedRank]
 
     def state(self, rank: int) -> bytes:
         """The small state for ``rank``: its own, or that of an old rank in its place."""
-        return (self.own or self.load(rank % self.world_size)).record.state
+        return (self.own or self.ranks[rank % self.world_size]).record.state
 
 
 def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], object]) -> SavedRun | None:
@@ -75,22 +83,26 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
     Every rank must call, with its directories locked.
 
     Args:
-        note: Called with a line about each record that is damaged.
+        note: Called with a line about each record that is damaged, though there is another.
 
     Raises:
         LockedError: A process of the old run still lives.
-        StateError: Files of the run are missing.
+        StateError: Files of the run are missing, or no commit is whole.
+        ChangedFileError: A file of the run was cut.
     """
     newest = max((generation for _, generation, _ in _records(folders)), default=0)
+    problems: list[str] = []
     for generation in range(_most(newest, ranks), 0, -1):
-        found = _in_generation(folders, ranks, generation, note)
+        found = _in_generation(folders, ranks, generation, problems)
         if found is not None:
+            for problem in problems:
+                note(f"{problem}. The run goes on from its commit of step {found.step}, which is whole")
             return found
-    _require_none(folders)
+    _require_none(folders, problems)
     return None
 
 
-def _require_none(folders: Sequence[Path]) -> None:
+def _require_none(folders: Sequence[Path], problems: Sequence[str]) -> None:
     """Raise if a run has commits, none of which is whole.
 
     After its first step some ranks may have a record already and others none: then there is nothing to lose.
@@ -102,11 +114,10 @@ def _require_none(folders: Sequence[Path]) -> None:
             f"the run in {where} was ended while its weights were written in place (infinity.gathered with "
             f"modify=True, or a state was loaded), so none of its steps is whole: {anew}"
         )
+    if problems:
+        raise StateError(f"{'; '.join(problems)}. No other commit of the run in {where} is whole: {anew}")
     for _, _, path in _records(folders):
-        try:
-            record = read_commit(path)
-        except CorruptRecordError as error:
-            raise StateError(f"{error}; no commit of the run in {where} is whole: {anew}") from error
+        record = read_commit(path)
         if record is not None and record.step > 1:
             raise StateError(
                 f"the run in {where} has no commit that is whole on all ranks ({path.name} is of step "
@@ -142,18 +153,18 @@ def _records(folders: Iterable[Path]) -> Iterator[tuple[int, int, Path]]:
 
 
 def _in_generation(
-    folders: Sequence[Path], ranks: Ranks, generation: int, note: Callable[[str], object]
+    folders: Sequence[Path], ranks: Ranks, generation: int, problems: list[str]
 ) -> SavedRun | None:
-    found: dict[int, dict[int, tuple[CommitRecord, Path]]] = {}  # by rank and step
+    found: dict[int, dict[int, SavedRank]] = {}  # by rank and step
     for rank, _, path in (each for each in _records(folders) if each[1] == generation):
         try:
-            record = read_commit(path)
+            saved = _saved(folders, RankFiles(rank, generation), path)
         except CorruptRecordError as error:
-            note(f"{error}; the commit before it is looked for")
+            problems.append(str(error))
             continue
-        if record is not None:
-            found.setdefault(rank, {})[record.step] = record, path
-    sizes = (record.world_size for each in found.values() for record, _ in each.values())
+        if saved is not None:
+            found.setdefault(rank, {})[saved.record.step] = saved
+    sizes = (saved.record.world_size for each in found.values() for saved in each.values())
     world_size = _most(max(sizes, default=0), ranks)
     as_before = world_size == ranks.world_size
     needed = [found.get(rank, {}) for rank in ([ranks.rank] if as_before else range(world_size))]
@@ -162,25 +173,46 @@ def _in_generation(
     holds = step >= 0 and all(step in steps for steps in needed)
     if not ranks.least(holds, "the last commit"):
         return None
+    runs = [steps[step].record.files.run for steps in needed]
+    run = ranks.least(min(runs), "the interrupted run's number")
+    if not ranks.least({*runs} == {run}, "the interrupted run's number"):
+        raise StateError(
+            f"the ranks' files in {', '.join(map(str, folders))} belong to different runs of this name: give "
+            "each rank the directories that it had; run.resume=never begins anew"
+        )
     for lock in (folder / f"rank{r}.lock" for r in range(ranks.world_size, world_size) for folder in folders):
         if lock.exists() and is_locked(lock):
             raise LockedError(errno.EWOULDBLOCK, "a rank of the interrupted run lives: end it", str(lock))
-
-    def load(rank: int) -> SavedRank:
-        if step not in found.get(rank, {}):
-            raise StateError(
-                f"the record of step {step} of rank {rank} of the interrupted run is not in "
-                f"{', '.join(map(str, folders))}: every rank must see the files of all, to go on with others"
-            )
-        return _saved(folders, RankFiles(rank, generation), *found[rank][step])
-
-    return SavedRun(step, generation, world_size, load(ranks.rank) if as_before else None, load)
+    ours = {rank: steps[step] for rank, steps in found.items() if step in steps}
+    return SavedRun(step, generation, run, world_size, ours[ranks.rank] if as_before else None, ours)
 
 
-def _saved(folders: Sequence[Path], files: RankFiles, record: CommitRecord, path: Path) -> SavedRank:
-    layout = read_layout(path.with_name(files.layout(record.layout[0])), record.layout[1])
+def _saved(folders: Sequence[Path], files: RankFiles, path: Path) -> SavedRank | None:
+    """What belongs to the record at ``path``, every part of it checked; None: the record has gone.
+
+    Raises:
+        CorruptRecordError: Something is damaged, or belongs to another commit, rank or run.
+        StateError: A data file is missing.
+        ChangedFileError: A data file was cut.
+    """
+    record = read_commit(path)
+    if record is None:
+        return None
+    if record.files != replace(files, run=record.files.run):
+        raise CorruptRecordError(
+            f"{path}: a record of rank {record.files.rank}, generation {record.files.generation}, put in the "
+            f"place of one of rank {files.rank}, generation {files.generation}"
+        )
+    described = path.with_name(files.layout(record.layout[0]))
+    layout = read_layout(described, record.layout[1])
+    try:
+        spaces = check_layout(layout, record)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptRecordError(
+            f"{described}: contradicts itself or {path.name} ({first_line(error)})"
+        ) from error
     data = []
-    for drive in range(layout["drives"]):
+    for drive, space in enumerate(spaces):
         paths = [folder / files.data(drive) for folder in folders if (folder / files.data(drive)).exists()]
         if len(paths) != 1:
             where = ", ".join(str(folder) for folder in folders)
@@ -189,5 +221,89 @@ def _saved(folders: Sequence[Path], files: RankFiles, record: CommitRecord, path
                 f"{files.data(drive)} of the interrupted run {what} {where}: name its directories in "
                 "memory.nvme; run.resume=never begins anew"
             )
+        if paths[0].stat().st_size < space.end:
+            raise ChangedFileError(
+                paths[0], f"was cut to {paths[0].stat().st_size} bytes of at least {space.end}"
+            )
+        _check_head(paths[0], drive, record, path)
         data.append(paths[0])
     return SavedRank(files, path.parent, int(path.name[-1]), record, layout, tuple(data))
+
+
+def _check_head(data: Path, drive: int, record: CommitRecord, path: Path) -> None:
+    """Raise unless a data file is the one that a record speaks of, in the right turn."""
+    files, number, turn = read_head(data)
+    if (files, number) != (record.files, drive):
+        raise CorruptRecordError(
+            f"{data}: not the file that {path.name} speaks of, but another rank's or run's"
+        )
+    if turn not in (record.turn, record.turn + 1):
+        older = path if turn > record.turn else data
+        raise CorruptRecordError(
+            f"{older}: older than {data if older is path else path}; one of them was put back from a copy "
+            f"(step {record.step})"
+        )
+
+
+def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]:
+    """Return what extents take of each drive; they must be as large as what they hold, and apart.
+
+    Raises:
+        ValueError: They are not, or contradict the record; another error if something is missing.
+    """
+    dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
+    sizes, [drives] = StateLayout.of(dtypes[layout["dtype"]]), whole_numbers([layout["drives"]], most=2**12)
+    units = layout["units"]
+    if not drives or not len(units) == len(record.versions) == len(record.counts):
+        raise ValueError(f"{len(units)} units on {drives} drives")
+    for unit, counts in zip(units, record.counts, strict=True):
+        [numel] = whole_numbers([unit["numel"]])
+        if numel % record.world_size or len(unit["segments"]) != len(counts):
+            raise ValueError(f"a unit of {numel} elements and {len(unit['segments'])} parameters")
+        for name, offset, shape in unit["segments"]:
+            whole_numbers([offset])
+            if type(name) is not str or offset + math.prod(whole_numbers(shape)) > numel:
+                raise ValueError(f"parameter {name} outside its unit")
+        if unit["versions"] is not None:
+            _check_versions(unit["versions"], numel // record.world_size, sizes)
+    return spaces_of(layout)
+
+
+def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None:
+    """Raise unless each version has the bytes of a shard, chunk after chunk."""
+    if len(versions) not in (1, 2):
+        raise ValueError(f"{len(versions)} versions")
+    for version in versions:
+        at = 0
+        for start, numel, *extents in version:
+            whole_numbers([start, numel])
+            moments = 8 * numel
+            allowed = (
+                (sizes.weight_nbytes(numel),),
+                (0, sizes.state_nbytes(numel) - moments),
+                (0, moments),
+            )
+            found = [sum(whole_numbers([piece[2] for piece in extent])) for extent in extents]
+            if start != at or not numel or any(n not in most for n, most in zip(found, allowed, strict=True)):
+                raise ValueError(f"extents of {found} bytes for elements {start} to {start + numel}")
+            at += numel
+        if at != shard_numel:
+            raise ValueError(f"{at} of {shard_numel} elements")
+
+
+def spaces_of(layout: Mapping[str, Any]) -> list[Space]:
+    """What heads and extents take of each data file.
+
+    Raises:
+        ValueError: Two overlap, or one is not whole blocks.
+    """
+    taken = [[(0, BLOCK_NBYTES)] for _ in range(layout["drives"])]
+    for unit in layout["units"]:
+        for version in unit["versions"] or []:
+            for extent in (extent for chunk in version for extent in chunk[2:]):
+                for piece in extent:
+                    file, offset, nbytes = whole_numbers(piece)
+                    if offset % BLOCK_NBYTES or nbytes % BLOCK_NBYTES or not nbytes or file >= len(taken):
+                        raise ValueError(f"an extent of {nbytes} bytes at {offset} of drive {file}")
+                    taken[file].append((offset, nbytes))
+    return [Space.of(ranges) for ranges in taken]

@@ -1,7 +1,9 @@
 """Storage of a rank's shards: a pool of host memory, and files on NVMe with an engine to reach them."""
 
 import contextlib
+import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from infinity.nvme.run_directory import RunDirectory
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
-from infinity.shards.commits import Commits, RankFiles
+from infinity.shards.commits import Commits, RankFiles, head_of
 from infinity.shards.config import Resume
 from infinity.shards.saved import SavedRun, clear, find_saved
 from infinity.shards.store import ShardStore
@@ -115,15 +117,25 @@ class Storage:
         self.units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
             self.engine = WatchedEngine(self.engine, timeline)
+        if resume in ("auto", "must") and self.memory.versions == 2:
+            folder = folders[0] if own is None else own.folder
+            if own is None:
+                self.volume.reserve_heads()
+                self._write_heads(files, 0)
+            self.commits = Commits(
+                folder, files, self.volume.sync if synced else None, partial(self._write_heads, files)
+            )
+            self._stack.callback(self.commits.close)
         self.store = ShardStore(
             self.volume, weight_itemsize=self.layout.weight_nbytes(1),
             state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,
             chunk_numel=self.chunk_numel,
         )  # fmt: skip
-        if resume in ("auto", "must") and self.memory.versions == 2:
-            folder = folders[0] if own is None else own.folder
-            self.commits = Commits(folder, files, self.volume.sync if synced else None)
-            self._stack.callback(self.commits.close)
+
+    def _write_heads(self, files: RankFiles, turn: int) -> None:
+        assert self.volume is not None
+        for drive in range(self.drives):
+            self.volume.write_head(drive, head_of(files, drive, turn))
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]
@@ -139,14 +151,15 @@ class Storage:
                     "run.resume=auto begins a new run there"
                 )
             clear(folders, ranks)
-            return RankFiles(ranks.rank)
+            return RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
         if self.memory.versions == 1:
             raise StateError(
                 f"an interrupted run is in {', '.join(map(str, folders))}, which memory.versions=1 would "
                 "write over: set memory.versions=2 to go on, or run.resume=never to begin anew"
             )
         clear(folders, ranks, keep=(self.saved.generation,))
-        return RankFiles(ranks.rank, self.saved.generation + (self.saved.own is None))
+        generation = self.saved.generation + (self.saved.own is None)
+        return RankFiles(ranks.rank, generation, self.saved.run)
 
     def _end_directory(self, directory: RunDirectory) -> None:
         committed = self.saved is not None or (self.commits is not None and self.commits.any)

@@ -7,16 +7,13 @@ the kernels, so a life of a tiny model takes a fraction of a second::
     run_ranks(play, 1, str(tmp_path), trials, group=False)
 """
 
-import contextlib
 import importlib
 import os
-import pickle
-import random
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -318,7 +315,9 @@ def run_trial(folder: Path, trial: Trial, expected: "Expected", allowed: Sequenc
     return outcome
 
 
-def judge(folder: Path, kill: Kill | None, codes: list[int | None], allowed: Sequence[str]) -> tuple[str, bool]:
+def judge(
+    folder: Path, kill: Kill | None, codes: list[int | None], allowed: Sequence[str]
+) -> tuple[str, bool]:
     """What is wrong with the end of a life, and whether it was killed."""
     died = [code in (-signal.SIGKILL, -signal.SIGALRM) for code in codes]
     for rank, code in enumerate(codes):
