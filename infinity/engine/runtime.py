@@ -339,9 +339,7 @@ class Runtime:
         with all_ranks_or_raise(self.ranks, "resuming the run"):
             left = restore(saved, self.units, self.tiers, volume)
             self.tiers.settle(self.units)
-        updates.take_over(
-            saved, self.ranks.rank, left.adopted, lambda: left.discard(volume, store, world_size)
-        )
+        updates.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store, world_size))
         return saved
 
     def check_resumed(self) -> None:

@@ -15,7 +15,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from infinity.core.errors import DirectoryError, LockedError, UnsafePathError
-from infinity.core.files import is_locked, is_own, lock_file, lock_owner, own_directory, shared_directory
+from infinity.core.files import (
+    create_file,
+    is_locked,
+    is_own,
+    lock_file,
+    lock_owner,
+    open_locked,
+    own_directory,
+    shared_directory,
+)
 from infinity.core.nbytes import format_nbytes
 
 #: Directories of frozen bases that runs share; see :mod:`infinity.nvme.base`.
@@ -85,11 +94,41 @@ class RunDirectory:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
 
+    def finish(self) -> None:
+        """Say that this rank is done with the run. Once all ranks are, no process goes on with it."""
+        if self._lock >= 0:
+            os.close(create_file(finished_path(self.path, self.rank)))
+
+    def remove_finished(self) -> None:
+        """Give the lock back, and remove the files of all ranks if all have finished.
+
+        Until the last one has, another may die, and need the states of all to go on.
+        """
+        if self._lock < 0:
+            return
+        self.leave()
+        ranks = {int(path.stem[len("rank") :]): path for path in self.path.glob(_LOCKS)}
+        with contextlib.ExitStack() as held, contextlib.suppress(LockedError, FileNotFoundError):
+            for _, path in sorted(ranks.items()):  # in one order, so that one of two who try succeeds
+                held.callback(os.close, open_locked(path, os.O_RDWR, patience_s=0))
+            finished = [finished_path(self.path, rank) for rank in ranks]
+            if all(path.exists() for path in finished):
+                last = [*finished, *ranks.values()]
+                for path in [path for path in self.path.glob("rank*") if path not in last] + last:
+                    path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # somebody put a file there
+                    self.path.rmdir()
+
     def leave(self) -> None:
         """Give the lock back, and leave the files to the process that goes on with the run."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def finished_path(folder: Path, rank: int) -> Path:
+    """The file that says that a rank has finished."""
+    return folder / f"rank{rank}.finished"
 
 
 def find_leftovers(root: Path) -> list[Path]:

@@ -1,6 +1,5 @@
 """Preallocated files, one per directory, that hand out extents striped over all of them."""
 
-import contextlib
 import errno
 import mmap
 import os
@@ -176,10 +175,8 @@ class Volume:
         return first
 
     def drop_sealed(self, first: int, count: int) -> None:
-        """Close files that :meth:`add_sealed` took in, which nothing reads any more; their room is free."""
+        """Close files that :meth:`add_sealed` took in, which nothing reads any more; they stay on disk."""
         for file in self._files[first : first + count]:
-            with contextlib.suppress(OSError):
-                os.ftruncate(file.fd, 0)  # another process may have it open still
             file.close()
             file.seal(0)
 

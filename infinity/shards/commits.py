@@ -19,10 +19,10 @@ record whose versions are whole, and all ranks one of the same step.
 writes the records go, and the next forward pass records the same step again.
 
 [Note: files that were put back]
-Each data file begins with a block that says which run, rank and drive it belongs to, and its *turn*: how
-often versions began to be written over. A record has the turn in which its own versions were written. So it is
-whole as long as the file is in the same turn or the next one, and a record or a file that a copy put back is
-recognised. What cannot be: a copy of everything that was made while the run wrote.
+Records are numbered. Each data file begins with a block that says which run, rank and drive it belongs to,
+and the number of the oldest record that is whole: where a record has been removed, its versions may be
+written over. So a record, or a data file, that a copy put back is recognised. What cannot be: a copy of all
+files that was made while the run wrote.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ class CommitRecord:
         world_size: Ranks that share the units.
         state: The small state of the step; see :func:`pack`.
         files: Those that it belongs to.
-        turn: In which ``versions`` were written; see [Note: files that were put back].
+        number: One more than the record before; see [Note: files that were put back].
     """
 
     step: int
@@ -113,7 +113,7 @@ class CommitRecord:
     world_size: int = 1
     state: bytes = field(default=b"", repr=False)
     files: RankFiles = RankFiles(0)
-    turn: int = 0
+    number: int = 0
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -160,7 +160,7 @@ def write_commit(path: Path, record: CommitRecord, *, synced: bool = True) -> No
         "layout": record.layout,
         "world_size": record.world_size,
         "files": [record.files.rank, record.files.generation, record.files.run],
-        "turn": record.turn,
+        "number": record.number,
     }
     body = json.dumps(fields, separators=(",", ":")).encode()
     _replace(path, _MAGIC, (body, record.state), synced=synced)
@@ -191,13 +191,13 @@ def _record_of(fields: dict[str, Any], state: bytes) -> CommitRecord:
         whole_numbers(each if isinstance(each, list) else [each] * number)
         for each, number in zip(fields["counts"], numbers, strict=True)
     )
-    step, world_size, turn = whole_numbers([fields["step"], fields["world_size"], fields["turn"]])
-    number, crc = whole_numbers(fields["layout"])
+    step, world_size, number = whole_numbers([fields["step"], fields["world_size"], fields["number"]])
+    layout, crc = whole_numbers(fields["layout"])
     rank, generation, run = whole_numbers(fields["files"])
     if not 1 <= world_size <= _MOST_RANKS:
         raise ValueError(f"{world_size} ranks")
-    versions, files = whole_numbers(fields["versions"], most=1), RankFiles(rank, generation, run)
-    return CommitRecord(step, versions, counts, (number, crc), world_size, state, files, turn)
+    versions, files = whole_numbers(fields["versions"], most=2), RankFiles(rank, generation, run)
+    return CommitRecord(step, versions, counts, (layout, crc), world_size, state, files, number)
 
 
 def whole_numbers(values: Any, most: int = 2**63) -> tuple[int, ...]:
@@ -236,14 +236,14 @@ def read_layout(path: Path, crc: int) -> dict[str, Any]:
     return layout
 
 
-def head_of(files: RankFiles, drive: int, turn: int) -> bytes:
+def head_of(files: RankFiles, drive: int, oldest: int) -> bytes:
     """The first block of a data file: see [Note: files that were put back]."""
-    body = b"%d %d %d %d %d" % (files.rank, files.generation, files.run, drive, turn)
+    body = b"%d %d %d %d %d" % (files.rank, files.generation, files.run, drive, oldest)
     return b"%s %08x %s\n" % (_HEAD_MAGIC, zlib.crc32(body), body)
 
 
 def read_head(path: Path) -> tuple[RankFiles, int, int]:
-    """Whose a data file is, which drive's, and its turn.
+    """Whose a data file is, which drive's, and the number of the oldest record that is whole.
 
     Raises:
         CorruptRecordError: Its first block is not what was written.
@@ -253,8 +253,8 @@ def read_head(path: Path) -> tuple[RankFiles, int, int]:
     crc, _, body = rest.partition(b" ")
     if magic != _HEAD_MAGIC or crc != b"%08x" % zlib.crc32(body):
         raise CorruptRecordError(f"{path}: not a file of shards, or damaged at its beginning")
-    rank, generation, run, drive, turn = (int(each) for each in body.split(b" "))
-    return RankFiles(rank, generation, run), drive, turn
+    rank, generation, run, drive, oldest = (int(each) for each in body.split(b" "))
+    return RankFiles(rank, generation, run), drive, oldest
 
 
 def _replace(path: Path, magic: bytes, parts: Sequence[bytes], *, synced: bool) -> int:
@@ -361,7 +361,7 @@ class Commits:
         files: Their names.
         sync: Makes the drive keep what was written (:meth:`infinity.nvme.volume.Volume.sync`); None: what
             survives the process is enough.
-        mark: Writes a turn to the heads of the data files.
+        mark: Writes to the heads of the data files which record is the oldest that is whole.
 
     Attributes:
         obsolete: Called once with the first record behind all ranks: what an earlier generation had may go.
@@ -371,7 +371,7 @@ class Commits:
 
     def __init__(
         self, folder: Path, files: RankFiles, sync: Callable[[], None] | None = None,
-        mark: Callable[[int], object] = lambda turn: None,
+        mark: Callable[[int], object] = lambda oldest: None,
     ) -> None:  # fmt: skip
         self.folder, self.files, self._sync, self._mark = folder, files, sync, mark
         self.obsolete: Callable[[], None] = lambda: None
@@ -382,7 +382,7 @@ class Commits:
         self._places: list[int] = []  # of the records on disk, the newest last
         self._layout = 0, 0  # number and CRC-32
         self._written = False
-        self._turn, self._turned = 0, False  # and whether it is another one than the last record's
+        self._number = self._oldest = 0  # of the last record, and of the oldest that is whole
         self.stands = False
 
     def take_over(self, record: CommitRecord, place: int) -> None:
@@ -392,7 +392,8 @@ class Commits:
         """
         for name in (self.files.record(1 - place), self.files.invalid()):
             (self.folder / name).unlink(missing_ok=True)
-        self._places, self._layout, self._turn, self.stands = [place], record.layout, record.turn, True
+        self._places, self._layout, self.stands = [place], record.layout, True
+        self._number, self._oldest = record.number, record.number - 1
 
     def add(
         self, record: CommitRecord, updates: Sequence[Transfer], layout: Mapping[str, Any] | None = None
@@ -438,12 +439,10 @@ class Commits:
         The last one is on disk on every rank.
         """
         with self._lock:
-            if not self._turned:
-                self._turn, self._turned = self._turn + 1, True
-                self._mark(self._turn)
             old, self._places = self._places[:-1], self._places[-1:]
             for place in old:
                 (self.folder / self.files.record(place)).unlink(missing_ok=True)
+            self._forget_before(self._number)
             if old:
                 self._remove_old_layouts()
             if self._written:
@@ -459,13 +458,12 @@ class Commits:
         self.wait()
         with self._lock:
             self.stands = False
-            self._turn += 2  # no record that was written until now is whole any more
-            self._mark(self._turn)
             places, self._places = self._places, []
             for place in places[:-1]:
                 (self.folder / self.files.record(place)).unlink(missing_ok=True)
             for place in places[-1:]:
                 (self.folder / self.files.record(place)).replace(self.folder / self.files.invalid())
+            self._forget_before(self._number + 1)
             if self._sync is not None:
                 self._sync()
                 sync(self.folder)
@@ -489,16 +487,26 @@ class Commits:
                 crc = write_layout(self.folder / self.files.layout(number), layout, synced=synced)
                 self._layout = number, crc
             with self._lock:
-                record = replace(record, layout=self._layout, files=self.files, turn=self._turn)
+                if self._number > self._oldest + 1:  # a step without updates has retired nothing
+                    path.unlink(missing_ok=True)
+                    self._forget_before(self._number)
+                record = replace(record, layout=self._layout, files=self.files, number=self._number + 1)
                 write_commit(path, record, synced=synced)
+                self._number += 1
                 if not self._places:
                     (self.folder / self.files.invalid()).unlink(missing_ok=True)
-                self._places, self._written, self._turned = [*self._places[-1:], place], True, False
+                self._places, self._written = [*self._places[-1:], place], True
         except DiskError:
             raise
         except OSError as error:
             action, code = "writing the commit record", error.errno or errno.EIO
             raise DiskError(code, action, path, offset=0, nbytes=0) from error
+
+    def _forget_before(self, number: int) -> None:
+        """Note that records before ``number``, which are removed, are whole no longer."""
+        if self._oldest < number:
+            self._mark(number)
+            self._oldest = number
 
     def _remove_old_layouts(self) -> None:
         for number in range(self._layout[0] - 1, 0, -1):

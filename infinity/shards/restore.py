@@ -61,11 +61,10 @@ class Restored:
     versions: list[Version] = field(default_factory=list)
     sources: list["_Source"] = field(default_factory=list)
 
-    def discard(self, volume: Volume, store: ShardStore, world_size: int) -> None:
+    def discard(self, store: ShardStore, world_size: int) -> None:
         """Give room back."""
         store.free_versions(self.versions)
         for source in self.sources:
-            volume.drop_sealed(source.first, len(source.saved.data))
             for path in source.paths(world_size):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
@@ -105,6 +104,9 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
             else:
                 _make_anew(unit, tiers, reader)
             unit.updates += 1
+    for source in sources.values():
+        if source is not mine:  # another rank removes it, perhaps before this one
+            volume.drop_sealed(source.first, len(source.saved.data))
     if mine is not None:
         left.versions = [version for index, version in mine.versions() if index not in likes]
     else:

@@ -13,6 +13,7 @@ from infinity.core.errors import ChangedFileError, LockedError, StateError, firs
 from infinity.core.extent import BLOCK_NBYTES
 from infinity.core.files import is_locked
 from infinity.device.machine import DTYPES
+from infinity.nvme.run_directory import finished_path
 from infinity.nvme.volume import Space
 from infinity.optim.layout import StateLayout
 from infinity.shards.commits import (
@@ -90,6 +91,9 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
         StateError: Files of the run are missing, or no commit is whole.
         ChangedFileError: A file of the run was cut.
     """
+    over = all(finished_path(path.parent, rank).exists() for rank, _, path in _records(folders))
+    if ranks.least(over and not _written_in_place(folders), "whether the run is over"):
+        return None
     newest = max((generation for _, generation, _ in _records(folders)), default=0)
     problems: list[str] = []
     for generation in range(_most(newest, ranks), 0, -1):
@@ -109,7 +113,7 @@ def _require_none(folders: Sequence[Path], problems: Sequence[str]) -> None:
     """
     where = ", ".join(map(str, folders))
     anew = "run.resume=never begins anew"
-    if any(path for folder in folders for path in folder.glob("rank*.invalid")):
+    if _written_in_place(folders):
         raise StateError(
             f"the run in {where} was ended while its weights were written in place (infinity.gathered with "
             f"modify=True, or a state was loaded), so none of its steps is whole: {anew}"
@@ -123,6 +127,10 @@ def _require_none(folders: Sequence[Path], problems: Sequence[str]) -> None:
                 f"the run in {where} has no commit that is whole on all ranks ({path.name} is of step "
                 f"{record.step}): give every directory and every rank that it had; {anew}"
             )
+
+
+def _written_in_place(folders: Iterable[Path]) -> bool:
+    return any(path for folder in folders for path in folder.glob("rank*.invalid"))
 
 
 def clear(folders: Iterable[Path], ranks: Ranks, keep: Container[int] = ()) -> None:
@@ -231,17 +239,16 @@ def _saved(folders: Sequence[Path], files: RankFiles, path: Path) -> SavedRank |
 
 
 def _check_head(data: Path, drive: int, record: CommitRecord, path: Path) -> None:
-    """Raise unless a data file is the one that a record speaks of, in the right turn."""
-    files, number, turn = read_head(data)
+    """Raise unless a data file is the one that a record speaks of, and of its time."""
+    files, number, oldest = read_head(data)
     if (files, number) != (record.files, drive):
         raise CorruptRecordError(
-            f"{data}: not the file that {path.name} speaks of, but another rank's or run's"
+            f"{data}: not the file that {path.name} speaks of, but another rank's, drive's or run's"
         )
-    if turn not in (record.turn, record.turn + 1):
-        older = path if turn > record.turn else data
+    if not record.number - 1 <= oldest <= record.number:
+        older, newer = (path, data) if oldest > record.number else (data, path)
         raise CorruptRecordError(
-            f"{older}: older than {data if older is path else path}; one of them was put back from a copy "
-            f"(step {record.step})"
+            f"{older}: older than {newer.name}, which speaks of later steps: it was put back from a copy"
         )
 
 
@@ -271,7 +278,7 @@ def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]
 
 def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None:
     """Raise unless each version has the bytes of a shard, chunk after chunk."""
-    if len(versions) not in (1, 2):
+    if len(versions) not in (1, 2, 3):
         raise ValueError(f"{len(versions)} versions")
     for version in versions:
         at = 0

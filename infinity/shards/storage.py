@@ -17,7 +17,7 @@ from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
-from infinity.nvme.run_directory import RunDirectory
+from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
@@ -95,10 +95,13 @@ class Storage:
         for root in self.memory.nvme:
             directories.append(RunDirectory(Path(root), run_id, ranks.rank))
             self._stack.callback(self._end_directory, directories[-1])
+        self._stack.callback(self._finish, directories)
         folders = [directory.path for directory in directories]
         rank, files = ranks.rank, RankFiles(ranks.rank)
         if resume is not None:
             files = self._look_for_commit(folders, ranks, resume, note)
+            for folder in folders:
+                finished_path(folder, rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
         own = None if self.saved is None else self.saved.own
         paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
@@ -132,10 +135,10 @@ class Storage:
             chunk_numel=self.chunk_numel,
         )  # fmt: skip
 
-    def _write_heads(self, files: RankFiles, turn: int) -> None:
+    def _write_heads(self, files: RankFiles, oldest: int) -> None:
         assert self.volume is not None
         for drive in range(self.drives):
-            self.volume.write_head(drive, head_of(files, drive, turn))
+            self.volume.write_head(drive, head_of(files, drive, oldest))
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]
@@ -161,10 +164,21 @@ class Storage:
         generation = self.saved.generation + (self.saved.own is None)
         return RankFiles(ranks.rank, generation, self.saved.run)
 
+    @property
+    def _committed(self) -> bool:
+        return self.saved is not None or (self.commits is not None and self.commits.any)
+
+    def _finish(self, directories: list[RunDirectory]) -> None:
+        """Say in every directory that the run is over, before the first file goes."""
+        if self._looked and self._committed and not self.keep:
+            for directory in directories:
+                directory.finish()
+
     def _end_directory(self, directory: RunDirectory) -> None:
-        committed = self.saved is not None or (self.commits is not None and self.commits.any)
-        if not self._looked or (self.keep and committed):
+        if not self._looked or (self.keep and self._committed):
             directory.leave()
+        elif self._committed:
+            directory.remove_finished()
         else:
             directory.remove()
 

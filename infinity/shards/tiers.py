@@ -440,7 +440,7 @@ class Tiers:
         if not store.has(unit.index):
             store.allocate(unit.index, unit.shard_numel, unit.name)
         elif unit.index in self._recorded or store.trains(unit.index):
-            unit.version = 1 - unit.version
+            unit.version = 0 if unit.version else 1  # a run with three places may have left it in the last
         if len(resident.state) == len(self.layout.fields):
             store.train(unit.index, 2)
         elif self._exact.fields:

@@ -1,8 +1,8 @@
 """Kills training processes at named points and at random times, and starts them again until they are done.
 
 A *life* is one set of ranks from start to end. A *trial* is a series of lives of one named run; all but the
-last are killed. Lives are forks of one process (the *nursery*), which has imported everything and has compiled
-the kernels, so a life of a tiny model takes a fraction of a second::
+last are killed. Lives are forks of one process (the *nursery*), which has imported everything and has
+compiled the kernels, so a life of a tiny model takes a fraction of a second::
 
     run_ranks(play, 1, str(tmp_path), trials, group=False)
 """
@@ -58,7 +58,8 @@ POINTS = {
     "closing old files": "infinity.nvme.volume:Volume.drop_sealed",
     "close": "infinity.engine.runtime:Runtime.close",
     "settle": "infinity.engine.runtime:Runtime._settle",
-    "removing files": "infinity.nvme.run_directory:RunDirectory.remove",
+    "finishing": "infinity.nvme.run_directory:RunDirectory.finish",
+    "removing files": "infinity.nvme.run_directory:RunDirectory.remove_finished",
 }
 
 
@@ -241,12 +242,12 @@ def live(folder: Path, trial: Trial, kill: Kill | None, rank: int, world: int, p
         os.dup2(out, 1)
         os.dup2(out, 2)
         (folder / f"error.{rank}").unlink(missing_ok=True)
-        if world > 1:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
-                              LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
-        else:
-            for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-                os.environ.pop(key, None)
+        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+        for key, number in numbers.items():
+            os.environ.pop(key, None)
+            if world > 1:
+                os.environ[key] = str(number)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         if kill is not None and kill.keep is None and kill.rank in (None, rank):
             arm(kill)
         train(folder, trial, rank, world, None if kill is None else kill.keep)
@@ -366,7 +367,7 @@ def compare(folder: Path, wanted: tuple[dict[int, dict[int, set[str]]], Final]) 
 
 
 class Expected:
-    """Results of runs that nothing interrupted; one that changes its ranks ends and begins anew on the way."""
+    """Results of runs that nothing interrupted, but to change the number of ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
