@@ -487,7 +487,7 @@ class Commits:
                 crc = write_layout(self.folder / self.files.layout(number), layout, synced=synced)
                 self._layout = number, crc
             with self._lock:
-                if self._number > self._oldest + 1:  # a step without updates has retired nothing
+                if self._oldest < self._number:  # nothing was retired since the last record
                     path.unlink(missing_ok=True)
                     self._forget_before(self._number)
                 record = replace(record, layout=self._layout, files=self.files, number=self._number + 1)
