@@ -142,6 +142,16 @@ class AdamW(torch.optim.Optimizer):
             self._record()
         return loss
 
+    def follow(self, **more: Stateful) -> None:
+        """Follow more objects, such as schedulers, which need the optimizer first; before the first step.
+
+        Raises:
+            StateError: A name is taken, or a step was made.
+        """
+        if self.steps:
+            raise StateError("AdamW.follow after the first step: what it committed lacks the new objects")
+        self._followed.add(more)
+
     def _record(self) -> None:
         """Commit the small state of this step; learning rates when schedulers have set the next ones."""
         state = {**self._followed.state(), "steps": self.steps}

@@ -28,16 +28,28 @@ class Followed:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, follow: Mapping[str, Stateful]) -> None:
+        self._model, self._device = model, device
+        self._now: dict[str, Stateful] = {}
+        self._late: dict[str, Stateful] = {}
+        self._unwritten = {name: _Buffer(each) for name, each in self._buffers().items()}
+        self.add(follow)
+
+    def add(self, follow: Mapping[str, Stateful]) -> None:
+        """Follow more objects.
+
+        Raises:
+            StateError: A name is taken.
+            TypeError: An object has no state.
+        """
         for name, each in follow.items():
             if not isinstance(each, Stateful):
                 raise TypeError(
                     f"follow[{name!r}]: wanted an object with state_dict() and load_state_dict(); got "
                     f"{type(each).__name__}"
                 )
-        self._model, self._device = model, device
-        self._now = {name: each for name, each in follow.items() if not _is_scheduler(each)}
-        self._late = {name: each for name, each in follow.items() if _is_scheduler(each)}
-        self._unwritten = {name: _Buffer(each) for name, each in self._buffers().items()}
+            if name in self._now or name in self._late:
+                raise StateError(f"follow[{name!r}] is followed already: give this object another name")
+            (self._late if _is_scheduler(each) else self._now)[name] = each
 
     @property
     def is_late(self) -> bool:
