@@ -86,7 +86,8 @@ def open_ranks(device: torch.device, timeout_s: float, on_failure: Callable[[Bas
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(0, 1, device)
-    collectives = Collectives(device, timeout_s, on_failure)
+    with peer_errors("meeting the other ranks"):
+        collectives = Collectives(device, timeout_s, on_failure)
     return Ranks(collectives.rank, collectives.world_size, device, collectives)
 
 

@@ -99,8 +99,8 @@ class RunDirectory:
         if self._lock >= 0:
             os.close(create_file(finished_path(self.path, self.rank)))
 
-    def remove_finished(self) -> None:
-        """Give the lock back, and remove the files of all ranks if all have finished.
+    def remove_finished(self, world_size: int) -> None:
+        """Give the lock back, and remove the files of all ranks if all that are here have finished.
 
         Until the last one has, another may die, and need the states of all to go on.
         """
@@ -111,7 +111,7 @@ class RunDirectory:
         with contextlib.ExitStack() as held, contextlib.suppress(LockedError, FileNotFoundError):
             for _, path in sorted(ranks.items()):  # in one order, so that one of two who try succeeds
                 held.callback(os.close, open_locked(path, os.O_RDWR, patience_s=0))
-            finished = [finished_path(self.path, rank) for rank in ranks]
+            finished = [finished_path(self.path, rank) for rank in ranks if rank < world_size]
             if all(path.exists() for path in finished):
                 last = [*finished, *ranks.values()]
                 for path in [path for path in self.path.glob("rank*") if path not in last] + last:

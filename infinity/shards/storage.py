@@ -60,7 +60,7 @@ class Storage:
         self.chunk_numel = CHUNK_NUMEL
         self.commits: Commits | None = None
         self.saved: SavedRun | None = None
-        self.drives, self.keep = 0, False
+        self.drives, self.keep, self._world_size = 0, False, 1
         self._looked = False  # for a commit: from then on files without one may go
         self._drafts: list[Path] = []
         staging = 0
@@ -91,6 +91,7 @@ class Storage:
             if resume == "must":
                 raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
+        self._world_size = ranks.world_size
         directories = []
         for root in self.memory.nvme:
             directories.append(RunDirectory(Path(root), run_id, ranks.rank))
@@ -178,7 +179,7 @@ class Storage:
         if not self._looked or (self.keep and self._committed):
             directory.leave()
         elif self._committed:
-            directory.remove_finished()
+            directory.remove_finished(self._world_size)
         else:
             directory.remove()
 

@@ -1,12 +1,10 @@
-"""Training loops of every kind go on bitwise, from whatever step they are interrupted after.
+"""Training loops of every kind go on bitwise from whatever step they are interrupted after.
 
-A loop runs to its end, and what a kill after each step would have left on disk is copied on the way. Then each
-copy is gone on with.
+A loop runs to its end, and what a kill after each step would leave on disk is copied on the way. Each copy is
+gone on with, and must end as the loop did.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +14,33 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import infinity
+from tests.helpers import models
 from tests.helpers.crashes import PLACES, Loader, Net
 from tests.helpers.training import build, recipe, small_units
 
 STEPS = 5
 
 
-@dataclass
 class Loop:
-    """One process of a run; a subclass says what its loop does."""
+    """One process of a run; a subclass says in what its loop differs from the plain one."""
 
-    nvme: Path
-    place: str = "nvme"
+    place, dtype, clip, steps = "nvme", "fp32", None, STEPS
     more: tuple[str, ...] = ()
-    dtype: str = "fp32"
-    losses: dict[int, str] = field(default_factory=dict)
-    clip: float | None = None
+
+    def __init__(self, nvme: Path, seed: int) -> None:
+        self.nvme = nvme
+        torch.manual_seed(seed)
+        self.model = self.build()
+        self.loader = Loader(0, 1)
+        self.optimizer = infinity.AdamW(
+            self.model, lr=0.01, params=self.groups(), max_grad_norm=self.clip, follow={"loader": self.loader}
+        )
+        self.prepare()
+        self.start = infinity.resume(self.model, self.optimizer)
+        self.losses: dict[int, str] = {}
+
+    def build(self) -> nn.Module:
+        return build(self.make, self.dtype, self.settings())
 
     def settings(self) -> list[str]:
         return [f"memory.nvme=[{self.nvme}]", *PLACES[self.place], "run.name=mine", *self.more]
@@ -39,27 +48,254 @@ class Loop:
     def make(self) -> nn.Module:
         return Net()
 
-    def build(self) -> nn.Module:
-        return build(self.make, self.dtype, self.settings())
-
     def groups(self) -> list[dict[str, Any]] | None:
         return None
 
-    def follow(self) -> dict[str, Any]:
-        return {"loader": self.loader}
+    def prepare(self) -> None:
+        """What a script does before it resumes."""
 
-    def schedule(self) -> None:
-        pass
+    def loss(self) -> torch.Tensor:
+        return self.model(self.loader.next())
 
-    def start(self, seed: int) -> int:
-        torch.manual_seed(seed)
-        self.model = self.build()
-        self.loader = Loader(0, 1)
-        self.optimizer = infinity.AdamW(
-            self.model, lr=0.01, params=self.groups(), max_grad_norm=self.clip
-        )
-        self.schedule()
-        self.optimizer = infinity.AdamW(
-            self.model, lr=0.01, params=self.groups(), max_grad_norm=self.clip, follow=self.follow()
-        ) if False else self.optimizer  # fmt: skip
-        return infinity.resume(self.model, self.optimizer)
+    def step(self, step: int) -> torch.Tensor:
+        loss = self.loss()
+        self.optimizer.scale(loss).backward()
+        self.optimizer.step()
+        return loss
+
+    def run(self, copies: Path | None = None) -> tuple[dict[int, str], Any, Any]:
+        """Train to the end; losses, weights and states."""
+        while self.optimizer.steps < self.steps:
+            step = self.optimizer.steps
+            self.losses[step] = self.step(step).item().hex()
+            if copies is not None:
+                self.optimizer.synchronize()
+                shutil.copytree(self.nvme, copies / str(self.loader.position))
+        weights, states = infinity.state_dict(self.model), self.optimizer.state_dict()
+        infinity.close(self.model)
+        return self.losses, weights, states
+
+
+class WithScheduler(Loop):
+    def prepare(self) -> None:
+        self.scheduler = self.schedule()
+        self.optimizer.follow(scheduler=self.scheduler)
+
+    def step(self, step: int) -> torch.Tensor:
+        loss = super().step(step)
+        self.scheduler.step()
+        return loss
+
+
+class Lambda(WithScheduler):
+    def schedule(self) -> Any:
+        return lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.7**step)
+
+
+class OneCycle(WithScheduler):
+    place = "host"
+
+    def schedule(self) -> Any:
+        return lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.02, total_steps=STEPS + 1)
+
+
+class Plateau(WithScheduler):
+    def schedule(self) -> Any:
+        return lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0, factor=0.5, threshold=1.0)
+
+    def step(self, step: int) -> torch.Tensor:
+        loss = Loop.step(self, step)
+        self.scheduler.step(loss.item())
+        return loss
+
+
+class Accumulating(Loop):
+    place, clip = "both", 0.3
+
+    def step(self, step: int) -> torch.Tensor:
+        with infinity.no_sync(self.model):
+            self.loss().backward()
+        return super().step(step)
+
+
+class Thawing(Loop):
+    """Blocks are frozen at first, and others later."""
+
+    place = "both"
+
+    def prepare(self) -> None:
+        self.freeze(0)
+
+    def freeze(self, step: int) -> None:
+        for number, block in enumerate(self.model.blocks):
+            block.requires_grad_(number <= step)
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.model.parameters())}]
+
+    def step(self, step: int) -> torch.Tensor:
+        self.freeze(step)
+        return super().step(step)
+
+
+class Frozen(Thawing):
+    place = "nvme"
+
+    def freeze(self, step: int) -> None:
+        self.model.blocks[1].requires_grad_(False)
+
+
+class Written(Loop):
+    """Weights are written in place in the middle, and states loaded."""
+
+    place = "both"
+
+    def step(self, step: int) -> torch.Tensor:
+        if step == 2:
+            with infinity.gathered(self.model, modify=True), torch.no_grad():
+                self.model.embed.weight.mul_(0.5)
+        if step == 3:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.model.load_state_dict(infinity.state_dict(self.model))
+        return super().step(step)
+
+
+class Forgetful(Loop):
+    """Steps are thrown away, raise, or have no gradient."""
+
+    def step(self, step: int) -> torch.Tensor:
+        if step == 1:
+            self.model(torch.ones(4, 9, dtype=torch.long)).backward()
+            self.optimizer.zero_grad()
+        if step == 2:
+            with pytest.raises(KeyboardInterrupt):
+                self.interrupted()
+            self.optimizer.zero_grad()
+        return super().step(step)
+
+    def interrupted(self) -> None:
+        self.model(torch.ones(4, 9, dtype=torch.long)).backward()
+        raise KeyboardInterrupt
+
+
+class Forgetting(Forgetful):
+    place, clip = "host", 0.5
+
+
+class Choosy(Loop):
+    """A block is not used in every step; learning rates are set by hand."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        return [{"params": vectors, "lr": 0.1, "name": "vectors"}, {"params": matrices, "betas": (0.5, 0.9)}]
+
+    def step(self, step: int) -> torch.Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        skipped = self.model.blocks[step % 3]
+        handle = skipped.register_forward_hook(lambda module, args, output: output.detach())
+        try:
+            return super().step(step)
+        finally:
+            handle.remove()
+
+
+class Unused(Loop):
+    place = "both"
+
+    def make(self) -> nn.Module:
+        return Sparse()
+
+
+class Sparse(Net):
+    """A block of three is used in turn."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        x = x + self.blocks[int(tokens[0, 0]) % 3](x)
+        logits = self.norm(x.flatten(0, 1)) @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+class Resized(Loop):
+    """A model of transformers, tied, whose embedding is resized in a second block."""
+
+    def build(self) -> nn.Module:
+        factory, _ = models.build("gpt2", seed=1, dropout=0.1)
+        with small_units(), infinity.Init(recipe(self.dtype, self.settings())):
+            model = factory()
+        with small_units(), infinity.Init(model):
+            model.resize_token_embeddings(110)
+        return model
+
+    def loss(self) -> torch.Tensor:
+        tokens = self.loader.next()
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+class Overflows(Resized):
+    """Gradients overflow in some iterations, which are skipped."""
+
+    dtype = "fp16"
+
+    def step(self, step: int) -> torch.Tensor:
+        grows = self.loader.position in (1, 3, 4)
+        loss = self.loss()
+        self.optimizer.scale(loss * (1e6 if grows else 1.0)).backward()
+        self.optimizer.step()
+        assert self.optimizer.skipped == grows
+        return loss
+
+
+class Durable(Loop):
+    more = ("durability.survives=power",)
+
+
+class Rare(Loop):
+    """Some steps are recorded."""
+
+    more = ("durability.every=2",)
+
+
+class RareHost(Rare):
+    place = "host"
+
+
+LOOPS = [
+    Loop, Lambda, OneCycle, Plateau, Overflows, Accumulating, Thawing, Frozen, Written, Forgetful, Forgetting,
+    Choosy, Unused, Resized, Durable, Rare, RareHost,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOOPS, ids=lambda kind: kind.__name__)
+def test_a_loop_goes_on_bitwise_after_every_step(tmp_path, kind):
+    (tmp_path / "copies").mkdir()
+    losses, weights, states = kind(tmp_path / "nvme", 1).run(tmp_path / "copies")
+    starts = set()
+    for number, copy in enumerate(sorted((tmp_path / "copies").iterdir())):
+        loop = kind(copy, 2 + number)
+        starts.add(loop.start)
+        if loop.start == 0:  # nothing was recorded: another seed gives another run
+            infinity.close(loop.model)
+            continue
+        again = loop.run()
+        assert again[0].items() <= losses.items(), (copy, loop.start)
+        same(again[1], weights)
+        same(again[2], states)
+    assert max(starts) >= STEPS - 1
+
+
+def same(ours: Any, theirs: Any, where: str = "") -> None:
+    if isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs), where
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in theirs:
+            same(ours[key], theirs[key], f"{where}/{key}")
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), where
+        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            same(a, b, f"{where}/{number}")
+    else:
+        assert ours == theirs, where

@@ -1,0 +1,118 @@
+"""Training that is killed at any moment, and started again, ends bitwise as if it had not been."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.crashes import PLACES, POINTS, Kill, Trial, play
+from tests.helpers.launch import run_ranks
+
+RECORDED = Kill("the record", 3, after=True)
+#: Where a process goes on with a run, and where it ends: reached once in a life.
+ONCE = (
+    "finding the commit", "clearing", "restore", "adopting", "taking over", "loading the small state",
+    "close", "settle", "finishing", "removing files",
+)  # fmt: skip
+
+
+def check(folder: Path, trials: list[Trial], *, all_reached: bool = True, timeout_s: float = 170) -> None:
+    [outcomes] = run_ranks(play, 1, str(folder), trials, group=False, timeout_s=timeout_s)
+    wrong = [f"{each.trial}: {each.wrong}" for each in outcomes if each.wrong]
+    assert not wrong, "\n\n".join(wrong)
+    missed = [f"{each.trial}: {each.reached}" for each in outcomes if not each.reached[-1]]
+    assert not all_reached or not missed, missed
+
+
+def test_a_killed_process_goes_on_bitwise(tmp_path):
+    check(
+        tmp_path,
+        [
+            Trial((Kill("placing a unit", 2), Kill("a write", 55)), place="both"),
+            Trial((Kill("an update", 7), Kill("an update", 5, after=True))),
+            Trial((Kill("the commit", 3, after=True), Kill("handing the record over", 3)), clip=True),
+            Trial((Kill("the layout"), Kill("the layout", after=True)), place="host"),
+            Trial((Kill("the draft", 3, after=True), Kill("the rename", 3)), place="both"),
+            Trial((Kill("the rename", 3, after=True), Kill("a removal", 9, after=True))),
+            Trial((Kill("retire", 9), Kill("retire", 9, after=True)), place="host"),
+            Trial(
+                (RECORDED, Kill("restore", after=True), Kill("taking over"), Kill("taking over", after=True))
+            ),
+            Trial((RECORDED, Kill("adopting", 2), Kill("adopting", 2)), place="both"),
+            Trial((Kill("close"), Kill("finishing", after=True), Kill("removing files", after=True))),
+            Trial((RECORDED, Kill(seconds=0.15), Kill(seconds=0.2))),
+            Trial((Kill("the record", 2),), more=("durability.survives=power",)),
+        ],
+        all_reached=False,  # the one at a time may be late
+    )
+
+
+def test_killed_ranks_go_on_bitwise(tmp_path):
+    """One rank is killed, and the other ends by itself; or both are."""
+    check(
+        tmp_path,
+        [
+            Trial((Kill("the record", 2, rank=0), Kill("retire", 6, rank=1)), 2, "both"),
+            Trial((Kill("the rename", 3, after=True, rank=1), Kill("an update", 6, rank=0)), 2),
+            Trial((Kill("close", rank=0), Kill("finishing", after=True, rank=1)), 2, "host"),
+            Trial((Kill("taking over", rank=1), Kill("restore", rank=0, after=True)), 2, clip=True),
+        ],
+        all_reached=False,
+    )
+
+
+def test_a_process_that_is_killed_as_it_goes_on_with_other_ranks_goes_on_bitwise(tmp_path):
+    check(
+        tmp_path,
+        [
+            Trial((Kill(keep=3, world=2), Kill("making anew", 2), Kill("the record", after=True)), 1, "both"),
+            Trial((Kill(keep=3, world=2), Kill("discard"), Kill("discard", after=True)), 1),
+            Trial((Kill(keep=3, world=1), Kill("making anew", 2, rank=1), Kill("the record", rank=0)), 2),
+            Trial((Kill(keep=3, world=1), Kill("discard", after=True, rank=0)), 2, "host"),
+        ],
+        all_reached=False,
+    )
+
+
+# --- many ----------------------------------------------------------------------------------------------
+
+
+def at_random(rng: random.Random) -> Trial:
+    """A trial of one to three kills, some at a time, some on the way to another number of ranks."""
+    world = rng.choice((1, 1, 2))
+    kills = [_kill(rng, world) for _ in range(rng.choice((1, 2, 3)))]
+    if rng.random() < 0.3:
+        kills.insert(0, Kill(keep=rng.randrange(1, 5), world=3 - world))
+    more = rng.choice(((), (), ("durability.every=2",), ("durability.survives=power",)))
+    return Trial(tuple(kills), world, rng.choice(list(PLACES)), rng.random() < 0.3, more)
+
+
+def _kill(rng: random.Random, world: int) -> Kill:
+    rank = rng.choice((None, *range(world))) if world > 1 else None
+    if rng.random() < 0.4:
+        return Kill(seconds=rng.uniform(0.01, 1.0), rank=rank)
+    nth = rng.choice((1, 1, 2, 3, rng.randrange(1, 120)))
+    return Kill(rng.choice(list(POINTS)), nth, rng.random() < 0.5, rank=rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_named_point(tmp_path, world, place):
+    nth = {"a write": 55, "an update": 5, "retire": 9, "a removal": 9, "making anew": 2, "adopting": 2}
+    trials = []
+    for point in POINTS:
+        for after in (False, True):
+            kill = Kill(point, nth.get(point, 1 if point in ONCE else 3), after, rank=len(trials) % 3 - 1)
+            if world == 1 or kill.rank == -1:
+                kill = Kill(point, kill.nth, after)
+            before = Kill("the record", 3, after=True)
+            trials.append(Trial((before, kill, kill) if point in ONCE[:6] else (kill, kill), world, place))
+    check(tmp_path, trials, all_reached=False, timeout_s=1500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_at_random(tmp_path, seed):
+    rng = random.Random(seed)
+    check(tmp_path, [at_random(rng) for _ in range(50)], all_reached=False, timeout_s=1500)
