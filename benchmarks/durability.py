@@ -1,10 +1,10 @@
 """What the commit of every step costs, and how fast an interrupted run is back.
 
 The same steps of the same model, of a run without a name, which commits nothing, and of named ones, whose
-commits survive a kill (``process``) or a power cut (``power``); states on NVMe, and in host memory, from where
-commits write them to NVMe. The ways take turns of a few steps. Then the run whose states are in host memory is
-started again, and its ``infinity.resume`` compared with fio reading as many bytes of the same files (without
-fio, with plain direct reads of them).
+commits survive a kill (``process``) or a power cut (``power``); states on NVMe, and in host memory, from
+where commits write them to NVMe. The ways take turns of a few steps. Then the run whose states are in host
+memory is started again, and its ``infinity.resume`` compared with fio reading as many bytes of the same
+files (without fio, with plain direct reads of them).
 
     python benchmarks/durability.py [--quick] [--json FILE] [--size 134M] [--rounds 6]
 """
