@@ -31,6 +31,7 @@ from schedule import SIZES, at_most
 from turns import Actor
 
 _MIB = 2**20
+_SIZES = {**SIZES, "tiny": llama.TINY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model, two rounds: under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
-    parser.add_argument("--size", default="134M", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--size", default="134M", help=f"of {', '.join(_SIZES)}")
     parser.add_argument("--tokens", type=int, default=512, help="of a step")
     parser.add_argument("--rounds", type=int, default=6, help="turns of every way")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a turn")
@@ -229,12 +230,12 @@ def main(argv: list[str] | None = None) -> None:
     dtypes.add_option(parser)
     options = parser.parse_args(argv)
     if options.quick:
-        options.size, options.tokens, options.rounds = "23M", 128, 2
+        options.size, options.tokens, options.rounds = "tiny", 64, 2
     options.dtype = dtypes.chosen(options)
     options.nvme.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="durability-", dir=options.nvme.resolve()))
     try:
-        bench = Bench(SIZES[options.size], options, folder)
+        bench = Bench(_SIZES[options.size], options, folder)
         resumed = bench.run()
     finally:
         shutil.rmtree(folder)

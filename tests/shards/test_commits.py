@@ -85,7 +85,7 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
     bad.finish(infinity.DiskError(errno.EIO, "write", tmp_path / "x", offset=0, nbytes=1))
     with pytest.raises(infinity.DiskError):
         commits.wait()
-    assert newest(tmp_path) == CommitRecord(1, (0,))
+    assert newest(tmp_path) == CommitRecord(1, (0,), number=1)
     commits.close()
 
 
