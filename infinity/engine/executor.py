@@ -224,20 +224,28 @@ class StepExecutor:
         return norm
 
     def _choose_interval(self) -> None:
-        """Decide, once and on all ranks alike, which steps are recorded."""
+        """Decide, on all ranks alike, which steps are recorded."""
         interval = self.updates.interval
-        if interval.chosen or (proposed := interval.propose()) is None:
+        if interval.chosen or self.updates.commits is None:
             return
-        interval.chosen = True
-        every, room = -self.ranks.least(-proposed, "durability.every"), True
-        if every > 1:
-            try:
-                self.tiers.add_versions(self.units)
-            except DiskError:
-                room = False
-            if not self.ranks.least(room, "durability.every"):
-                every = 1
-        interval.every = every
+        if interval.every == 1:  # the first step
+            stores = -self.ranks.least(-self.updates.stores_residents, "durability.every")
+            wanted = interval.wanted or (2 if stores else 1)
+            interval.chosen = interval.wanted is not None or wanted == 1
+            interval.every = wanted if wanted == 1 or self._has_third_places() else 1
+            interval.chosen |= interval.every == 1
+        elif (measured := interval.measured) is not None:
+            interval.every = -self.ranks.least(-measured, "durability.every")
+            interval.chosen = True
+
+    def _has_third_places(self) -> bool:
+        """Give units on NVMe a third place; False if some rank's file system is too full."""
+        room = True
+        try:
+            self.tiers.add_versions(self.units)
+        except DiskError:
+            room = False
+        return bool(self.ranks.least(room, "durability.every"))
 
     def _count_step(self) -> None:
         """Let collectives belong to the next step from now on: a rank that is a step behind is found."""

@@ -28,18 +28,18 @@ files that was made while the run wrote.
 import contextlib
 import errno
 import io
-import itertools
 import json
 import math
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -298,21 +298,21 @@ def _read(path: Path, magic: bytes, count: int, what: str) -> list[bytes] | None
     return parts
 
 
-#: Part of a step within which a hidden commit lands, and part of the time that others may cost.
-_HIDDEN, _MOST_COST = 0.8, 0.035
-#: Commits after which the interval is chosen.
-_SEEN_COMMITS = 4
+#: Part of the time that commits may cost.
+_MOST_COST = 0.035
+#: Steps with what a commit writes beside them, and as many without, after which the interval is chosen.
+_SEEN_STEPS = 4
 
 
 class CommitInterval:
     """Which steps are recorded: every one, or as few as keep the cost of commits low.
 
-    Beside its record a commit writes what lies in host memory. Where that lands within the step after it,
-    every step is recorded; else every n-th one, so that even if compute waited for all of it, it would take
-    at most 3.5 % of the time.
+    Beside its record a commit writes what lies in host memory, while the next step computes. How much longer
+    that step takes is measured: at first every second step is recorded. Then every n-th is, so that commits
+    take at most 3.5 % of the time. Where all states live on NVMe, every step is recorded.
 
     Args:
-        every: The number of steps; None: from the first steps' times.
+        every: The number of steps; None: as measured.
 
     Attributes:
         every: Steps from one record to the next.
@@ -320,37 +320,32 @@ class CommitInterval:
     """
 
     def __init__(self, every: int | None) -> None:
-        self.every, self.chosen = 1, False
-        self._wanted = every
-        self._began_s: list[float] = []
-        self._landing_s: list[float] = []
+        self.wanted, self.every, self.chosen = every, 1, False
+        self._ended_s: float | None = None
+        self._recorded = False  # the step before the one that runs now
+        self._with_s: list[float] = []
+        self._without_s: list[float] = []
 
     def ends(self, step: int) -> bool:
         """Whether ``step`` is recorded."""
         return step % self.every == 0
 
-    def began(self, stored: Iterable[Transfer]) -> None:
-        """Note that a step ends, whose states in host memory are on their way to the disk."""
+    def step(self, *, recorded: bool) -> None:
+        """Note that a step ends; if it is ``recorded``, its commit is written beside the next one."""
         if self.chosen:
             return
-        index, began_s = len(self._began_s), time.monotonic()
-        self._began_s.append(began_s)
-        self._landing_s.append(0.0)
-        for transfer in stored:
-            transfer.then(partial(self._landed, index, began_s))
+        now_s = time.monotonic()
+        if self._ended_s is not None:
+            (self._with_s if self._recorded else self._without_s).append(now_s - self._ended_s)
+        self._ended_s, self._recorded = now_s, recorded
 
-    def _landed(self, index: int, began_s: float) -> None:
-        self._landing_s[index] = max(self._landing_s[index], time.monotonic() - began_s)
-
-    def propose(self) -> int | None:
-        """Return the number of steps that this rank would choose; None: too few were seen."""
-        if self._wanted is not None:
-            return self._wanted
-        if len(self._began_s) < _SEEN_COMMITS:
+    @property
+    def measured(self) -> int | None:
+        """The number of steps that this rank would choose; None: too few were seen."""
+        if min(len(self._with_s), len(self._without_s)) < _SEEN_STEPS:
             return None
-        step_s = min(b - a for a, b in itertools.pairwise(self._began_s[1:]))  # the first is slow
-        landing_s = max(self._landing_s[1:-1])  # the last may be on its way
-        return 1 if landing_s <= _HIDDEN * step_s else math.ceil(landing_s / (_MOST_COST * step_s))
+        step_s = median(self._without_s)
+        return max(1, math.ceil((median(self._with_s) - step_s) / (_MOST_COST * step_s)))
 
 
 class Commits:

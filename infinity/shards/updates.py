@@ -413,15 +413,21 @@ class Updates:
             if ready.place is not None:
                 ready.unit.version = ready.place
         self.steps += 1
-        if self.commits is not None and self.interval.ends(self.steps):
+        recorded = self.commits is not None and self.interval.ends(self.steps)
+        if recorded:
             self._store_residents()
             futures = (ready.future for ready in self.ready.values())
             landing: list[Transfer] = [future for future in futures if future is not None]
-            stored = [transfer for each in self._stored.values() for transfer in each]
-            self.interval.began(stored)
-            landing += stored
+            landing += [transfer for each in self._stored.values() for transfer in each]
             self._commit = self._make_commit(landing)
+        self.interval.step(recorded=recorded)
         self._close_step()
+
+    @property
+    def stores_residents(self) -> bool:
+        """Whether a commit of this step writes units in host memory."""
+        residents, from_base = self.tiers.residents, self.tiers.from_base
+        return any(index in self.ready or index not in from_base for index in residents)
 
     def _store_residents(self) -> None:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""

@@ -31,8 +31,8 @@ from tests.helpers.training import build
 STEPS = 6
 PLACES = {
     "nvme": ["memory.host=200KiB", "memory.resident=false"],
-    "host": ["memory.host=64MiB"],
-    "both": ["memory.host=260KiB"],
+    "host": ["memory.host=64MiB", "durability.every=1"],
+    "both": ["memory.host=260KiB", "durability.every=1"],
 }
 #: Where a process can be killed: the function before or after a call of which it ends.
 POINTS = {

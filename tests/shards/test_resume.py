@@ -12,8 +12,8 @@ from tests.helpers.training import build, optimizer_for
 STEPS = 6
 PLACES = {
     "nvme": ["memory.host=200KiB", "memory.resident=false"],
-    "host": ["memory.host=64MiB"],
-    "both": ["memory.host=700KiB"],
+    "host": ["memory.host=64MiB", "durability.every=1"],
+    "both": ["memory.host=700KiB", "durability.every=1"],
 }
 
 
