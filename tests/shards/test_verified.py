@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.activations import store, tensor_cache
 from infinity.cli import main
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import DamagedDataError, StateError
@@ -27,7 +28,7 @@ from tests.helpers.crashes import PLACES
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import build
 
-TOKENS = torch.arange(36).reshape(4, 9) % 61
+TOKENS = (torch.arange(36).reshape(4, 9) % 61).repeat(16, 1)  # activations of more than a block
 VERIFY = "memory.verify=true"
 
 
@@ -254,8 +255,9 @@ def test_a_fresh_range_of_a_file_that_was_found_reads_as_zeros(tmp_path):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_checked_runs_have_the_same_bits_and_no_false_alarm(tmp_path, place):
+def test_checked_runs_have_the_same_bits_and_no_false_alarm(tmp_path, place, monkeypatch):
     """Partial reads, writes in place, residents, activations beside units, commits and resumes."""
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)  # as if these activations were large
     offload = "memory.activations=offload"
     plain = train(tmp_path / "a", 5, place=place, keep=False)
     checked = train(tmp_path / "b", 2, VERIFY, offload, place=place)
@@ -312,6 +314,27 @@ def test_training_ends_at_the_first_read_of_a_flipped_byte(tmp_path, part):
             steps(model, optimizer)
     finally:
         infinity.close(model, keep=True)
+
+
+def test_stored_activations_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
+    load = store._Direct.load
+
+    def load_damaged(stored):
+        for piece in stored._extent.pieces:
+            [path] = tmp_path.rglob("rank0*.bin")
+            flip(path, piece.offset)
+        return load(stored)
+
+    given = [f"memory.nvme=[{tmp_path}]", *PLACES["host"], "memory.activations=offload", VERIFY]
+    model = build(Mlp, "bf16", given)
+    optimizer = infinity.AdamW(model, lr=0.01)
+    model(TOKENS).backward()
+    optimizer.step()
+    monkeypatch.setattr(store._Direct, "load", load_damaged)
+    with pytest.raises(DamagedDataError):
+        model(TOKENS).backward()
+    infinity.close(model)
 
 
 # --- what an interrupted run keeps -----------------------------------------------------------------
