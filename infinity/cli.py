@@ -1,4 +1,4 @@
-"""The command line: ``infinity train | resume | runs | export | save | plan | rok | recipe``."""
+"""The command line: ``infinity train | resume | runs | verify | export | save | plan | rok | recipe``."""
 
 import argparse
 import io
@@ -103,6 +103,13 @@ def _runs(args: argparse.Namespace) -> None:
         _console().print(runs_table(list_runs(folder)))
 
 
+def _verify(args: argparse.Namespace) -> None:
+    from infinity.app.runs import verify_run
+
+    for line in verify_run(args.run):
+        print(line, flush=True)
+
+
 def _confirm(line: str) -> bool:
     try:
         return input(f"{line}? [y/N] ").strip().lower() in ("y", "yes")
@@ -197,6 +204,21 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--remove", nargs="+", metavar="NAME", help="remove these, after asking")
     runs.add_argument("--yes", action="store_true", help="remove without asking")
     runs.set_defaults(run_command=_runs)
+
+    verify = commands.add_parser(
+        "verify",
+        help="check everything that an interrupted run keeps on drives",
+        description="Check what an interrupted run goes on from: its records, and, if it ran with "
+        "memory.verify=true, each block of weights and optimizer states. The exit code is 1 if something is "
+        "damaged.",
+    )
+    verify.add_argument(
+        "run",
+        nargs="+",
+        metavar="RUN",
+        help="a run's folder; of a loop of your own, the run's directory on every drive (memory.nvme/NAME)",
+    )
+    verify.set_defaults(run_command=_verify)
 
     export = commands.add_parser(
         "export",

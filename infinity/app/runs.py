@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.app.recipe import Recipe, changed_numbers, load_recipe
-from infinity.core.errors import InfinityError, LockedError, RecipeError
+from infinity.core.errors import CheckpointError, InfinityError, LockedError, RecipeError
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, last_step, read_metrics
@@ -333,6 +333,72 @@ def _listed(paths: Iterable[Path | str]) -> str:
 
 def _rm(directories: Iterable[Path]) -> str:
     return "rm -r " + " ".join(shlex.quote(str(path)) for path in directories)
+
+
+# --- checking --------------------------------------------------------------------------------------
+
+
+def verify_run(names: Sequence[str]) -> Iterator[str]:
+    """Check what an interrupted run keeps on drives; yield lines about it.
+
+    Args:
+        names: The run's folder, or its directories on drives.
+
+    Raises:
+        InfinityError: The run is running, keeps nothing, or something is damaged.
+    """
+    from infinity.shards.verified import verify
+
+    folders = [user_path(name, "RUN") for name in names]
+    with contextlib.ExitStack() as stack:
+        if len(folders) == 1 and (folders[0] / RECIPE).is_file():
+            directories = _verified_directories(folders[0])
+            stack.enter_context(locked(folders[0]))
+        else:
+            directories = folders
+        for lock in (lock for path in directories for lock in path.glob("rank*.lock")):
+            if is_locked(lock):
+                raise LockedError(
+                    errno.EWOULDBLOCK, f"{lock.parent} is in use by {lock_owner(lock)}", str(lock)
+                )
+        checks, damage = verify(directories)
+        yield from damage
+        unknown = 0
+        for check in checks:
+            yield from check.damage
+            damage += check.damage
+            unknown += check.nbytes - check.checked_nbytes
+            sums = f"{format_nbytes(check.checked_nbytes)} of {format_nbytes(check.nbytes)}"
+            result = f"{len(check.damage)} damaged places" if check.damage else "no damage"
+            where = f"rank {check.rank}, step {check.step}"
+            yield f"{where}: records, and {sums} in {check.files} files: {result}"
+        if unknown:
+            yield (
+                f"{format_nbytes(unknown)} could not be checked, because no sums were kept: run with "
+                "memory.verify=true for that"
+            )
+    if damage:
+        raise CheckpointError(
+            f"{_listed(folders)}: {len(damage)} damaged places. Go on from a copy of the files or from a "
+            "saved model, or begin anew (run.resume=never)"
+        )
+
+
+def _verified_directories(folder: Path) -> list[Path]:
+    """Return an interrupted run's directories on drives.
+
+    Raises:
+        RecipeError: It is running, or keeps nothing.
+    """
+    state, recipe = state_of(folder), interrupted_run(folder)
+    if state == "running":
+        raise _in_use(folder)
+    assert recipe.run.name is not None
+    directories = drive_directories(recipe, recipe.run.name) if state == "interrupted" else []
+    if not directories:
+        why = "it is finished" if state == "finished" else _why_nothing(recipe)
+        raise RecipeError(f"{folder} keeps nothing on drives that could be checked: {why}")
+    return directories
 
 
 # --- listing and removing ------------------------------------------------------------------------

@@ -263,9 +263,17 @@ class MemoryConfig:
         valid=Valid(choices=("keep", "offload", "recompute", "plan")),
         numeric=False,
     )
+    verify: bool = setting(
+        False,
+        "compare each block read from NVMe with a sum made when it was written; commits keep the sums",
+        numeric=False,
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.verify and self.engine == "gds":
+            wanted = "auto, libaio or threads with memory.verify=true, which needs bytes in host memory"
+            raise SettingError("engine", "gds", wanted)
         try:
             # one directory may have several names, in which a run's files would have the same one
             different = len({_identity(path) for path in self.nvme}) == len(self.nvme)

@@ -122,6 +122,24 @@ class ChangedFileError(DiskError):
         return ChangedFileError, (self.path, self._what)
 
 
+class DamagedDataError(DiskError):
+    """Bytes that were read are not those that were written there (``memory.verify``)."""
+
+    def __init__(self, path: Path | str, *, offset: int, nbytes: int) -> None:
+        self.path, self.offset, self.nbytes = str(path), offset, nbytes
+        text = (
+            f"{path}: {nbytes} bytes from offset {offset} on are not what this run wrote there: the drive, "
+            "its connection, memory or another program changed them. Start the run again: if only the "
+            "reading failed, it goes on from its last commit; `infinity verify RUN` says whether that is "
+            "whole. If it is not, go on from a copy of the run's files or a saved model, or begin anew "
+            "(run.resume=never)"
+        )
+        OSError.__init__(self, errno_names.EIO, text, self.path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _damaged_data_error, (self.path, self.offset, self.nbytes)
+
+
 @contextmanager
 def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
     """Raise every error of a library that is given files of others as ``kind``: ``what``, and the reason.
@@ -141,6 +159,10 @@ def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
 
 def _disk_error(errno: int, action: str, path: str, offset: int, nbytes: int, moved: int) -> DiskError:
     return DiskError(errno, action, path, offset=offset, nbytes=nbytes, moved=moved)
+
+
+def _damaged_data_error(path: str, offset: int, nbytes: int) -> DamagedDataError:
+    return DamagedDataError(path, offset=offset, nbytes=nbytes)
 
 
 def copied(error: BaseException) -> BaseException:

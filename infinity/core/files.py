@@ -190,7 +190,8 @@ def read_file(path: Path, most_nbytes: int) -> bytes:
     """
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > most_nbytes else file.read(most_nbytes + 1)  # it may be growing
+        # It may be growing; room for the most that it may have would be taken at once.
+        content = b"" if size > most_nbytes else file.read(min(size + 2**16, most_nbytes + 1))
     if max(size, len(content)) > most_nbytes:
         raise OSError(errno.EFBIG, f"has {size} bytes; at most {most_nbytes} are read", str(path))
     return content

@@ -73,6 +73,13 @@ class Space:
             space.end, space.taken_nbytes = offset + nbytes, space.taken_nbytes + nbytes
         return space
 
+    def extend(self, end: int) -> None:
+        """Let a file be longer than what is taken: the rest is free, and holds something."""
+        nbytes, start = max(0, end - self.end), self.end
+        self.end, self.taken_nbytes = start + nbytes, self.taken_nbytes + nbytes
+        if nbytes:
+            self.give(start, nbytes)
+
     def take(self, nbytes: int) -> Range:
         """A contiguous range of ``nbytes``."""
         self.taken_nbytes += nbytes
@@ -127,6 +134,9 @@ class Volume:
         DirectoryError: A file cannot be made, or opened.
         ChangedFileError: A file that was found is shorter than its extents.
         ValueError: ``paths`` and ``weights`` do not fit each other.
+
+    Attributes:
+        on_zeros: Called with the number of a file and a range of it that was allocated, and reads as zeros.
     """
 
     def __init__(
@@ -138,6 +148,7 @@ class Volume:
             raise ValueError(
                 f"a volume needs one positive weight per path; got {weights} for {len(paths)} paths"
             )
+        self.on_zeros: Callable[[int, Range], object] = lambda file, zeros: None
         self._weights = [weight / sum(weights) for weight in weights]
         self._lock = threading.Lock()
         self._peak_nbytes = 0
@@ -250,6 +261,7 @@ class Volume:
             for file, piece in taken:
                 if not piece.fresh:
                     self._files[file].zero(piece)
+                self.on_zeros(file, piece)
         return Extent(tuple(Piece(file, piece.offset, piece.nbytes) for file, piece in taken))
 
     def reserve_heads(self) -> None:
@@ -447,6 +459,7 @@ def _found(path: Path, space: Space) -> _File:
     if file._reserved < space.end:
         file.close()
         raise ChangedFileError(path, f"was cut to {file._reserved} bytes of at least {space.end}")
+    space.extend(file._reserved // BLOCK_NBYTES * BLOCK_NBYTES)
     return file
 
 

@@ -233,6 +233,32 @@ adamw_loops: dict[torch.dtype, Callable[..., object]] = {
 }
 
 
+# --- sums of blocks --------------------------------------------------------------------------------
+
+
+@jit
+def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
+    """A 32-bit sum, not 0, of each block of ``words``, ``(blocks, rows, lanes)`` uint32, into ``sums``.
+
+    Every step is a bijection of the lane and of the word, so a change of one word always changes the sum. The
+    salt and the number of the block (``first`` and those after it) are mixed in: blocks that changed places
+    have other sums.
+    """
+    lanes = np.empty(words.shape[2], np.uint32)
+    for block in range(words.shape[0]):
+        for lane in range(lanes.size):
+            lanes[lane] = lane
+        for row in range(words.shape[1]):
+            for lane in range(lanes.size):
+                mixed = np.uint32((lanes[lane] ^ words[block, row, lane]) * np.uint32(0x9E3779B1))
+                lanes[lane] = mixed ^ (mixed >> np.uint32(15))
+        total = np.uint32((first + block) * 0x85EBCA77 + salt * 0xC2B2AE3D)
+        for lane in range(lanes.size):
+            total = np.uint32((total ^ lanes[lane]) * np.uint32(0x27D4EB2F))
+            total = np.uint32(total ^ (total >> np.uint32(16)))
+        sums[block] = total if total else np.uint32(1)
+
+
 # --- the gradient norm -----------------------------------------------------------------------------
 
 

@@ -52,8 +52,11 @@ from infinity.core.transfer import Transfer
 _MAGIC = b"infinity-commit-3"
 _LAYOUT_MAGIC = b"infinity-layout-1"
 _HEAD_MAGIC = b"infinity-shards-1"
+_SUMS_MAGIC = b"infinity-sums-1"
 #: The most that a record, or the description of where versions lie, is expected to have (bytes).
 _MOST_NBYTES = 2**32
+#: The same of the sums of blocks, a thousandth of the data files (bytes).
+_MOST_SUMS_NBYTES = 2**38
 _MOST_PARAMETERS, _MOST_RANKS = 2**24, 2**20
 #: What the fields of a file raise that has the right checksum and other content.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
@@ -92,6 +95,10 @@ class RankFiles:
         """Where versions lie; there is a new one when extents were allocated since the last record."""
         return f"rank{self.rank}-{self.generation}.layout{number}"
 
+    def sums(self, place: int) -> str:
+        """Sums of the blocks of the data files, as they are with the record in ``place``."""
+        return f"rank{self.rank}-{self.generation}.sums{place}"
+
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
@@ -104,6 +111,7 @@ class CommitRecord:
         state: The small state of the step; see :func:`pack`.
         files: Those that it belongs to.
         number: One more than the record before; see [Note: files that were put back].
+        sums: CRC-32 of the file with the sums of blocks; None: none were kept.
     """
 
     step: int
@@ -114,6 +122,7 @@ class CommitRecord:
     state: bytes = field(default=b"", repr=False)
     files: RankFiles = RankFiles(0)
     number: int = 0
+    sums: int | None = None
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
@@ -161,6 +170,7 @@ def write_commit(path: Path, record: CommitRecord, *, synced: bool = True) -> No
         "world_size": record.world_size,
         "files": [record.files.rank, record.files.generation, record.files.run],
         "number": record.number,
+        "sums": record.sums,
     }
     body = json.dumps(fields, separators=(",", ":")).encode()
     _replace(path, _MAGIC, (body, record.state), synced=synced)
@@ -194,10 +204,11 @@ def _record_of(fields: dict[str, Any], state: bytes) -> CommitRecord:
     step, world_size, number = whole_numbers([fields["step"], fields["world_size"], fields["number"]])
     layout, crc = whole_numbers(fields["layout"])
     rank, generation, run = whole_numbers(fields["files"])
+    sums = None if fields["sums"] is None else whole_numbers([fields["sums"]])[0]
     if not 1 <= world_size <= _MOST_RANKS:
         raise ValueError(f"{world_size} ranks")
     versions, files = whole_numbers(fields["versions"], most=2), RankFiles(rank, generation, run)
-    return CommitRecord(step, versions, counts, (layout, crc), world_size, state, files, number)
+    return CommitRecord(step, versions, counts, (layout, crc), world_size, state, files, number, sums)
 
 
 def whole_numbers(values: Any, most: int = 2**63) -> tuple[int, ...]:
@@ -236,6 +247,18 @@ def read_layout(path: Path, crc: int) -> dict[str, Any]:
     return layout
 
 
+def read_sums(path: Path, crc: int, drives: int) -> list[bytes]:
+    """Return the sums of the blocks of each data file at ``path``.
+
+    Raises:
+        CorruptRecordError: The file is missing, not whole, or another one than that of CRC-32 ``crc``.
+    """
+    parts = _read(path, _SUMS_MAGIC, drives, "not the whole sums of blocks", _MOST_SUMS_NBYTES)
+    if parts is None or _crc32(parts) != crc or any(len(part) % 4 for part in parts):
+        raise CorruptRecordError(f"{path}: missing, or not the one that the commit record speaks of")
+    return parts
+
+
 def head_of(files: RankFiles, drive: int, oldest: int) -> bytes:
     """The first block of a data file: see [Note: files that were put back]."""
     body = b"%d %d %d %d %d" % (files.rank, files.generation, files.run, drive, oldest)
@@ -259,7 +282,7 @@ def read_head(path: Path) -> tuple[RankFiles, int, int]:
 
 def _replace(path: Path, magic: bytes, parts: Sequence[bytes], *, synced: bool) -> int:
     """Write a file of checked parts under a draft's name, then give it its own; return the CRC-32."""
-    crc = zlib.crc32(b"".join(parts))
+    crc = _crc32(parts)
     sizes = " ".join(str(len(part)) for part in parts)
     draft = path.with_name(path.name + ".new")
     with open(create_file(draft), "wb") as file:
@@ -274,9 +297,18 @@ def _replace(path: Path, magic: bytes, parts: Sequence[bytes], *, synced: bool) 
     return crc
 
 
-def _read(path: Path, magic: bytes, count: int, what: str) -> list[bytes] | None:
+def _crc32(parts: Sequence[bytes]) -> int:
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def _read(
+    path: Path, magic: bytes, count: int, what: str, most_nbytes: int = _MOST_NBYTES
+) -> list[bytes] | None:
     try:
-        data = read_file(path, _MOST_NBYTES)
+        data = read_file(path, most_nbytes)
     except FileNotFoundError:
         return None
     try:
@@ -357,6 +389,7 @@ class Commits:
         sync: Makes the drive keep what was written (:meth:`infinity.nvme.volume.Volume.sync`); None: what
             survives the process is enough.
         mark: Writes to the heads of the data files which record is the oldest that is whole.
+        sums: Returns the sums of the blocks of each data file, which are kept with a record; None: none are.
 
     Attributes:
         obsolete: Called once with the first record behind all ranks: what an earlier generation had may go.
@@ -367,8 +400,9 @@ class Commits:
     def __init__(
         self, folder: Path, files: RankFiles, sync: Callable[[], None] | None = None,
         mark: Callable[[int], object] = lambda oldest: None,
+        sums: Callable[[], Sequence[bytes]] | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self.files, self._sync, self._mark = folder, files, sync, mark
+        self.folder, self.files, self._sync, self._mark, self._sums = folder, files, sync, mark, sums
         self.obsolete: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, "infinity-commit")
         self.last = Transfer()  # the record that is being written, or was
@@ -485,7 +519,16 @@ class Commits:
                 if self._oldest < self._number:  # nothing was retired since the last record
                     path.unlink(missing_ok=True)
                     self._forget_before(self._number)
-                record = replace(record, layout=self._layout, files=self.files, number=self._number + 1)
+                sums = (
+                    None
+                    if self._sums is None
+                    else _replace(
+                        self.folder / self.files.sums(place), _SUMS_MAGIC, self._sums(), synced=synced
+                    )
+                )
+                record = replace(
+                    record, layout=self._layout, files=self.files, number=self._number + 1, sums=sums
+                )
                 write_commit(path, record, synced=synced)
                 self._number += 1
                 if not self._places:

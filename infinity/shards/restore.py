@@ -23,6 +23,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.saved import SavedRank, SavedRun
 from infinity.shards.store import ShardStore, Version, versions_of_plain, versions_to_plain
 from infinity.shards.tiers import Tiers
+from infinity.shards.verified import BlockSums, load_sums
 
 
 def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     if any(unit.index not in likes for unit in restored):
         for rank in range(saved.world_size):
             if rank not in sources:
-                sources[rank] = _open_source(saved.ranks[rank], volume)
+                sources[rank] = _open_source(saved.ranks[rank], volume, tiers.storage.sums)
     tiers.pending = False
     with contextlib.closing(_Reader(tiers, sources, saved.world_size)) as reader:
         for unit in restored:
@@ -107,6 +108,8 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     for source in sources.values():
         if source is not mine:  # another rank removes it, perhaps before this one
             volume.drop_sealed(source.first, len(source.saved.data))
+            if tiers.storage.sums is not None:
+                tiers.storage.sums.drop(source.first, len(source.saved.data))
     if mine is not None:
         left.versions = [version for index, version in mine.versions() if index not in likes]
     else:
@@ -114,11 +117,13 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     return left
 
 
-def _open_source(saved: SavedRank, volume: Volume) -> "_Source":
+def _open_source(saved: SavedRank, volume: Volume, sums: BlockSums | None) -> "_Source":
     first = len(volume)
     for path in saved.data:
         fd, direct = open_direct(path, open_found, "opening")
         volume.add_sealed([SealedFile(path, fd, direct, path.stat().st_size)])
+    if sums is not None:
+        load_sums(sums, saved, first)
     return _Source(saved, first)
 
 

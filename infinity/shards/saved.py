@@ -10,7 +10,7 @@ from typing import Any
 
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import ChangedFileError, LockedError, StateError, first_line
-from infinity.core.extent import BLOCK_NBYTES
+from infinity.core.extent import BLOCK_NBYTES, Piece
 from infinity.core.files import is_locked
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import finished_path
@@ -48,6 +48,14 @@ class SavedRank:
     record: CommitRecord
     layout: Mapping[str, Any]
     data: tuple[Path, ...]
+
+    def committed(self) -> Iterator[tuple[str, Piece]]:
+        """Each piece of the committed versions, with a parameter of its unit; files are numbered by drive."""
+        for unit, which in zip(self.layout["units"], self.record.versions, strict=True):
+            versions = unit["versions"] or [[]]
+            for chunk in versions[which % len(versions)]:
+                for piece in (piece for extent in chunk[2:] for piece in extent):
+                    yield unit["segments"][0][0] if unit["segments"] else "padding", Piece(*piece)
 
     def spaces(self) -> list[Space]:
         """What the extents of its units take of each data file."""

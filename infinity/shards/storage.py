@@ -25,6 +25,7 @@ from infinity.shards.commits import Commits, RankFiles, head_of
 from infinity.shards.config import Resume
 from infinity.shards.saved import SavedRun, clear, find_saved
 from infinity.shards.store import ShardStore
+from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_of
 
 
 class Storage:
@@ -42,6 +43,7 @@ class Storage:
         units_engine: The same engine for shards, which can be watched.
         commits: Writes this rank's commit records; None if no process could go on with the run.
         saved: The last commit of an interrupted run, with which this one goes on.
+        sums: Of the blocks in the files, by which every read is checked; None: without ``memory.verify``.
         drives: Number of files that shards lie in.
         keep: Leave the files on disk at the end, if a process can go on with the run.
         chunk_numel: Elements of a shard that are staged at one time.
@@ -60,6 +62,7 @@ class Storage:
         self.chunk_numel = CHUNK_NUMEL
         self.commits: Commits | None = None
         self.saved: SavedRun | None = None
+        self.sums: BlockSums | None = None
         self.drives, self.keep, self._world_size = 0, False, 1
         self._looked = False  # for a commit: from then on files without one may go
         self._drafts: list[Path] = []
@@ -117,6 +120,14 @@ class Storage:
             if line:
                 note(line)
         self.engine = make_engine(self.memory.engine, self.volume, note)
+        if self.memory.verify:
+            self.sums = BlockSums()
+            for drive in range(self.drives):
+                self.sums.add(drive, salt_of(rank, drive))
+            self.volume.on_zeros = self.sums.set_zeros
+            self.engine = VerifiedEngine(self.engine, self.sums, self.volume)
+            if own is not None:
+                load_sums(self.sums, own, 0, note)
         self._stack.callback(self.engine.close)
         self.units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
@@ -127,7 +138,11 @@ class Storage:
                 self.volume.reserve_heads()
                 self._write_heads(files, 0)
             self.commits = Commits(
-                folder, files, self.volume.sync if synced else None, partial(self._write_heads, files)
+                folder,
+                files,
+                self.volume.sync if synced else None,
+                partial(self._write_heads, files),
+                None if self.sums is None else partial(self.sums.snapshot, self.drives),
             )
             self._stack.callback(self.commits.close)
         self.store = ShardStore(

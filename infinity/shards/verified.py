@@ -1,0 +1,318 @@
+"""``memory.verify``: every block that is read is compared with a sum that was made when it was written.
+
+[Note: sums of blocks]
+Each block of 4,096 bytes in the files of this rank has 32 bits in memory, a thousandth of the bytes on disk:
+0 while it is unknown what the block holds, else the sum of its content, of its place and of whose file it is.
+So blocks that changed places are found, and blocks that a drive acknowledged and did not write. A transfer
+ends when its sums are made, or compared, on threads beside the engine's: nothing uses bytes that were not.
+With each commit the sums are written, too, for the process that goes on and for :func:`verify`. Frozen bases
+that runs share are compared with digests of their own; see :mod:`infinity.shards.shared_base`.
+"""
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.comm.ranks import Ranks
+from infinity.core.errors import DamagedDataError, StateError
+from infinity.core.extent import BLOCK_NBYTES, Extent, Piece
+from infinity.core.files import open_found
+from infinity.core.transfer import Transfer, TransferEngine
+from infinity.nvme.volume import Range, Volume, open_direct
+from infinity.optim.threads import background_threads
+from infinity.shards.commits import CorruptRecordError, read_sums
+from infinity.shards.saved import SavedRank, find_saved
+
+Sums = Any  # numpy's, uint32, ``(blocks,)``
+
+#: Words of a block are summed side by side in this many lanes.
+_LANES = 64
+#: Bytes that :func:`verify` reads at one time.
+_READ_NBYTES = 8 * 2**20
+#: The most damaged places of one rank that are listed.
+_MOST_LISTED = 20
+
+
+def salt_of(rank: int, drive: int) -> int:
+    """What is mixed into the sums of a rank's file on a drive."""
+    return rank * 4096 + drive
+
+
+def sums_of(memory: memoryview, salt: int, first: int) -> Sums:
+    """Return the sum of each block in ``memory``, of which the first is number ``first`` of its file."""
+    from infinity.optim import kernels
+
+    words = np.frombuffer(memory, np.uint32).reshape(-1, BLOCK_NBYTES // 4 // _LANES, _LANES)
+    sums = np.empty(len(words), np.uint32)
+    kernels.block_sums(words, salt, first, sums)
+    return sums
+
+
+def _different(found: Sums, wanted: Sums) -> Iterator[tuple[int, int]]:
+    """Yield index and count of each run of blocks whose sum is known, and is another."""
+    known = wanted[: len(found)]
+    bad = np.flatnonzero((found[: len(known)] != known) & (known != 0))
+    for run in np.split(bad, np.flatnonzero(np.diff(bad) != 1) + 1):
+        if len(run):
+            yield int(run[0]), len(run)
+
+
+class BlockSums:
+    """The sums of all blocks in files of a volume. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._files: dict[int, tuple[int, Sums]] = {}  # salt and sums, by number of the file
+
+    def add(self, file: int, salt: int) -> None:
+        """Keep sums of a file of the volume; of others nothing is known."""
+        with self._lock:
+            self._files[file] = salt, np.zeros(0, np.uint32)
+
+    def drop(self, first: int, count: int) -> None:
+        """Forget files."""
+        with self._lock:
+            for file in range(first, first + count):
+                self._files.pop(file, None)
+
+    def set(self, extent: Extent, memory: memoryview) -> None:
+        """``memory`` is written to ``extent``."""
+        for piece, salt, part in self._parts(extent, memory):
+            first = piece.offset // BLOCK_NBYTES
+            self.put(piece.file, first, sums_of(part, salt, first))
+
+    def set_zeros(self, file: int, zeros: Range) -> None:
+        """A range reads as zeros."""
+        memory = memoryview(bytearray(min(zeros.nbytes, _READ_NBYTES)))
+        for at in range(0, zeros.nbytes, len(memory)):
+            nbytes = min(len(memory), zeros.nbytes - at)
+            self.set(Extent((Piece(file, zeros.offset + at, nbytes),)), memory[:nbytes])
+
+    def put(self, file: int, first: int, sums: Sums) -> None:
+        """Set the sums of the blocks from number ``first`` on."""
+        with self._lock:
+            if file not in self._files:
+                return
+            salt, known = self._files[file]
+            end = first + len(sums)
+            if end > len(known):
+                grown = np.zeros(max(end, len(known) * 5 // 4), np.uint32)
+                grown[: len(known)] = known
+                self._files[file], known = (salt, grown), grown
+            known[first:end] = sums
+
+    def check(self, extent: Extent, memory: memoryview, path: Callable[[int], Path]) -> None:
+        """Raise unless ``memory``, which was read from ``extent``, is what was written there.
+
+        Raises:
+            DamagedDataError: It is not; names the first place.
+        """
+        for piece, salt, part in self._parts(extent, memory):
+            first = piece.offset // BLOCK_NBYTES
+            wanted, found = self._known(piece, first), sums_of(part, salt, first)
+            for begin, count in _different(found, wanted):
+                at = (first + begin) * BLOCK_NBYTES
+                raise DamagedDataError(path(piece.file), offset=at, nbytes=count * BLOCK_NBYTES)
+
+    def snapshot(self, count: int) -> list[bytes]:
+        """The sums of each of the first ``count`` files, for a commit."""
+        with self._lock:
+            return [self._files[file][1].tobytes() for file in range(count)]
+
+    def _known(self, piece: Piece, first: int) -> Sums:
+        with self._lock:
+            return self._files[piece.file][1][first : first + piece.nbytes // BLOCK_NBYTES].copy()
+
+    def _parts(self, extent: Extent, memory: memoryview) -> Iterator[tuple[Piece, int, memoryview]]:
+        """Each piece in a file with sums, with the file's salt and the piece's part of ``memory``."""
+        memory, begin = memory.cast("B"), 0
+        for piece in extent.pieces:
+            kept = self._files.get(piece.file)
+            if kept is not None:
+                yield piece, kept[0], memory[begin : begin + piece.nbytes]
+            begin += piece.nbytes
+
+
+class VerifiedEngine:
+    """Transfer engine that makes the sums of what is written, and compares those of what is read.
+
+    Args:
+        volume: That of ``engine``.
+    """
+
+    def __init__(self, engine: TransferEngine, sums: BlockSums, volume: Volume) -> None:
+        self._engine, self.name, self._sums, self._path = engine, engine.name, sums, volume.path
+        self._threads = ThreadPoolExecutor(background_threads(), "infinity-verify")
+
+    def read(self, extent: Extent, memory: memoryview, *, urgent: bool = False) -> Transfer:
+        verified, read = Transfer(), self._engine.read(extent, memory, urgent=urgent)
+
+        def check() -> None:
+            read.wait()  # ended: raises at once if it failed
+            self._sums.check(extent, memory, self._path)
+
+        read.then(lambda: self._submit(verified, check))
+        return verified
+
+    def write(self, extent: Extent, memory: memoryview) -> Transfer:
+        written, write = Transfer(), self._engine.write(extent, memory)
+        summed: Future[None] = self._threads.submit(self._sums.set, extent, memory)  # while it is written
+
+        def end() -> None:
+            write.wait()
+            summed.result()
+
+        write.then(lambda: summed.add_done_callback(lambda _: written.run(end)))
+        return written
+
+    def close(self) -> None:
+        """Close the engine, then end the threads."""
+        self._engine.close()
+        self._threads.shutdown()
+
+    def _submit(self, transfer: Transfer, call: Callable[[], None]) -> None:
+        try:
+            self._threads.submit(transfer.run, call)
+        except RuntimeError as error:  # the interpreter ends: it takes no more work
+            transfer.finish(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+# --- sums that were kept with a commit --------------------------------------------------------------
+
+
+def load_sums(
+    sums: BlockSums, saved: SavedRank, first: int, note: Callable[[str], object] = lambda line: None
+) -> None:
+    """Take in what a rank of an interrupted run knew of its committed versions.
+
+    Args:
+        first: Number of the volume's file that is its first.
+        note: Gets a line for people if it knew nothing.
+
+    Raises:
+        StateError: The sums are damaged.
+    """
+    rank = saved.files.rank
+    for drive in range(len(saved.data)):
+        sums.add(first + drive, salt_of(rank, drive))
+    try:
+        kept = _kept_sums(saved)
+    except CorruptRecordError as error:
+        raise StateError(f"{error}. memory.verify=false goes on without the sums of blocks") from error
+    if kept is None:
+        note("memory.verify: the interrupted run kept no sums, so what it wrote is not checked")
+        return
+    for _, piece in saved.committed():  # the other versions may have been written since
+        begin, count = piece.offset // BLOCK_NBYTES, piece.nbytes // BLOCK_NBYTES
+        sums.put(first + piece.file, begin, kept[piece.file][begin : begin + count])
+
+
+def _kept_sums(saved: SavedRank) -> list[Sums] | None:
+    if saved.record.sums is None:
+        return None
+    path = saved.folder / saved.files.sums(saved.place)
+    return [np.frombuffer(part, np.uint32) for part in read_sums(path, saved.record.sums, len(saved.data))]
+
+
+@dataclass(slots=True)
+class RankCheck:
+    """What :func:`verify` found in the files of one rank.
+
+    Attributes:
+        nbytes: Of the committed versions.
+        checked_nbytes: Those of which a sum was kept.
+        damage: A line about each damaged place.
+    """
+
+    rank: int
+    step: int
+    files: int
+    nbytes: int = 0
+    checked_nbytes: int = 0
+    damage: list[str] = field(default_factory=list)
+
+
+def verify(folders: Sequence[Path]) -> tuple[list[RankCheck], list[str]]:
+    """Check the last commit of an interrupted run: records, descriptions, and each block whose sum was kept.
+
+    Nothing is changed, and one buffer is used.
+
+    Args:
+        folders: The run's directories in ``memory.nvme``.
+
+    Returns:
+        What was found of each rank, and lines about records that are damaged though another commit is whole.
+
+    Raises:
+        LockedError: A process of the run lives.
+        StateError: No commit is whole, or there is none.
+        ChangedFileError: A file was cut.
+    """
+    lines: list[str] = []
+    saved = find_saved(folders, Ranks(0, 1, torch.device("cpu")), lines.append)
+    if saved is None:
+        raise StateError(f"there is no commit in {', '.join(map(str, folders))}")
+    return [_check_rank(saved.ranks[rank]) for rank in range(saved.world_size)], lines
+
+
+def _check_rank(saved: SavedRank) -> RankCheck:
+    check = RankCheck(saved.files.rank, saved.record.step, len(saved.data))
+    pieces = sorted(saved.committed(), key=lambda each: (each[1].file, each[1].offset))
+    check.nbytes = sum(piece.nbytes for _, piece in pieces)
+    try:
+        kept = _kept_sums(saved)
+    except CorruptRecordError as error:
+        kept = None
+        check.damage.append(str(error))
+    if kept is None:
+        return check
+    damage: list[str] = []
+    with contextlib.ExitStack() as stack:
+        buffer = stack.enter_context(mmap.mmap(-1, _READ_NBYTES))  # aligned, for O_DIRECT
+        fds = []
+        for path in saved.data:
+            fds.append(open_direct(path, open_found, "opening")[0])
+            stack.callback(os.close, fds[-1])
+        for name, piece in pieces:
+            begin, salt = piece.offset // BLOCK_NBYTES, salt_of(check.rank, piece.file)
+            wanted = kept[piece.file][begin : begin + piece.nbytes // BLOCK_NBYTES]
+            check.checked_nbytes += int(np.count_nonzero(wanted)) * BLOCK_NBYTES
+            for offset, nbytes, why in _bad_ranges(fds[piece.file], piece, wanted, salt, buffer):
+                where = f"{saved.data[piece.file]}: {nbytes} bytes from offset {offset} on"
+                damage.append(f"{where} {why} (the unit of {name})")
+    check.damage += damage[:_MOST_LISTED]
+    if len(damage) > _MOST_LISTED:
+        check.damage.append(f"{len(damage) - _MOST_LISTED} more damaged places")
+    return check
+
+
+def _bad_ranges(
+    fd: int, piece: Piece, wanted: Sums, salt: int, buffer: mmap.mmap
+) -> Iterator[tuple[int, int, str]]:
+    """Yield offset, bytes and why of each range in ``piece`` that is not what was written."""
+    for at in range(0, piece.nbytes, len(buffer)):
+        offset, nbytes = piece.offset + at, min(len(buffer), piece.nbytes - at)
+        with memoryview(buffer) as view:
+            try:
+                moved = os.preadv(fd, [view[:nbytes]], offset)
+            except OSError as error:
+                yield offset, nbytes, f"cannot be read: {error.strerror}"
+                continue
+            if moved < nbytes:
+                yield offset + moved, nbytes - moved, "are missing"
+            first, whole = offset // BLOCK_NBYTES, moved // BLOCK_NBYTES * BLOCK_NBYTES
+            found = sums_of(view[:whole], salt, first)
+        for begin, count in _different(found, wanted[at // BLOCK_NBYTES :]):
+            yield (first + begin) * BLOCK_NBYTES, count * BLOCK_NBYTES, "are not what was written"
