@@ -518,8 +518,8 @@ def notes_on_commits(every: int) -> Iterator[str]:
     """Yield a line if an interruption can cost more than the step in flight."""
     if every > 1:
         yield (
-            f"every {every}th step was recorded, since the states in host memory must be written for that: an "
-            f"interruption would have cost up to {every} steps (durability.every)"
+            f"every {every}th step was recorded, since the states in host memory must be written for that: "
+            f"an interruption would have cost up to {every} steps (durability.every)"
         )
 
 
