@@ -71,6 +71,7 @@ class RunConfig:
         "auto",
         "go on with an interrupted run of this name; never: begin anew; must: an error if there is none",
         numeric=False,
+        valid=Valid(choices=("auto", "never", "must")),
     )
     seed: int = setting(0, "seed of the initial weights", valid=Valid(least=0, most=2**63 - 1))
     save: bool | None = setting(

@@ -42,7 +42,8 @@ def words(folder: Path, *overrides: str) -> list[str]:
         f"memory.nvme=[{folder}/nvme]", "memory.host=64MiB", "durability.every=1", "model.n_layers=2",
         "model.d_model=16", "model.n_heads=2", "model.seq_len=16", f"train.steps={STEPS}",
         "train.batch_size=4", "train.accumulate=2", "train.eval_every=2", "train.eval_first=true",
-        "train.threads=1", "train.dtype=fp32", "optim.lr=1e-2", "optim.schedule=cosine", "optim.warmup_steps=2", *overrides,
+        "train.threads=1", "train.dtype=fp32", "optim.lr=1e-2", "optim.schedule=cosine",
+        "optim.warmup_steps=2", *overrides,
     ]  # fmt: skip
 
 

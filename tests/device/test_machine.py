@@ -14,7 +14,8 @@ import torch
 
 import infinity
 from infinity.app.recipe import load_recipe
-from infinity.app.train import RECIPE, train
+from infinity.app.runs import RECIPE
+from infinity.app.train import train
 from infinity.core.nbytes import parse_nbytes
 from infinity.device import machine
 from infinity.device.machine import (
