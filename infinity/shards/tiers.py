@@ -174,6 +174,11 @@ class Tiers:
     def _read_resident(self, unit: Unit) -> None:
         """Fill a unit in host memory from its committed version on NVMe."""
         ours = self.residents[unit.index]
+        itemsize = sum(field.itemsize for field in ours.state)
+        if all(chunk.state.nbytes == chunk.numel * itemsize for chunk in self._committed(unit).chunks):
+            for transfer in self._move_resident(unit, self._engine.read):
+                transfer.wait()
+            return
         for start, weight, state in self._each_stored_chunk(unit):
             part = slice(start, start + len(weight))
             ours.weight[part].copy_(weight)
@@ -464,12 +469,16 @@ class Tiers:
         elif self._exact.fields:
             store.add_all_exact(unit.index)
         self._recorded.add(unit.index)
-        started = []
+        return self._move_resident(unit, self._engine.write)
+
+    def _move_resident(self, unit: Unit, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:
+        """Read or write a unit in host memory, where its committed version has the same fields."""
+        resident, started = self.residents[unit.index], []
         for chunk in self._committed(unit).chunks:
             extent, at = chunk.weight + chunk.state, 0
             for values in (resident.weight, *resident.state):
                 part = values[chunk.start : chunk.start + chunk.numel].view(torch.uint8).numpy().data
-                started.append(self._engine.write(extent.part(at, part.nbytes), part))
+                started.append(move(extent.part(at, part.nbytes), part))
                 at += part.nbytes
         return started
 
