@@ -148,6 +148,7 @@ class Commit:
         landing: What must land before.
         layout: Where versions lie, if that has changed.
         state: The small state of the step, but for what ``late`` returns.
+        overwritten: Some of the committed values were written in place since.
     """
 
     record: CommitRecord
@@ -155,6 +156,7 @@ class Commit:
     layout: Mapping[str, Any] | None
     state: Mapping[str, Any] = field(default_factory=dict)
     late: Callable[[], Mapping[str, Any]] | None = None
+    overwritten: bool = False
 
 
 class Predictor:
@@ -416,10 +418,7 @@ class Updates:
         recorded = self.commits is not None and self.interval.ends(self.steps)
         if recorded:
             self._store_residents()
-            futures = (ready.future for ready in self.ready.values())
-            landing: list[Transfer] = [future for future in futures if future is not None]
-            landing += [transfer for each in self._stored.values() for transfer in each]
-            self._commit = self._make_commit(landing)
+            self._commit = self._make_commit()
         self.interval.step(recorded=recorded)
         self._close_step()
 
@@ -436,7 +435,9 @@ class Updates:
             self._stored[index] = self.tiers.store_resident(self.units[index])
             self.planned_written += self.tiers.residents[index].nbytes
 
-    def _make_commit(self, landing: Sequence[Transfer]) -> "Commit":
+    def _make_commit(self) -> "Commit":
+        landing: list[Transfer] = [*self._futures.values()]  # those of steps without a record, too
+        landing += [transfer for each in self._stored.values() for transfer in each]
         versions = tuple(unit.version for unit in self.units)
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
         record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
@@ -472,9 +473,10 @@ class Updates:
         if commit is not None:
             late = commit.late() if commit.late is not None else {}
             self._state = pack({**commit.state, **late})
-        elif self._state and not self.commits.stands:
+        if self._state and (not self.commits.stands if commit is None else commit.overwritten):
             self._store_residents()
-            commit = self._make_commit([t for each in self._stored.values() for t in each])
+            self._layout = -1  # what was described for this step may not have been written
+            commit = self._make_commit()
         if commit is not None:
             self._records.append(commit.record)
             self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
@@ -539,6 +541,8 @@ class Updates:
         for transfers in self._stored.values():
             for transfer in transfers:
                 transfer.wait()
+        if self._commit is not None:
+            self._commit.overwritten = True
         if self.commits is not None and self.commits.stands:
             self.commits.invalidate()
             self._records = []

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import infinity
+from infinity.shards.commits import Commits
 from tests.helpers import models
 from tests.helpers.crashes import PLACES, Loader, Net
 from tests.helpers.training import build, recipe, small_units
@@ -284,6 +285,59 @@ def test_a_loop_goes_on_bitwise_after_every_step(tmp_path, kind):
         same(again[1], weights)
         same(again[2], states)
     assert max(starts) >= STEPS - 1
+
+
+class WrittenLate(Lambda):
+    """Weights in host memory are written in place before the scheduler's state is taken."""
+
+    place, copy = "host", None
+
+    def loss(self) -> torch.Tensor:
+        loss = super().loss()
+        if self.copy is not None and self.optimizer.steps == 2:
+            self.optimizer.synchronize()
+            shutil.copytree(self.nvme, self.copy)
+        return loss
+
+    def step(self, step: int) -> torch.Tensor:
+        loss = super().step(step)
+        with infinity.gathered(self.model, modify=True), torch.no_grad():
+            self.model.embed.weight.mul_(0.5)
+        return loss
+
+
+def test_what_is_written_before_the_record_belongs_to_it(tmp_path):
+    loop = WrittenLate(tmp_path / "nvme", 1)
+    loop.copy = tmp_path / "copy"
+    losses, weights, states = loop.run()
+    loop = WrittenLate(tmp_path / "copy", 2)
+    assert loop.start == 2
+    again = loop.run()
+    assert again[0].items() <= losses.items()
+    same(again[1], weights)
+    same(again[2], states)
+
+
+class RareChoosy(Choosy):
+    """Units are used in some steps, and not every step is recorded."""
+
+    more = (*Choosy.more, "durability.every=2")
+
+
+def test_a_record_waits_for_updates_of_steps_without_one(tmp_path, monkeypatch):
+    waited = []
+
+    def add(commits, record, landing, layout=None):
+        updates = loop.optimizer.runtime.executor().updates
+        waited.append({*updates._futures.values()} <= {*landing})
+        return plain(commits, record, landing, layout)
+
+    plain = Commits.add
+    monkeypatch.setattr(Commits, "add", add)
+    loop = RareChoosy(tmp_path, 1)
+    loop.run()
+    assert len(waited) > 1
+    assert all(waited)
 
 
 def same(ours: Any, theirs: Any, where: str = "") -> None:
