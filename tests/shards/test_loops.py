@@ -318,6 +318,17 @@ def test_what_is_written_before_the_record_belongs_to_it(tmp_path):
     same(again[2], states)
 
 
+def test_the_last_step_before_close_is_kept_with_a_scheduler(tmp_path):
+    loop = Lambda(tmp_path, 1)
+    for step in range(2):
+        loop.step(step)
+    infinity.close(loop.model, keep=True)
+    loop = Lambda(tmp_path, 2)
+    assert loop.start == 2
+    assert loop.scheduler.last_epoch == 2
+    infinity.close(loop.model)
+
+
 class RareChoosy(Choosy):
     """Units are used in some steps, and not every step is recorded."""
 
