@@ -36,7 +36,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -147,14 +147,14 @@ class Commit:
     Attributes:
         landing: What must land before.
         layout: Where versions lie, if that has changed.
-        state: The small state of the step, but for what ``late`` returns.
+        state: The small state of the step, but for what ``late`` returns; None: ``step()`` raised before.
         overwritten: Some of the committed values were written in place since.
     """
 
     record: CommitRecord
     landing: Sequence[Transfer]
     layout: Mapping[str, Any] | None
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] | None = None
     late: Callable[[], Mapping[str, Any]] | None = None
     overwritten: bool = False
 
@@ -465,14 +465,25 @@ class Updates:
                 self.end_commit()
 
     def end_commit(self) -> None:
-        """Hand the last commit over to be written; without one, that of a step written over in place."""
+        """Hand the last commit over to be written; without one, that of a step written over in place.
+
+        Raises:
+            StateError: Its small state is not there, or cannot be kept: no later step can be recorded.
+        """
         with self._lock:
             commit, self._commit = self._commit, None
         if self.commits is None:
             return
         if commit is not None:
+            self._commit = commit  # if its state cannot be had
+            if commit.state is None:
+                raise StateError(
+                    f"step() of the optimizer raised before step {commit.record.step} was recorded, so no "
+                    "later one can be: end the program, and go on from the step before with infinity.resume"
+                )
             late = commit.late() if commit.late is not None else {}
             self._state = pack({**commit.state, **late})
+            self._commit = None
         if self._state and (not self.commits.stands if commit is None else commit.overwritten):
             self._store_residents()
             self._layout = -1  # what was described for this step may not have been written

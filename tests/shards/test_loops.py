@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import infinity
+from infinity.core.errors import StateError
 from infinity.shards.commits import Commits
 from tests.helpers import models
 from tests.helpers.crashes import PLACES, Loader, Net
@@ -326,6 +327,24 @@ def test_the_last_step_before_close_is_kept_with_a_scheduler(tmp_path):
     loop = Lambda(tmp_path, 2)
     assert loop.start == 2
     assert loop.scheduler.last_epoch == 2
+    infinity.close(loop.model)
+
+
+def test_a_step_whose_small_state_is_missing_is_not_recorded(tmp_path):
+    def fails():
+        raise ValueError("once")
+
+    loop = Loop(tmp_path, 1)
+    loop.step(0)
+    loop.loader.state_dict = fails
+    with pytest.raises(ValueError, match="once"):
+        loop.step(1)
+    del loop.loader.state_dict
+    with pytest.raises(StateError, match=r"before step 2 was recorded.*infinity.resume"):
+        loop.loss()
+    infinity.close(loop.model, keep=True)
+    loop = Loop(tmp_path, 2)
+    assert loop.start == 1
     infinity.close(loop.model)
 
 
