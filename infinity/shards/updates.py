@@ -289,7 +289,8 @@ class Updates:
         self.speculated = self.rolled_back = 0
         self.commits, self._on_failure = commits, on_failure
         self._commit: Commit | None = None  # what is not recorded yet
-        self._state = b""  # the small state of the last record
+        self._state = b""  # the small state of the last record, and its step
+        self._state_step = 0
         self._layout = -1  # changes of the store that the last record knew
         self._records: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
         self.interval = CommitInterval(every)
@@ -415,12 +416,17 @@ class Updates:
             if ready.place is not None:
                 ready.unit.version = ready.place
         self.steps += 1
-        recorded = self.commits is not None and self.interval.ends(self.steps)
+        recorded = self.commits is not None and (self.interval.ends(self.steps) or self._void)
         if recorded:
             self._store_residents()
             self._commit = self._make_commit()
         self.interval.step(recorded=recorded)
         self._close_step()
+
+    @property
+    def _void(self) -> bool:
+        """Whether no record stands, since values were written in place."""
+        return self.commits is not None and bool(self._state) and not self.commits.stands
 
     @property
     def stores_residents(self) -> bool:
@@ -483,8 +489,9 @@ class Updates:
                 )
             late = commit.late() if commit.late is not None else {}
             self._state = pack({**commit.state, **late})
-            self._commit = None
-        if self._state and (not self.commits.stands if commit is None else commit.overwritten):
+            self._commit, self._state_step = None, commit.record.step
+        again = self._void and self._state_step == self.steps  # else the next step is recorded
+        if again if commit is None else commit.overwritten:
             self._store_residents()
             self._layout = -1  # what was described for this step may not have been written
             commit = self._make_commit()
@@ -501,7 +508,8 @@ class Updates:
             adopted: Units whose places are those that the saved record names.
             obsolete: Called when the next commit stands on all ranks.
         """
-        self.steps, self._state = saved.step, saved.state(rank)
+        self.steps = self._state_step = saved.step
+        self._state = saved.state(rank)
         self.predictor.counter = unpack(self._state)["predictor"]
         if self.commits is not None:
             self.commits.obsolete = obsolete

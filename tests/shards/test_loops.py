@@ -354,6 +354,29 @@ class RareChoosy(Choosy):
     more = (*Choosy.more, "durability.every=2")
 
 
+class WrittenBetween(Rare):
+    """Weights are written in place after a step that was not recorded."""
+
+    place, more, steps = "host", ("durability.every=3",), 6
+
+    def step(self, step: int) -> torch.Tensor:
+        if step == 4:
+            with infinity.gathered(self.model, modify=True), torch.no_grad():
+                self.model.embed.weight.mul_(0.5)
+        return super().step(step)
+
+
+def test_the_step_after_a_write_between_records_is_recorded(tmp_path):
+    (tmp_path / "copies").mkdir()
+    losses, weights, states = WrittenBetween(tmp_path / "nvme", 1).run(tmp_path / "copies")
+    loop = WrittenBetween(tmp_path / "copies" / "5", 2)
+    assert loop.start == 5
+    again = loop.run()
+    assert again[0].items() <= losses.items()
+    same(again[1], weights)
+    same(again[2], states)
+
+
 def test_a_record_waits_for_updates_of_steps_without_one(tmp_path, monkeypatch):
     waited = []
 
