@@ -235,6 +235,7 @@ class StepExecutor:
             interval.every = wanted if wanted == 1 or self._has_third_places() else 1
             interval.chosen |= interval.every == 1
         elif (measured := interval.measured) is not None:
+            self.updates.commits.wait()  # on all ranks: this step may be recorded next
             interval.every = -self.ranks.least(-measured, "durability.every")
             interval.chosen = True
 

@@ -430,7 +430,7 @@ class Runtime:
         if not self._ended:
             error = error or sys.exception()
             try:
-                self._settle(error)
+                self._settle(error, keep)
                 if hasattr(self, "tiers"):  # it may have failed while it was built
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
@@ -440,8 +440,8 @@ class Runtime:
             pool.unmap_leased()
         _opened.discard(self)
 
-    def _settle(self, error: BaseException | None) -> None:
-        """Wait for what is in flight, or end it soon with ``error``."""
+    def _settle(self, error: BaseException | None, keep: bool) -> None:
+        """Wait for what is in flight, and for the last commit to ``keep``; or end it soon with ``error``."""
         if error is not None and _is_failure(error):
             if isinstance(error, KeyboardInterrupt | SystemExit) and self._executor is not None:
                 self._executor.updates.land_commit(_LANDING_S)
@@ -450,6 +450,8 @@ class Runtime:
                 self._executor.updates.abandon(error)
         else:
             with contextlib.suppress(Exception):  # it has surfaced, or nothing waits for it any more
+                if keep and self._executor is not None:
+                    self._executor.updates.end_commit()
                 self.synchronize()  # gathers in flight wait for updates
         if hasattr(self, "activations"):  # it may have failed while it was built
             self.activations.close()

@@ -1,5 +1,6 @@
 """Finds the last commit of an interrupted run: the newest step that every rank holds whole."""
 
+import contextlib
 import errno
 import math
 import re
@@ -100,7 +101,8 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
         ChangedFileError: A file of the run was cut.
     """
     over = all(finished_path(path.parent, rank).exists() for rank, _, path in _records(folders))
-    if ranks.least(over and not _written_in_place(folders), "whether the run is over"):
+    lost = _without_records(folders)
+    if ranks.least(over and not lost and not _written_in_place(folders), "whether the run is over"):
         return None
     newest = max((generation for _, generation, _ in _records(folders)), default=0)
     problems: list[str] = []
@@ -110,7 +112,7 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
             for problem in problems:
                 note(f"{problem}. The run goes on from its commit of step {found.step}, which is whole")
             return found
-    _require_none(folders, problems)
+    _require_none(folders, problems, lost)
     return None
 
 
@@ -135,10 +137,13 @@ def committed_step(folders: Sequence[Path]) -> int | None:
     return None if newest is None else min(steps[newest].values())
 
 
-def _require_none(folders: Sequence[Path], problems: Sequence[str]) -> None:
+def _require_none(folders: Sequence[Path], problems: Sequence[str], lost: Path | None) -> None:
     """Raise if a run has commits, none of which is whole.
 
     After its first step some ranks may have a record already and others none: then there is nothing to lose.
+
+    Args:
+        lost: A data file whose records are elsewhere.
     """
     where = ", ".join(map(str, folders))
     anew = "run.resume=never begins anew"
@@ -149,6 +154,11 @@ def _require_none(folders: Sequence[Path], problems: Sequence[str]) -> None:
         )
     if problems:
         raise StateError(f"{'; '.join(problems)}. No other commit of the run in {where} is whole: {anew}")
+    if lost is not None:
+        raise StateError(
+            f"{lost} is of a run that has commits, but its records are not in {where}: name every directory "
+            f"that it had in memory.nvme; {anew}"
+        )
     for _, _, path in _records(folders):
         record = read_commit(path)
         if record is not None and record.step > 1:
@@ -156,6 +166,18 @@ def _require_none(folders: Sequence[Path], problems: Sequence[str]) -> None:
                 f"the run in {where} has no commit that is whole on all ranks ({path.name} is of step "
                 f"{record.step}): give every directory and every rank that it had; {anew}"
             )
+
+
+def _without_records(folders: Sequence[Path]) -> Path | None:
+    """A data file of an interrupted run that has commits, where no record of them is."""
+    if any(_records(folders)):
+        return None
+    for path in (path for folder in folders for path in sorted(folder.glob("rank*.bin"))):
+        with contextlib.suppress(OSError):  # another file, or one that no process can go on with
+            files, _, oldest = read_head(path)
+            if oldest and not finished_path(path.parent, files.rank).exists():
+                return path
+    return None
 
 
 def _written_in_place(folders: Iterable[Path]) -> bool:

@@ -36,7 +36,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -147,14 +147,16 @@ class Commit:
     Attributes:
         landing: What must land before.
         layout: Where versions lie, if that has changed.
-        state: The small state of the step, but for what ``late`` returns.
+        state: The small state of the step, but for what ``late`` returns; None: ``step()`` raised before.
+        overwritten: Some of the committed values were written in place since.
     """
 
     record: CommitRecord
     landing: Sequence[Transfer]
     layout: Mapping[str, Any] | None
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] | None = None
     late: Callable[[], Mapping[str, Any]] | None = None
+    overwritten: bool = False
 
 
 class Predictor:
@@ -287,7 +289,8 @@ class Updates:
         self.speculated = self.rolled_back = 0
         self.commits, self._on_failure = commits, on_failure
         self._commit: Commit | None = None  # what is not recorded yet
-        self._state = b""  # the small state of the last record
+        self._state = b""  # the small state of the last record, and its step
+        self._state_step = 0
         self._layout = -1  # changes of the store that the last record knew
         self._records: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
         self.interval = CommitInterval(every)
@@ -413,15 +416,17 @@ class Updates:
             if ready.place is not None:
                 ready.unit.version = ready.place
         self.steps += 1
-        recorded = self.commits is not None and self.interval.ends(self.steps)
+        recorded = self.commits is not None and (self.interval.ends(self.steps) or self._void)
         if recorded:
             self._store_residents()
-            futures = (ready.future for ready in self.ready.values())
-            landing: list[Transfer] = [future for future in futures if future is not None]
-            landing += [transfer for each in self._stored.values() for transfer in each]
-            self._commit = self._make_commit(landing)
+            self._commit = self._make_commit()
         self.interval.step(recorded=recorded)
         self._close_step()
+
+    @property
+    def _void(self) -> bool:
+        """Whether no record stands, since values were written in place."""
+        return self.commits is not None and bool(self._state) and not self.commits.stands
 
     @property
     def stores_residents(self) -> bool:
@@ -436,7 +441,9 @@ class Updates:
             self._stored[index] = self.tiers.store_resident(self.units[index])
             self.planned_written += self.tiers.residents[index].nbytes
 
-    def _make_commit(self, landing: Sequence[Transfer]) -> "Commit":
+    def _make_commit(self) -> "Commit":
+        landing: list[Transfer] = [*self._futures.values()]  # those of steps without a record, too
+        landing += [transfer for each in self._stored.values() for transfer in each]
         versions = tuple(unit.version for unit in self.units)
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
         record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
@@ -464,17 +471,30 @@ class Updates:
                 self.end_commit()
 
     def end_commit(self) -> None:
-        """Hand the last commit over to be written; without one, that of a step written over in place."""
+        """Hand the last commit over to be written; without one, that of a step written over in place.
+
+        Raises:
+            StateError: Its small state is not there, or cannot be kept: no later step can be recorded.
+        """
         with self._lock:
             commit, self._commit = self._commit, None
         if self.commits is None:
             return
         if commit is not None:
+            self._commit = commit  # if its state cannot be had
+            if commit.state is None:
+                raise StateError(
+                    f"step() of the optimizer raised before step {commit.record.step} was recorded, so no "
+                    "later one can be: end the program, and go on from the step before with infinity.resume"
+                )
             late = commit.late() if commit.late is not None else {}
             self._state = pack({**commit.state, **late})
-        elif self._state and not self.commits.stands:
+            self._commit, self._state_step = None, commit.record.step
+        again = self._void and self._state_step == self.steps  # else the next step is recorded
+        if again if commit is None else commit.overwritten:
             self._store_residents()
-            commit = self._make_commit([t for each in self._stored.values() for t in each])
+            self._layout = -1  # what was described for this step may not have been written
+            commit = self._make_commit()
         if commit is not None:
             self._records.append(commit.record)
             self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
@@ -488,7 +508,8 @@ class Updates:
             adopted: Units whose places are those that the saved record names.
             obsolete: Called when the next commit stands on all ranks.
         """
-        self.steps, self._state = saved.step, saved.state(rank)
+        self.steps = self._state_step = saved.step
+        self._state = saved.state(rank)
         self.predictor.counter = unpack(self._state)["predictor"]
         if self.commits is not None:
             self.commits.obsolete = obsolete
@@ -539,6 +560,8 @@ class Updates:
         for transfers in self._stored.values():
             for transfer in transfers:
                 transfer.wait()
+        if self._commit is not None:
+            self._commit.overwritten = True
         if self.commits is not None and self.commits.stands:
             self.commits.invalidate()
             self._records = []

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import infinity
+from infinity.core.errors import StateError
+from infinity.shards.commits import Commits
 from tests.helpers import models
 from tests.helpers.crashes import PLACES, Loader, Net
 from tests.helpers.training import build, recipe, small_units
@@ -284,6 +286,111 @@ def test_a_loop_goes_on_bitwise_after_every_step(tmp_path, kind):
         same(again[1], weights)
         same(again[2], states)
     assert max(starts) >= STEPS - 1
+
+
+class WrittenLate(Lambda):
+    """Weights in host memory are written in place before the scheduler's state is taken."""
+
+    place, copy = "host", None
+
+    def loss(self) -> torch.Tensor:
+        loss = super().loss()
+        if self.copy is not None and self.optimizer.steps == 2:
+            self.optimizer.synchronize()
+            shutil.copytree(self.nvme, self.copy)
+        return loss
+
+    def step(self, step: int) -> torch.Tensor:
+        loss = super().step(step)
+        with infinity.gathered(self.model, modify=True), torch.no_grad():
+            self.model.embed.weight.mul_(0.5)
+        return loss
+
+
+def test_what_is_written_before_the_record_belongs_to_it(tmp_path):
+    loop = WrittenLate(tmp_path / "nvme", 1)
+    loop.copy = tmp_path / "copy"
+    losses, weights, states = loop.run()
+    loop = WrittenLate(tmp_path / "copy", 2)
+    assert loop.start == 2
+    again = loop.run()
+    assert again[0].items() <= losses.items()
+    same(again[1], weights)
+    same(again[2], states)
+
+
+def test_the_last_step_before_close_is_kept_with_a_scheduler(tmp_path):
+    loop = Lambda(tmp_path, 1)
+    for step in range(2):
+        loop.step(step)
+    infinity.close(loop.model, keep=True)
+    loop = Lambda(tmp_path, 2)
+    assert loop.start == 2
+    assert loop.scheduler.last_epoch == 2
+    infinity.close(loop.model)
+
+
+def test_a_step_whose_small_state_is_missing_is_not_recorded(tmp_path):
+    def fails():
+        raise ValueError("once")
+
+    loop = Loop(tmp_path, 1)
+    loop.step(0)
+    loop.loader.state_dict = fails
+    with pytest.raises(ValueError, match="once"):
+        loop.step(1)
+    del loop.loader.state_dict
+    with pytest.raises(StateError, match=r"before step 2 was recorded.*infinity.resume"):
+        loop.loss()
+    infinity.close(loop.model, keep=True)
+    loop = Loop(tmp_path, 2)
+    assert loop.start == 1
+    infinity.close(loop.model)
+
+
+class RareChoosy(Choosy):
+    """Units are used in some steps, and not every step is recorded."""
+
+    more = (*Choosy.more, "durability.every=2")
+
+
+class WrittenBetween(Rare):
+    """Weights are written in place after a step that was not recorded."""
+
+    place, more, steps = "host", ("durability.every=3",), 6
+
+    def step(self, step: int) -> torch.Tensor:
+        if step == 4:
+            with infinity.gathered(self.model, modify=True), torch.no_grad():
+                self.model.embed.weight.mul_(0.5)
+        return super().step(step)
+
+
+def test_the_step_after_a_write_between_records_is_recorded(tmp_path):
+    (tmp_path / "copies").mkdir()
+    losses, weights, states = WrittenBetween(tmp_path / "nvme", 1).run(tmp_path / "copies")
+    loop = WrittenBetween(tmp_path / "copies" / "5", 2)
+    assert loop.start == 5
+    again = loop.run()
+    assert again[0].items() <= losses.items()
+    same(again[1], weights)
+    same(again[2], states)
+
+
+def test_a_record_waits_for_updates_of_steps_without_one(tmp_path, monkeypatch):
+    waited = []
+
+    def add(commits, record, landing, layout=None):
+        updates = loop.optimizer.runtime.executor().updates
+        waited.append({*updates._futures.values()} <= {*landing})
+        return plain(commits, record, landing, layout)
+
+    plain = Commits.add
+    monkeypatch.setattr(Commits, "add", add)
+    loop = RareChoosy(tmp_path, 1)
+    loop.run()
+    assert len(waited) > 1
+    assert all(waited)
 
 
 def same(ours: Any, theirs: Any, where: str = "") -> None:

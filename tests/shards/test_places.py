@@ -78,6 +78,8 @@ def test_a_directory_that_is_missing_is_named(tmp_path):
     train([a, b], 2)
     with pytest.raises(StateError, match=r"rank0-1-1.bin .* is missing .* memory.nvme"):
         train([a], 4)
+    with pytest.raises(StateError, match=r"rank0-1-1.bin .* has commits.* memory.nvme"):
+        train([b], 4)
     assert len(train([a, b], 4)) == 2  # nothing was lost
 
 
