@@ -443,7 +443,10 @@ class Commits:
                 left[0] -= 1
                 if left[0]:
                     return
-            self._thread.submit(written.run, partial(self._write, record, updates, layout))
+            try:
+                self._thread.submit(written.run, partial(self._write, record, updates, layout))
+            except RuntimeError as error:  # closed meanwhile
+                written.finish(error)
 
         for update in updates:
             update.then(landed)

@@ -9,7 +9,7 @@ after that stands on all ranks, and until then a crash leaves them as they were.
 """
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.files import open_found
+from infinity.core.intervals import ShardPiece, Span, shard_pieces
 from infinity.nvme.volume import SealedFile, Volume, open_direct
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.saved import SavedRank, SavedRun
@@ -202,18 +203,19 @@ def _adopt(unit: Unit, source: _Source, tiers: Tiers) -> None:
 
 def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
     """Make a unit's states from the saved shards, wherever they are."""
+    places = {s.name: reader.find(s) for s in unit.segments}
     for s in unit.segments:
-        s.steps = reader.find(s).steps
+        s.steps = places[s.name].steps
+    spans = [Span(s.name, s.offset, s.stop) for s in unit.segments]
+    old: dict[Hashable, tuple[int, int]] = {n: (place.unit, place.offset) for n, place in places.items()}
     for start, weight, state in tiers.make_anew(unit):
-        for fields in (weight, *state):
-            fields.zero_()
+        fields = (weight, *state)
+        for values in fields:
+            values.zero_()
         first = unit.shard_start + start
-        for s in unit.segments:
-            low, high = max(first, s.offset), min(first + len(weight), s.stop)
-            if low < high:
-                place = reader.find(s)
-                parts = (fields[low - first : high - first] for fields in (weight, *state))
-                reader.read(place.unit, place.offset + low - s.offset, tuple(parts))
+        for piece in shard_pieces(first, first + len(weight), spans, old, reader.shard_numels):
+            stop = piece.target + piece.stop - piece.start
+            reader.read(piece, tuple(values[piece.target : stop] for values in fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +233,15 @@ class _Reader:
 
     Args:
         sources: By old rank.
+
+    Attributes:
+        shard_numels: Elements of a shard of each saved unit.
     """
 
     def __init__(self, tiers: Tiers, sources: Mapping[int, _Source], world_size: int) -> None:
-        self._tiers, self._sources, self._world_size = tiers, sources, world_size
+        self._tiers, self._sources = tiers, sources
         any_rank = next(iter(sources.values()))
-        self._numels = [unit["numel"] // world_size for unit in any_rank.units]
+        self.shard_numels = [unit["numel"] // world_size for unit in any_rank.units]
         self._places = {place[0]: _Place(*place[1:]) for place in any_rank.segments()}
         self._held = contextlib.ExitStack()
         self._at: tuple[int, int, int] | None = None
@@ -254,16 +259,15 @@ class _Reader:
             raise StateError(_differs(f"has {has}; this one has shape {tuple(segment.shape)}"))
         return place
 
-    def read(self, unit: int, position: int, into: tuple[Tensor, ...]) -> None:
-        """Copy elements of a saved unit, from ``position`` of its flat buffer on, field by field."""
-        numel, done, count = self._numels[unit], 0, len(into[0])
-        while done < count:
-            rank, within = divmod(position + done, numel)
-            start, fields = self._chunk(rank, unit, within)
-            take = min(count - done, start + len(fields[0]) - within)
+    def read(self, piece: ShardPiece, into: tuple[Tensor, ...]) -> None:
+        """Copy a piece of a saved shard, field by field."""
+        at = piece.start
+        while at < piece.stop:
+            start, fields = self._chunk(piece.rank, piece.unit, at)
+            end = min(piece.stop, start + len(fields[0]))
             for target, values in zip(into, fields, strict=True):
-                target[done : done + take] = values[within - start : within - start + take]
-            done += take
+                target[at - piece.start : end - piece.start] = values[at - start : end - start]
+            at = end
 
     def _chunk(self, rank: int, unit: int, within: int) -> tuple[int, tuple[Tensor, ...]]:
         """Start and fields of the chunk that has element ``within`` of a rank's shard."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
-from infinity.core.errors import BudgetError, StateError
+from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
@@ -508,9 +508,13 @@ class Tiers:
             DiskError: The file system is full.
         """
         self._store.versions = 3
-        for unit in units:
-            if unit.index not in self.residents and self._stored(unit):
-                self._store.add_version(unit.index)
+        try:
+            for unit in units:
+                if unit.index not in self.residents and self._stored(unit):
+                    self._store.add_version(unit.index)
+        except DiskError:
+            self._store.versions = 2
+            raise
 
     def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start fetching this shard's committed weights from byte ``start`` on."""
