@@ -15,6 +15,7 @@ from infinity.app.runs import (
     RECIPE,
     Run,
     find_run,
+    how_to_go_on,
     interrupted_run,
     list_runs,
     opened,
@@ -104,6 +105,15 @@ def test_a_run_that_was_killed_while_it_made_its_folder_begins() -> None:
     assert "runs/mine exists, and is no run's folder" in refusal(recipe())
 
 
+def test_a_recipe_with_which_a_run_has_not_gone_on_yet_is_not_kept_nor_tried_again() -> None:
+    folder, refused = interrupt(recipe(), committed=3), recipe("train.accumulate=3")
+    run = find_run(refused)  # how a step is divided is known when the commit is read
+    with opened(run):
+        assert load_recipe(folder / RECIPE) == recipe()
+    assert "To go on: infinity resume runs/mine;" in how_to_go_on(run, RecipeError("other sequences"))
+    assert "run the same command again" in how_to_go_on(run, KeyboardInterrupt())
+
+
 def test_a_recipe_that_changes_numbers_is_refused_and_each_key_is_named() -> None:
     interrupt(recipe(), logged=3, committed=3)
     said = refusal(recipe("optim.lr=0.5", "run.seed=7", "model.n_heads=3", "memory.host=1GiB"))
@@ -150,10 +160,13 @@ def test_a_finished_run_is_refused_and_more_steps_begin_from_its_model() -> None
     folder = interrupt(recipe(), logged=9)
     (folder / "summary.json").write_text("{}")
     assert "runs/mine is finished after 9 steps; give the run another name, or remove it" in refusal(recipe())
-    assert "states" not in refusal(recipe())
+    assert "removed then" not in refusal(recipe())
     assert "train.steps=20 cannot go on from there" in refusal(recipe("train.steps=20"))
     (folder / "model").mkdir()
     assert "model.path=runs/mine/model" in refusal(recipe("train.steps=20"))
+    assert "load_checkpoint" not in refusal(recipe("train.steps=20"))
+    (folder / "checkpoints/latest").mkdir(parents=True)
+    assert "infinity.load_checkpoint loads runs/mine/checkpoints/latest" in refusal(recipe("train.steps=20"))
 
 
 def test_a_running_run_is_refused_and_named() -> None:
@@ -264,7 +277,7 @@ def test_removing_asks_and_takes_the_folder_and_the_files_on_the_drive(
 
 def test_removing_never_touches_a_running_run_nor_anything_else_with_it() -> None:
     interrupt(recipe("run.name=dead"), committed=3, name="dead")
-    with opened(Run(recipe(), Path("runs/mine"))), pytest.raises(LockedError, match="runs/mine is running"):
+    with opened(Run(recipe(), Path("runs/mine"))), pytest.raises(LockedError, match="runs/mine is in use by"):
         remove_runs(Path("runs"), ["dead", "mine"], lambda line: True)
     lock = lock_file(Path("nvme/dead/rank0.lock"))  # a script of the user's own, in this run's directory
     with pytest.raises(LockedError, match="nvme/dead is in use by"):
