@@ -536,10 +536,10 @@ def notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
                 f"rate follows optim.schedule={recipe.optim.schedule} over the new number of steps"
             )
         if loop.before.sequences != loop.division.sequences:
-            ranks = loop.division.ranks
+            ranks = f"{loop.division.ranks} rank{'s' if loop.division.ranks > 1 else ''}"
             yield (
-                f"a step takes {loop.division.sequences} sequences on {ranks} rank{'s' if ranks > 1 else ''}; "
-                f"it took {loop.before.sequences} on {loop.before.ranks} (train.batch_size is per rank)"
+                f"a step takes {loop.division.sequences} sequences on {ranks}; it took "
+                f"{loop.before.sequences} on {loop.before.ranks} (train.batch_size is per rank)"
             )
     yield from data.notes
     steps, epoch_steps = recipe.train.steps, data.train.micro_batches_per_epoch / recipe.train.accumulate
