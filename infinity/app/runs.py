@@ -268,7 +268,9 @@ def _in_use(folder: Path) -> RecipeError:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write the recipe into the run's folder."""
+    """Write the recipe into the run's folder; its drives by absolute paths, to be found from anywhere."""
+    nvme = tuple(map(os.path.abspath, recipe.memory.nvme))
+    recipe = replace(recipe, memory=replace(recipe.memory, nvme=nvme))
     write_file(folder / RECIPE, recipe.to_yaml())
 
 
@@ -312,8 +314,8 @@ def how_to_go_on(run: Run, error: BaseException) -> str:
     if step is None:
         if isinstance(error, Exception):
             return ""
-        why = "none was committed yet" if _keeps(recipe) else _why_nothing(recipe)
-        return f"no step is kept ({why}); to remove the run: {removal_of(run.folder)}"
+        why = "no step was committed yet" if _keeps(recipe) else _why_nothing(recipe)
+        return f"{why}; to remove the run: {removal_of(run.folder)}"
     directories = drive_directories(recipe, name)
     refused = isinstance(error, (RecipeError, BudgetError))  # so it would be again
     again = "run the same command again, or " if recipe.run.name and not refused else ""

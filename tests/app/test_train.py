@@ -378,9 +378,7 @@ def test_an_interrupted_run_of_which_nothing_is_kept_says_why(
     plain.fail_at = (3, stop)
     with pytest.raises(type(stop)) as raised:
         train(recipe(tmp_path, "run.save=true"))
-    wanted = (
-        f"no step is kept (without memory.nvme no step is kept); to remove the run: infinity runs {tmp_path}"
-    )
+    wanted = f"without memory.nvme no step is kept; to remove the run: infinity runs {tmp_path}"
     notes = getattr(raised.value, "__notes__", [])
     assert [note.partition("/runs --remove one")[0] for note in notes] == (
         [] if isinstance(stop, InfinityError) else [wanted]
