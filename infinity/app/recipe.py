@@ -70,7 +70,6 @@ class RunConfig:
     resume: Literal["auto", "never", "must"] = setting(
         "auto",
         "go on with an interrupted run of this name; never: begin anew; must: an error if there is none",
-        valid=Valid(choices=("auto", "never", "must")),
         numeric=False,
         valid=Valid(choices=("auto", "never", "must")),
     )

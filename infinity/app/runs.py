@@ -144,8 +144,7 @@ def is_interrupted(folder: Path) -> bool:
         return False
     state = state_of(folder)
     if state == "running":
-        owner = lock_owner(folder / LOCK)
-        raise RecipeError(f"{folder} is in use by {owner}; wait until that run has ended, or end it")
+        raise _in_use(folder, begins=False)
     return state == "interrupted"
 
 
@@ -260,10 +259,11 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def _in_use(folder: Path) -> RecipeError:
+def _in_use(folder: Path, *, begins: bool = True) -> RecipeError:
+    """Return the error of a run that is running, for one that would begin or for a look at it."""
+    other = ", or give this one another name" if begins else ""
     return RecipeError(
-        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it, or give "
-        "this one another name"
+        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it{other}"
     )
 
 
@@ -403,7 +403,7 @@ def _verified_directories(folder: Path) -> list[Path]:
     """
     state, recipe = state_of(folder), interrupted_run(folder)
     if state == "running":
-        raise _in_use(folder)
+        raise _in_use(folder, begins=False)
     assert recipe.run.name is not None
     directories = drive_directories(recipe, recipe.run.name) if state == "interrupted" else []
     if not directories:

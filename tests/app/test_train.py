@@ -56,7 +56,7 @@ class Plain:
                 super().__init__(model.parameters(), **numbers)
                 config = SimpleNamespace(dtype=(api.init_recipe or load_recipe()).train.dtype)
                 self.runtime = SimpleNamespace(
-                    activations=KEPT, say=MessageBuffer(), notes=["-"], config=config
+                    activations=KEPT, say=MessageBuffer(), notes=["-"], config=config, recorded_every=1
                 )
                 self.timeline = Timeline(clock=lambda: 1.0)
                 self.timeline.add("compute", "forward", 0.0, 1.0)
