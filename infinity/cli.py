@@ -120,13 +120,18 @@ def _confirm(line: str) -> bool:
 def _export(args: argparse.Namespace) -> None:
     from infinity.app.train import publish_run
 
-    print(f"exported {publish_run(args.run, args.out)} to {args.out}")
+    _report(f"exported {publish_run(args.run, args.out)} to {args.out}")
 
 
 def _save(args: argparse.Namespace) -> None:
     from infinity.app.train import save_run
 
-    print(f"saved {save_run(args.run, args.dir)} to {args.dir}")
+    _report(f"saved {save_run(args.run, args.dir)} to {args.dir}")
+
+
+def _report(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # all ranks of torchrun come here
+        print(line)
 
 
 def _plan(args: argparse.Namespace) -> None:

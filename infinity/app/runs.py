@@ -21,8 +21,9 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
+from infinity.app.checkpoints import CHECKPOINTS_FOLDER
 from infinity.app.recipe import Recipe, changed_numbers, load_recipe
-from infinity.core.errors import CheckpointError, InfinityError, LockedError, RecipeError
+from infinity.core.errors import BudgetError, CheckpointError, InfinityError, LockedError, RecipeError
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, last_step, read_metrics
@@ -143,19 +144,21 @@ def is_interrupted(folder: Path) -> bool:
         return False
     state = state_of(folder)
     if state == "running":
-        raise _in_use(folder)
+        raise _in_use(folder, begins=False)
     return state == "interrupted"
 
 
 def _finished(recipe: Recipe, folder: Path) -> RecipeError:
     steps, more = load_recipe(folder / RECIPE).train.steps, ""
     if recipe.train.steps > steps:
-        model = folder / "model"
+        model, latest = folder / "model", folder / CHECKPOINTS_FOLDER / "latest"
         source = f": model.path={model}" if model.is_dir() else ", if it saved one (run.save)"
         more = (
-            f". The states of its optimizer are gone, so train.steps={recipe.train.steps} cannot go on from "
-            f"there: begin a new run from its trained model{source}"
+            f". Its files on the drives were removed then, so train.steps={recipe.train.steps} cannot go on "
+            f"from there: begin a new run from its trained model{source}"
         )
+        if latest.is_dir():
+            more += f"; in a loop of your own, infinity.load_checkpoint loads {latest}"
     return RecipeError(f"run.name: {folder} is finished after {steps} steps; {_or_remove(folder)}{more}")
 
 
@@ -192,7 +195,10 @@ def _why_nothing(recipe: Recipe) -> str:
         return "with memory.versions=1 no step is kept"
     if recipe.run.resume == "never":
         return "with run.resume=never no step is kept"
-    return f"no step is kept in {_listed(recipe.memory.nvme)}"
+    return (
+        f"no step is kept in {_listed(recipe.memory.nvme)} (if its files were moved, or a drive is not "
+        "mounted, see to memory.nvme)"
+    )
 
 
 def _or_remove(folder: Path) -> str:
@@ -207,7 +213,7 @@ def removal_of(folder: Path) -> str:
 
 @contextlib.contextmanager
 def opened(run: Run) -> Iterator[None]:
-    """Make the run's folder, hold its lock in this block, and write its recipe. On rank 0 only.
+    """Make the run's folder, hold its lock in this block, and write the recipe of a new run. On rank 0 only.
 
     Raises:
         RecipeError: The folder cannot be made, or another process was faster.
@@ -219,7 +225,8 @@ def opened(run: Run) -> Iterator[None]:
             stack.enter_context(locked(folder))
             if (folder / SUMMARY).exists():  # since find_run looked
                 raise _finished(run.recipe, folder)
-            write_recipe(run.recipe, folder)
+            if run.before is None:  # else when it goes on: until then this recipe may be refused
+                write_recipe(run.recipe, folder)
             if run.recipe.durability.survives == "power":
                 for path in (folder / RECIPE, folder, folder.parent):
                     sync(path)
@@ -252,15 +259,18 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(lock)
 
 
-def _in_use(folder: Path) -> RecipeError:
+def _in_use(folder: Path, *, begins: bool = True) -> RecipeError:
+    """Return the error of a run that is running, for one that would begin or for a look at it."""
+    other = ", or give this one another name" if begins else ""
     return RecipeError(
-        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it, or give "
-        "this one another name"
+        f"run.name: {folder} is in use by {lock_owner(folder / LOCK)}; wait for that run or end it{other}"
     )
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write the recipe into the run's folder."""
+    """Write the recipe into the run's folder; its drives by absolute paths, to be found from anywhere."""
+    nvme = tuple(map(os.path.abspath, recipe.memory.nvme))
+    recipe = replace(recipe, memory=replace(recipe.memory, nvme=nvme))
     write_file(folder / RECIPE, recipe.to_yaml())
 
 
@@ -304,10 +314,11 @@ def how_to_go_on(run: Run, error: BaseException) -> str:
     if step is None:
         if isinstance(error, Exception):
             return ""
-        why = "none was committed yet" if _keeps(recipe) else _why_nothing(recipe)
-        return f"no step is kept ({why}); to remove the run: {removal_of(run.folder)}"
+        why = "no step was committed yet" if _keeps(recipe) else _why_nothing(recipe)
+        return f"{why}; to remove the run: {removal_of(run.folder)}"
     directories = drive_directories(recipe, name)
-    again = "run the same command again, or " if recipe.run.name else ""
+    refused = isinstance(error, (RecipeError, BudgetError))  # so it would be again
+    again = "run the same command again, or " if recipe.run.name and not refused else ""
     return (
         f"step {step} of {recipe.train.steps} is kept ({format_nbytes(_nbytes_in(directories))} in "
         f"{_listed(directories)}). To go on: {again}infinity resume {shlex.quote(str(run.folder))}; "
@@ -392,7 +403,7 @@ def _verified_directories(folder: Path) -> list[Path]:
     """
     state, recipe = state_of(folder), interrupted_run(folder)
     if state == "running":
-        raise _in_use(folder)
+        raise _in_use(folder, begins=False)
     assert recipe.run.name is not None
     directories = drive_directories(recipe, recipe.run.name) if state == "interrupted" else []
     if not directories:
@@ -518,7 +529,7 @@ def _require_ended(run: ListedRun) -> None:
     locks = [run.folder / LOCK, *(lock for path in run.directories for lock in path.glob("rank*.lock"))]
     for lock in locks:
         if lock.exists() and is_locked(lock):
-            text = f"{run.folder} is running: {lock.parent} is in use by {lock_owner(lock)}; end that first"
+            text = f"{lock.parent} is in use by {lock_owner(lock)}; end that first"
             raise LockedError(errno.EWOULDBLOCK, text, str(lock))
 
 

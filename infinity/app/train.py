@@ -88,10 +88,10 @@ def train(recipe: Recipe) -> Summary | None:
         model, optimizer = stack.enter_context(built(recipe, folder.name, views))
         runtime = optimizer.runtime
         if rank() == 0:
-            write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             runtime.say.attach(views.log)
         loop = Loop(recipe, model, optimizer, data, views, folder)
         if rank() == 0:
+            write_recipe(recipe.with_dtype(runtime.config.dtype), folder)
             for note in notes_on(run, data, loop):
                 views.log(note)
             after = -1 if run.before is None else loop.step
@@ -518,7 +518,7 @@ def notes_on_commits(every: int) -> Iterator[str]:
     """Yield a line if an interruption can cost more than the step in flight."""
     if every > 1:
         yield (
-            f"every {every}th step was recorded, since the states in host memory must be written for that: "
+            f"one step in {every} was recorded, since the states in host memory must be written for that: "
             f"an interruption would have cost up to {every} steps (durability.every)"
         )
 
@@ -536,8 +536,9 @@ def notes_on(run: Run, data: Data, loop: "Loop") -> Iterator[str]:
                 f"rate follows optim.schedule={recipe.optim.schedule} over the new number of steps"
             )
         if loop.before.sequences != loop.division.sequences:
+            ranks = f"{loop.division.ranks} rank{'s' if loop.division.ranks > 1 else ''}"
             yield (
-                f"a step takes {loop.division.sequences} sequences on {loop.division.ranks} ranks; it took "
+                f"a step takes {loop.division.sequences} sequences on {ranks}; it took "
                 f"{loop.before.sequences} on {loop.before.ranks} (train.batch_size is per rank)"
             )
     yield from data.notes

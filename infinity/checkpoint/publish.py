@@ -149,7 +149,7 @@ def check_free(out: Path) -> None:
         return
     if out.exists() or out.is_symlink():
         what = "is not empty" if out.is_dir() else "is a file"
-        raise CheckpointError(f"{out} exists and {what}; export writes a directory of its own: name another")
+        raise CheckpointError(f"{out} exists and {what}; wanted a new directory: name another")
 
 
 def publish_directory(source: Path, out: Path, token: str) -> None:

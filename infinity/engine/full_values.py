@@ -112,8 +112,9 @@ class FullValues:
         """
         if self._executor().gradients.received:
             raise StateError(
-                "the model has gradients of a step that is not over: load the state of an optimizer, or make "
-                "another one, after step(), or after optimizer.zero_grad(), which drops the gradients"
+                "the model has gradients of a step that is not over: save a checkpoint, load the state of an "
+                "optimizer, or make another one, after step(), or after optimizer.zero_grad(), which drops "
+                "the gradients"
             )
 
     # --- state_dict of modules ---------------------------------------------------------------

@@ -136,6 +136,8 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
         ("optim.betas=[0.9]", "got [0.9]; wanted [float, float], >= 0 and < 1"),
         ("model.n_heads=5", "got 5; wanted a number for which d_model=384 gives heads of equal, even width"),
         ("model.vocab_size=100", "got 100; wanted at least 256 for the bytes tokenizer"),
+        ("run.resume=yes", "got True; wanted auto | never | must"),
+        ("run.resume=nver", "got 'nver'; wanted auto | never | must"),
         ("run.name=a/b", "got 'a/b'; wanted a printable folder name without /, of at most 200 bytes"),
         ("data.files=[]", "got []; wanted at least one path, glob or 'stdlib'"),
     ],

@@ -15,6 +15,7 @@ from infinity.app.runs import (
     RECIPE,
     Run,
     find_run,
+    how_to_go_on,
     interrupted_run,
     list_runs,
     opened,
@@ -35,7 +36,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(*overrides: str) -> Recipe:
-    return load_recipe(overrides=["run.name=mine", "memory.nvme=[nvme]", "train.steps=9", *overrides])
+    drive = f"memory.nvme=[{Path('nvme').absolute()}]"
+    return load_recipe(overrides=["run.name=mine", drive, "train.steps=9", *overrides])
 
 
 def interrupt(given: Recipe, *, logged: int = 0, committed: int | None = None, name: str = "mine") -> Path:
@@ -104,6 +106,24 @@ def test_a_run_that_was_killed_while_it_made_its_folder_begins() -> None:
     assert "runs/mine exists, and is no run's folder" in refusal(recipe())
 
 
+def test_a_recipe_with_which_a_run_has_not_gone_on_yet_is_not_kept_nor_tried_again() -> None:
+    folder, refused = interrupt(recipe(), committed=3), recipe("train.accumulate=3")
+    run = find_run(refused)  # how a step is divided is known when the commit is read
+    with opened(run):
+        assert load_recipe(folder / RECIPE) == recipe()
+    assert "To go on: infinity resume runs/mine;" in how_to_go_on(run, RecipeError("other sequences"))
+    assert "run the same command again" in how_to_go_on(run, KeyboardInterrupt())
+
+
+def test_the_drives_of_a_run_are_found_from_any_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = interrupt(recipe("memory.nvme=[nvme]"), logged=7, committed=6).absolute()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert find_run(interrupted_run(folder)).before is not None
+    assert remove_runs(folder.parent, ["mine"], lambda line: True)
+    assert not Path("../nvme/mine").exists()
+
+
 def test_a_recipe_that_changes_numbers_is_refused_and_each_key_is_named() -> None:
     interrupt(recipe(), logged=3, committed=3)
     said = refusal(recipe("optim.lr=0.5", "run.seed=7", "model.n_heads=3", "memory.host=1GiB"))
@@ -150,10 +170,13 @@ def test_a_finished_run_is_refused_and_more_steps_begin_from_its_model() -> None
     folder = interrupt(recipe(), logged=9)
     (folder / "summary.json").write_text("{}")
     assert "runs/mine is finished after 9 steps; give the run another name, or remove it" in refusal(recipe())
-    assert "states" not in refusal(recipe())
+    assert "removed then" not in refusal(recipe())
     assert "train.steps=20 cannot go on from there" in refusal(recipe("train.steps=20"))
     (folder / "model").mkdir()
     assert "model.path=runs/mine/model" in refusal(recipe("train.steps=20"))
+    assert "load_checkpoint" not in refusal(recipe("train.steps=20"))
+    (folder / "checkpoints/latest").mkdir(parents=True)
+    assert "infinity.load_checkpoint loads runs/mine/checkpoints/latest" in refusal(recipe("train.steps=20"))
 
 
 def test_a_running_run_is_refused_and_named() -> None:
@@ -176,11 +199,12 @@ def test_a_run_that_was_finished_meanwhile_is_not_overwritten() -> None:
 def test_what_is_kept_elsewhere_or_not_at_all_is_no_reason_to_begin_anew() -> None:
     interrupt(recipe(), logged=7, committed=6)
     said = refusal(recipe("memory.nvme=[other]"))
-    assert "at step 6, and what it goes on from lies in nvme/mine: give memory.nvme=[nvme]" in said
+    drive = Path("nvme").absolute()
+    assert f"at step 6, and what it goes on from lies in {drive}/mine: give memory.nvme=[{drive}]" in said
     shutil.move("nvme", "other")
     assert find_run(recipe("memory.nvme=[other]")).before is not None
     shutil.rmtree("other")
-    assert "interrupted after step 7, and there is nothing to go on from: no step is kept in nvme" in refusal(
+    assert "interrupted after step 7, and there is nothing to go on from: no step is kept in /" in refusal(
         recipe()
     )
 
@@ -199,7 +223,7 @@ def test_what_another_run_of_this_name_keeps_is_not_taken() -> None:
     keep(Path("nvme/mine"), 5)
     said = refusal(recipe())
     assert "memory.nvme keeps step 5 of an interrupted run mine, whose folder is not runs/mine" in said
-    assert "rm -r nvme/mine" in said
+    assert f"rm -r {Path('nvme').absolute()}/mine" in said
     assert find_run(recipe("run.resume=never")).before is None
 
 
@@ -256,7 +280,8 @@ def test_removing_asks_and_takes_the_folder_and_the_files_on_the_drive(
         assert main(["runs", "--remove", "mine"]) == 0
         assert "nothing was removed" in capsys.readouterr().out
         assert Path("runs/mine").exists()
-    assert asked[0].startswith("remove runs/mine (interrupted, step 6/9), with 12 KiB in nvme/mine?")
+    drive = Path("nvme").absolute()
+    assert asked[0].startswith(f"remove runs/mine (interrupted, step 6/9), with 12 KiB in {drive}/mine?")
     monkeypatch.setattr("builtins.input", lambda line: "y")
     assert main(["runs", "--remove", "mine"]) == 0
     assert list(Path("runs").iterdir()) == list(Path("nvme").iterdir()) == []
@@ -264,7 +289,7 @@ def test_removing_asks_and_takes_the_folder_and_the_files_on_the_drive(
 
 def test_removing_never_touches_a_running_run_nor_anything_else_with_it() -> None:
     interrupt(recipe("run.name=dead"), committed=3, name="dead")
-    with opened(Run(recipe(), Path("runs/mine"))), pytest.raises(LockedError, match="runs/mine is running"):
+    with opened(Run(recipe(), Path("runs/mine"))), pytest.raises(LockedError, match="runs/mine is in use by"):
         remove_runs(Path("runs"), ["dead", "mine"], lambda line: True)
     lock = lock_file(Path("nvme/dead/rank0.lock"))  # a script of the user's own, in this run's directory
     with pytest.raises(LockedError, match="nvme/dead is in use by"):

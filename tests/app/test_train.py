@@ -16,7 +16,16 @@ from torch import nn
 import infinity
 from infinity.app import train as train_module
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.train import Loop, RankMean, _short, lr_factor, set_threads, train, world_size
+from infinity.app.train import (
+    Loop,
+    RankMean,
+    _short,
+    lr_factor,
+    notes_on_commits,
+    set_threads,
+    train,
+    world_size,
+)
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.metrics import StepReport
@@ -47,7 +56,7 @@ class Plain:
                 super().__init__(model.parameters(), **numbers)
                 config = SimpleNamespace(dtype=(api.init_recipe or load_recipe()).train.dtype)
                 self.runtime = SimpleNamespace(
-                    activations=KEPT, say=MessageBuffer(), notes=["-"], config=config
+                    activations=KEPT, say=MessageBuffer(), notes=["-"], config=config, recorded_every=1
                 )
                 self.timeline = Timeline(clock=lambda: 1.0)
                 self.timeline.add("compute", "forward", 0.0, 1.0)
@@ -369,9 +378,7 @@ def test_an_interrupted_run_of_which_nothing_is_kept_says_why(
     plain.fail_at = (3, stop)
     with pytest.raises(type(stop)) as raised:
         train(recipe(tmp_path, "run.save=true"))
-    wanted = (
-        f"no step is kept (without memory.nvme no step is kept); to remove the run: infinity runs {tmp_path}"
-    )
+    wanted = f"without memory.nvme no step is kept; to remove the run: infinity runs {tmp_path}"
     notes = getattr(raised.value, "__notes__", [])
     assert [note.partition("/runs --remove one")[0] for note in notes] == (
         [] if isinstance(stop, InfinityError) else [wanted]
@@ -381,3 +388,10 @@ def test_an_interrupted_run_of_which_nothing_is_kept_says_why(
 
 def test_without_a_launcher_there_is_one_rank() -> None:
     assert world_size() == 1
+
+
+def test_the_summary_says_what_an_interruption_can_cost_if_not_every_step_was_recorded() -> None:
+    assert not list(notes_on_commits(1))
+    (line,) = notes_on_commits(3)
+    assert line.startswith("one step in 3 was recorded")
+    assert "up to 3 steps (durability.every)" in line
