@@ -658,7 +658,8 @@ def publish_run(path: str | Path, out: str | Path) -> str:
     """
     folder = user_path(path, "RUN")
     if not is_interrupted(folder):
-        export_run(path, out)
+        if rank() == 0:
+            export_run(path, out)
         return f"the model of {path}"
     with _last_commit(folder) as (recipe, model, _, step):
         _write_model(recipe, model, user_path(out, "OUT"))

@@ -212,7 +212,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.steps_off_plan:
         rows.append(("", f"{summary.steps_off_plan} steps used units that were not in the plan"))
     if summary.steps_rolled_back:
-        rows.append(("speculation", f"{summary.steps_rolled_back} steps were clipped, and rolled back first"))
+        rows.append(("speculation", f"steps redone with clipped gradients: {summary.steps_rolled_back}"))
     for tier, nbytes in summary.peak_nbytes.items():
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"

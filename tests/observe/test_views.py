@@ -239,7 +239,7 @@ def test_the_summary_shows_bytes_beside_the_plan_and_peaks_beside_budgets() -> N
 def test_the_summary_counts_steps_that_were_clipped_after_their_updates_had_started() -> None:
     clipped = replace(REPORT, speculated=3, rolled_back=3)
     rows = dict(summary_rows(summarize([REPORT, clipped, clipped, replace(clipped, skipped=True)])))
-    assert rows["speculation"] == "2 steps were clipped, and rolled back first"
+    assert rows["speculation"] == "steps redone with clipped gradients: 2"
     assert "speculation" not in dict(summary_rows(summarize([REPORT])))
 
 
