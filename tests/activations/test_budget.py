@@ -178,7 +178,7 @@ def _plan_of_rank(overrides):
 def test_a_profile_has_what_units_move_beside_activations(tmp_path):
     activations, _ = steps(streaming(tmp_path, "memory.activations=plan"))
     traffic = activations.planning.profile.traffic
-    # A step writes 12 bytes a parameter and reads up to 16; updates lag, and some may be rolled back and redone.
+    # A step writes 12 bytes a parameter and reads up to 16; updates lag, and some may be rolled back.
     numel = factory().config.numel
     assert 6 * numel <= sum(each.nbytes_written for each in traffic) <= (18 + 12) * numel
     assert 6 * numel <= sum(each.nbytes_read for each in traffic) <= (22 + 12) * numel
