@@ -648,10 +648,10 @@ class Updates:
         earlier = self._futures.get(unit.index)
         if earlier is not None:
             earlier.wait()
-        ready.lifecycle.move(state)  # from here on fetches know whose the update is
-        ready.future = self._futures[unit.index] = future = UpdateFuture()
         runs = self.hypers.runs(unit, ready.used, grad_scale)
         chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ready.place))
+        ready.lifecycle.move(state)  # from here on fetches know whose the update is
+        ready.future = self._futures[unit.index] = future = UpdateFuture()
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
         self.planned_written += weight_nbytes + state_nbytes
