@@ -128,19 +128,24 @@ class CommitRecord:
 def pack(state: Mapping[str, Any]) -> bytes:
     """Return a small state (containers of tensors, numbers and text) as bytes.
 
+    Whether it has something else, which cannot be read back, is found when the record is written.
+
     Raises:
-        StateError: It has something else, which could not be read back; says what.
+        StateError: It has something that cannot even be written.
     """
     file = io.BytesIO()
     try:
         torch.save(dict(state), file)
-        unpack(file.getvalue())
     except Exception as error:
-        raise StateError(
-            f"{', '.join(state)}: its state cannot be kept with a commit ({first_line(error)}). "
-            "Tensors, numbers, text, and lists and dictionaries of them can: let state_dict() return these"
-        ) from error
+        raise _not_kept(error) from error
     return file.getvalue()
+
+
+def _not_kept(error: Exception) -> StateError:
+    return StateError(
+        "the state of the optimizer, or of what it follows, cannot be kept with a commit "
+        f"({first_line(error)}). Tensors, numbers, text, and lists and dictionaries of them can: let state_dict() return these"
+    )
 
 
 def unpack(data: bytes) -> dict[str, Any]:
@@ -457,6 +462,7 @@ class Commits:
 
         Raises:
             DiskError: An update of that step failed; the record before it stands.
+            StateError: Its small state could not be read back; likewise.
         """
         self.last.wait()
 
@@ -509,6 +515,11 @@ class Commits:
     ) -> None:
         for update in updates:
             update.wait()  # ended: raises at once if it failed
+        if record.state:
+            try:
+                unpack(record.state)  # here, beside training: it takes milliseconds
+            except Exception as error:
+                raise _not_kept(error) from error
         place = 1 - self._places[-1] if self._places else 0
         path, synced = self.folder / self.files.record(place), self._sync is not None
         try:

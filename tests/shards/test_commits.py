@@ -14,6 +14,7 @@ from infinity.shards.commits import (
     Commits,
     CorruptRecordError,
     RankFiles,
+    pack,
     read_commit,
     write_commit,
 )
@@ -86,6 +87,17 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
     with pytest.raises(infinity.DiskError):
         commits.wait()
     assert newest(tmp_path) == CommitRecord(1, (0,), number=1)
+    commits.close()
+
+
+def test_a_small_state_that_could_not_be_read_back_is_never_recorded(tmp_path):
+    commits = Commits(tmp_path, RankFiles(0))
+    commits.add(CommitRecord(1, (0,), state=pack({"follow": {"loader": {"position": 3}}})), [])
+    commits.wait()
+    commits.add(CommitRecord(2, (1,), state=pack({"follow": {"loader": tmp_path}})), [])
+    with pytest.raises(infinity.StateError, match=r"what it follows, cannot be kept with a commit"):
+        commits.wait()
+    assert newest(tmp_path).step == 1
     commits.close()
 
 
