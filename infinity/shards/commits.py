@@ -144,7 +144,8 @@ def pack(state: Mapping[str, Any]) -> bytes:
 def _not_kept(error: Exception) -> StateError:
     return StateError(
         "the state of the optimizer, or of what it follows, cannot be kept with a commit "
-        f"({first_line(error)}). Tensors, numbers, text, and lists and dictionaries of them can: let state_dict() return these"
+        f"({first_line(error)}). Tensors, numbers, text, and lists and dictionaries of them can: let "
+        "state_dict() return these"
     )
 
 
