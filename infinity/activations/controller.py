@@ -46,7 +46,8 @@ from infinity.core.profile import Phase, Profile
 from infinity.observe.timeline import WatchedEngine
 from infinity.planner.planning import Planning
 from infinity.planner.policies import plan as make_plan
-from infinity.planner.simulator import bounded, play
+from infinity.planner.search import bounded
+from infinity.planner.simulator import play
 
 Policy = Literal["keep", "offload", "recompute", "plan"]
 #: Passes: warm, profiled, metered under a plan; see [Note: the first passes].
@@ -65,8 +66,8 @@ class ActivationBudget(Protocol):
         """Bytes that activations may have, the best division of memory first; None: no bound."""
         ...
 
-    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
-        """A plan was made for one of the capacities, and needs ``peak_nbytes``."""
+    def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
+        """A plan was made for one of the capacities, and keeps within ``kept_nbytes``."""
         ...
 
     def refuse(self, error: BudgetError) -> BudgetError:
@@ -83,7 +84,7 @@ class FixedBudget:
     def capacities(self) -> Sequence[int | None]:
         return [self._capacity_nbytes]
 
-    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+    def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Do nothing: no other part takes what is left."""
 
     def refuse(self, error: BudgetError) -> BudgetError:
@@ -210,6 +211,8 @@ class Activations:
             BudgetError: No plan meets the budget; says which one could be met, and what holds it there.
         """
         self._end_pass(updates=False)
+        if self.planning is not None and self.planning.plan.waits:
+            self.cache.queue.wait_below(0)  # what an earlier pass was still storing when it ended
         if model not in self._blocks:
             self._blocks[model] = recomputable_blocks(model)
         blocks = self._blocks[model]
@@ -305,7 +308,9 @@ class Activations:
         plan = ActivationPlan.from_json(self._decide(lambda: self._choose(profile, hardware).to_json()))
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)
-        self.budget.settle(plan.capacity_nbytes, predicted.peak_nbytes)
+        # What is never stored needs what was predicted; stores that end late need up to the plan's capacity.
+        late = plan.places and plan.capacity_nbytes
+        self.budget.settle(plan.capacity_nbytes, max(predicted.peak_nbytes, late or 0))
         self.cache.backlog_nbytes = plan.backlog_nbytes
 
     def _pace_s(self, recorded_s: float, s_per_byte: float) -> float:

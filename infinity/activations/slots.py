@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -226,13 +227,15 @@ class StoreQueue:
         self._stats, self._most_nbytes = stats, in_flight_nbytes
         self._lock = threading.RLock()  # guards what follows
         self._changed = threading.Condition(self._lock)
-        self._waiting: OrderedDict[weakref.ref[Slot], int] = OrderedDict()  # a slot goes with its graph
-        self._in_flight: dict[object, int] = {}  # bytes of each store
-        self._starting, self._begun = False, object()  # the store that was begun last
+        self._number = 0  # of the slot that was put last
+        # Number and bytes of each; a slot goes with its graph.
+        self._waiting: OrderedDict[weakref.ref[Slot], tuple[int, int]] = OrderedDict()
+        self._in_flight: dict[int, int] = {}  # bytes of each store by its number
+        self._starting, self._begun = False, 0  # the store that was begun last
         self._error: Exception | None = None
 
-    def put(self, slot: Slot, store: ActivationStore) -> None:
-        """Store ``slot`` in its turn.
+    def put(self, slot: Slot, store: ActivationStore) -> int:
+        """Store ``slot`` in its turn; return its number, which grows.
 
         Raises:
             DiskError: There is no room for it, or an earlier store failed.
@@ -240,8 +243,10 @@ class StoreQueue:
         self.check()
         slot.reserve(store)
         with self._lock:
-            self._waiting[weakref.ref(slot)] = slot.nbytes
+            self._number = number = self._number + 1
+            self._waiting[weakref.ref(slot)] = number, slot.nbytes
         self._start()
+        return number
 
     def cancel(self, slot: Slot) -> None:
         """Keep ``slot`` in memory if it still waits."""
@@ -259,17 +264,44 @@ class StoreQueue:
     def nbytes(self) -> int:
         """Bytes that wait or are in flight."""
         with self._lock:
-            waiting = sum(nbytes for slot, nbytes in self._waiting.items() if slot() is not None)
+            waiting = sum(nbytes for slot, (_, nbytes) in self._waiting.items() if slot() is not None)
             return waiting + self.in_flight_nbytes
 
+    def has_ended(self, number: int) -> bool:
+        """Whether nothing that was put up to ``number`` waits or is in flight."""
+        with self._lock:
+            waiting = (before for slot, (before, _) in self._waiting.items() if slot() is not None)
+            return all(before > number for before in (*self._in_flight, *waiting))
+
     def wait_below(self, nbytes: int) -> None:
-        """Return when at most ``nbytes`` wait or are in flight, or nothing is in flight.
+        """Return when at most ``nbytes`` wait or are in flight.
 
         Raises:
             DiskError: A store failed.
         """
-        with self._lock:
-            self._changed.wait_for(lambda: self.nbytes <= nbytes or not self._in_flight)
+        self._wait_until(lambda: self.nbytes <= nbytes)
+
+    def wait_until(self, number: int) -> None:
+        """Return when nothing that was put up to ``number`` waits or is in flight.
+
+        Raises:
+            DiskError: A store failed.
+        """
+        self._wait_until(lambda: self.has_ended(number))
+
+    def wait_for(self, number: int) -> None:
+        """Return when what was put as ``number`` is not in flight.
+
+        Raises:
+            DiskError: A store failed.
+        """
+        self._wait_until(lambda: number not in self._in_flight)
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            self._start()  # what waits, where the thread that should have was interrupted
+            with self._lock:
+                self._changed.wait_for(lambda: is_over() or not (self._in_flight or self._starting))
         self.check()
 
     def check(self) -> None:
@@ -322,21 +354,21 @@ class StoreQueue:
         """The next slot that may go and whose graph still lives; None: this thread stops starting."""
         with self._lock:
             while self._waiting:
-                ref, nbytes = next(iter(self._waiting.items()))
+                ref, (number, nbytes) = next(iter(self._waiting.items()))
                 if self._in_flight and self.in_flight_nbytes + nbytes > self._most_nbytes:
                     break
                 del self._waiting[ref]
                 slot = ref()
                 if slot is not None:
-                    self._begun = object()
-                    self._in_flight[self._begun] = nbytes
+                    self._begun = number
+                    self._in_flight[number] = nbytes
                     self._stats.nbytes_stored += nbytes
                     return slot
             self._starting = False
             self._changed.notify_all()
             return None
 
-    def _ended(self, begun: object, ref: "weakref.ref[Slot]", transfer: Transfer) -> None:
+    def _ended(self, begun: int, ref: "weakref.ref[Slot]", transfer: Transfer) -> None:
         """Runs on the thread that saw the end; the graph, and the slot with it, may be gone."""
         error = _error_of(transfer)
         try:
@@ -347,7 +379,7 @@ class StoreQueue:
             self._end(begun)
             self._start()
 
-    def _end(self, begun: object) -> None:
+    def _end(self, begun: int) -> None:
         with self._lock:
             self._in_flight.pop(begun, None)
             self._changed.notify_all()

@@ -64,6 +64,10 @@ class ActivationPolicy(Protocol):
         """Slots to load when backward first asks for ``after``; None: those that were packed before it."""
         ...
 
+    def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
+        """The slot up to which all must have been stored when ``key`` is packed or asked for; None: none."""
+        ...
+
 
 class PlannedPolicy:
     """Follows a plan."""
@@ -73,6 +77,7 @@ class PlannedPolicy:
         self._loads: defaultdict[SlotKey | None, list[SlotKey]] = defaultdict(list)
         for load in plan.loads:
             self._loads[load.after].append(load.slot)
+        self._waits = {(wait.at, wait.backward): wait.slot for wait in plan.waits}
 
     def place(self, key: SlotKey) -> Place:
         return self.plan.place(key)
@@ -82,6 +87,9 @@ class PlannedPolicy:
 
     def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
         return self._loads.get(after, ())
+
+    def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
+        return self._waits.get((key, backward))
 
 
 class UniformPolicy:
@@ -106,6 +114,9 @@ class UniformPolicy:
     def loads(self, after: SlotKey | None) -> Sequence[SlotKey] | None:
         return None
 
+    def stored_by(self, key: SlotKey, *, backward: bool) -> SlotKey | None:
+        return None
+
     def _is_last(self, region: int) -> bool:
         return self._last is not None and 0 <= self._last <= region
 
@@ -127,6 +138,7 @@ class PassRecord:
         self.packed: list[SlotKey] = []
         self.positions: dict[SlotKey, int] = {}  # in ``packed``
         self.region_nbytes: Counter[int] = Counter()
+        self.stores: dict[SlotKey, int] = {}  # as the queue numbers them
         self.asked: set[SlotKey] = set()  # by the backward pass
         self.fetched: set[SlotKey] = set()  # for it
         self.backward = -1  # the backward pass that runs now, by the number that autograd gave it
@@ -320,10 +332,18 @@ class TensorCache:
             self.profiler.packed(slot.key, tensor)
         place = record.policy.place(slot.key)
         if place is not Place.KEEP:
-            self.queue.put(slot, self.stores[place])
+            record.stores[slot.key] = self.queue.put(slot, self.stores[place])
             if self.backlog_nbytes is not None and self.queue.nbytes > self.backlog_nbytes:
                 self._count_wait(lambda: self.queue.wait_below(self.backlog_nbytes or 0))
+        self._wait_for_stores(record, slot.key, backward=False)
         return slot
+
+    def _wait_for_stores(self, record: PassRecord, key: SlotKey, *, backward: bool) -> None:
+        """Wait for the stores whose bytes have to be gone when ``key`` is packed or asked for."""
+        last = record.policy.stored_by(key, backward=backward)
+        number = None if last is None else record.stores.get(last)
+        if number is not None and not self.queue.has_ended(number):
+            self._count_wait(lambda: self.queue.wait_until(number))
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -359,8 +379,10 @@ class TensorCache:
 
     def _read(self, packed: SlotHandle) -> Tensor:
         slot = packed.slot
-        self._start_loads(packed.record, slot.key)
         self.queue.cancel(slot)
+        self._start_loads(packed.record, slot.key)
+        if self.profiler is not None and slot.state is SlotState.STORING:
+            self.queue.wait_for(packed.record.stores[slot.key])  # else its store holds what a step need not
         self.stats.forwarded += slot.state is SlotState.STORING
         if self._fetch(slot):
             self.stats.on_demand += 1
@@ -383,13 +405,18 @@ class TensorCache:
     def _start_loads(self, record: PassRecord, key: SlotKey) -> None:
         """Start the loads that are due when backward asks for ``key``."""
         backward = torch._C._current_graph_task_id()
-        if record.backward != backward:
+        begins = record.backward != backward
+        if begins:
             record.backward = backward
             record.asked.clear()
             record.fetched.clear()
-            self._load(record, record.policy.loads(None) or ())
-        if key not in record.asked:
+        is_first = key not in record.asked
+        if is_first:
             record.asked.add(key)
+            self._wait_for_stores(record, key, backward=True)
+        if begins:
+            self._load(record, record.policy.loads(None) or ())
+        if is_first:
             keys = record.policy.loads(key)
             self._load(record, record.packed_before(key) if keys is None else keys)
 

@@ -25,6 +25,19 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreWait:
+    """Wait until ``slot`` and all that were packed before it have been stored, or need not be any more.
+
+    Attributes:
+        at: The wait is when this slot is packed; with ``backward``, when backward first asks for it.
+    """
+
+    at: SlotKey
+    backward: bool
+    slot: SlotKey
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """The channels of one rank, as measured.
 
@@ -63,6 +76,7 @@ class ActivationPlan:
             units, gradients and optimizer states. None: no budget.
         backlog_nbytes: Bytes that may wait in memory to be stored; packing waits for stores beyond it.
             None: no bound.
+        waits: Without them a store that ends later than predicted would hold memory beyond the budget.
     """
 
     policy: str
@@ -71,6 +85,7 @@ class ActivationPlan:
     recomputed: frozenset[int] = frozenset()
     capacity_nbytes: int | None = None
     backlog_nbytes: int | None = None
+    waits: tuple[StoreWait, ...] = ()
 
     def place(self, key: SlotKey) -> Place:
         return self.places.get(key, Place.KEEP)
@@ -97,6 +112,10 @@ class ActivationPlan:
             frozenset(given["recomputed"]),
             given["capacity_nbytes"],
             given["backlog_nbytes"],
+            tuple(
+                StoreWait(SlotKey(*wait["at"]), wait["backward"], SlotKey(*wait["slot"]))
+                for wait in given["waits"]
+            ),
         )
 
 

@@ -173,10 +173,10 @@ class StepExecutor:
         totals = dict.fromkeys((division.total, division.least))
         return [self.budget.device_nbytes - total for total in totals]
 
-    def settle(self, capacity_nbytes: int | None, peak_nbytes: int) -> None:
+    def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Give units what a plan for activations leaves, on all ranks alike."""
         if capacity_nbytes is not None:
-            self.budget.divide_beside(-self.ranks.least(-peak_nbytes, "memory.device"))
+            self.budget.divide_beside(-self.ranks.least(-kept_nbytes, "memory.device"))
             self._apply_division()
 
     def refuse(self, error: BudgetError) -> BudgetError:

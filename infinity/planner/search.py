@@ -12,8 +12,14 @@ hardware only. They are climbed from the smallest budget that can be met, so the
 not depend on the budget either: more memory never makes a step slower.
 
 [Note: backlog]
-Nothing holds compute back for want of memory but the bound on the backlog of stores. So a plan that would
-need more than its budget, because stores end later than they should, gets such a bound.
+A plan that would need more than its budget, because stores end later than they should, gets a bound on the
+bytes that wait to be stored.
+
+[Note: late stores]
+A budget is kept however late stores end, not only as predicted. Memory grows between two points where the
+tensor cache is called, the packing of a slot and backward's first request for one; so at each of them the
+slots are waited for with which memory might not hold until the next. They are the first that were packed,
+since stores are begun in that order. On a drive as fast as measured most of them have gone before.
 """
 
 from bisect import bisect_left
@@ -22,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinity.core.plan import ActivationPlan, Hardware, Load, Outcome, Place
+from infinity.core.plan import ActivationPlan, Hardware, Load, Outcome, Place, StoreWait
 from infinity.core.profile import BlockCall, Profile, SlotKey
 from infinity.planner.channels import LOAD, channel_timelines
 from infinity.planner.lifetimes import Lifetimes, lifetimes_of
@@ -132,14 +138,69 @@ def within(
     return found
 
 
+def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
+    """Make a plan keep its capacity on a drive slower than measured, too; see [Note: late stores].
+
+    Without a capacity twice the bytes that wait for the measured drive may wait to be stored.
+    """
+    lifetimes = lifetimes_of(profile, plan.recomputed)
+    if plan.capacity_nbytes is not None:
+        return replace(plan, waits=tuple(_waits(lifetimes, plan, plan.capacity_nbytes)))
+    simulator = Simulator(lifetimes, plan, hardware)
+    simulator.run()
+    return replace(plan, backlog_nbytes=2 * simulator.most_backlog_nbytes)
+
+
+def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> Iterator[StoreWait]:
+    """The waits with which memory stays within the capacity whenever stores end."""
+    places = {lifetimes.index[key]: place for key, place in plan.places.items()}
+    memory = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
+    loads = _load_positions(lifetimes, plan)
+    stored = [lifetimes.periods[index] for index in places]
+    stored.sort(key=lambda period: period.key)  # the order of packing
+    calls = _calls(lifetimes) if stored else []
+    first = 0  # of the slots that need not have gone yet
+    ends = [*(at for at, _, _ in calls[1:]), len(memory)]
+    for (at, backward, key), until in zip(calls, ends):
+        there, kept = memory[at:until].copy(), len(stored)
+        while kept > first:
+            period = stored[kept - 1]
+            if period.packed_at < at:
+                # Its bytes are there until its store ends; ``memory`` has them from its load to its release.
+                load = max(loads.get(period.key, period.end), period.begin)
+                there[max(0, period.begin - at) : max(0, load - at)] += period.nbytes
+                there[max(0, period.released_at + 1 - at) :] += period.nbytes
+                if there.max(initial=0) > capacity_nbytes:
+                    break
+            kept -= 1
+        if kept > first:
+            first = kept
+            yield StoreWait(key, backward, stored[first - 1].key)
+
+
+def _calls(lifetimes: Lifetimes) -> list[tuple[int, bool, SlotKey]]:
+    """Positions before which the tensor cache is called, each with its call: ``(at, backward, key)``."""
+    found: dict[int, tuple[bool, SlotKey]] = {}
+    named = [period for period in lifetimes.periods if period.is_named]
+    for period in sorted(named, key=lambda period: period.key):  # the last of those packed together
+        if period.packed_at < lifetimes.backward:
+            found[period.packed_at + 1] = False, period.key
+    for period in reversed(named):  # the first of those asked for together
+        found[period.end] = True, period.key
+    return [(at, *found[at]) for at in sorted(found)]
+
+
+def _load_positions(lifetimes: Lifetimes, plan: ActivationPlan) -> dict[SlotKey, int]:
+    """The position before which each load starts."""
+    asked = {None: lifetimes.backward} | {period.key: period.end for period in lifetimes.periods}
+    return {load.slot: asked[load.after] for load in plan.loads}
+
+
 def _loaded_early(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
     """Bytes by position of storages whose loads start before they are needed."""
     change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
-    for load in plan.loads:
-        period = lifetimes.periods[lifetimes.index[load.slot]]
-        start = lifetimes.backward
-        if load.after is not None:
-            start = lifetimes.periods[lifetimes.index[load.after]].end
+    for slot, start in _load_positions(lifetimes, plan).items():
+        period = lifetimes.periods[lifetimes.index[slot]]
         change[max(start, min(period.begin, period.end))] += period.nbytes
         change[period.end] -= period.nbytes
     return np.cumsum(change[:-1])

@@ -2,8 +2,8 @@
 
 [Note: a simulated step]
 Compute runs the positions of a step in order, and between them the tensor cache packs, stores, loads and
-releases. While more than the plan's backlog waits to be stored, packing waits: nothing else holds compute
-back where memory is short. When backward asks for a storage, the loads tied to it start, and its own load if
+releases. While more than the plan's backlog waits to be stored, packing waits; packing and asking wait for
+the stores that the plan says: nothing else holds compute back where memory is short. When backward asks for a storage, the loads tied to it start, and its own load if
 that has not started; then compute waits for it. The time of stores that are left at the end is not the
 step's.
 
@@ -35,7 +35,7 @@ transfers allow. With a timeline it stops at every position, which changes nothi
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, auto
 from functools import partial
@@ -46,7 +46,7 @@ import numpy as np
 
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, StoreWait
 from infinity.core.profile import Profile, Traffic
 from infinity.planner.channels import LEAST_SPEED, LOAD, STORE, Channel, delay_s_per_byte, mixed_rates
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
@@ -111,26 +111,12 @@ def play_in_detail(
     return outcome, timeline
 
 
-def bounded(profile: Profile, plan: ActivationPlan, hardware: Hardware) -> ActivationPlan:
-    """Bound a plan's backlog, so that on a drive slower than measured compute waits and memory holds.
-
-    The backlog is the largest one when nothing is slower than measured, plus the bytes that the budget has to
-    spare. A plan that has a bound keeps it.
-    """
-    if plan.backlog_nbytes is not None:
-        return plan
-    simulator = _simulator(profile, plan, hardware)
-    outcome = simulator.run()
-    most_nbytes = simulator.most_backlog_nbytes
-    spare_nbytes = most_nbytes if plan.capacity_nbytes is None else plan.capacity_nbytes - outcome.peak_nbytes
-    return replace(plan, backlog_nbytes=most_nbytes + max(0, spare_nbytes))
-
-
 def _simulator(
     profile: Profile, plan: ActivationPlan, hardware: Hardware, timeline: StepTimeline | None = None
 ) -> "Simulator":
     lifetimes = lifetimes_of(profile, plan.recomputed)
     named = {*plan.places, *(load.slot for load in plan.loads), *(load.after for load in plan.loads)} - {None}
+    named |= {key for wait in plan.waits for key in (wait.at, wait.slot)}
     lacking = [
         f"slot {k.region}.{k.ordinal}" for k in sorted(k for k in named if k) if k not in lifetimes.index
     ]
@@ -332,6 +318,11 @@ class _Slots:
         self.host.add(slot.host_nbytes)
         self._queues.submit(STORE[slot.place], index, slot.period.nbytes)
 
+    def has_stored(self, index: int) -> bool:
+        """Whether the slot and all that were packed before it need not be stored any more."""
+        last = self.all[index].period.key
+        return all(s.state is not SlotState.STORING for s in self.all.values() if s.period.key <= last)
+
     def end_forward_use(self, index: int, at: int) -> None:
         """Free the slot's memory before position ``at`` if it has been stored."""
         slot = self.all[index]
@@ -419,6 +410,7 @@ class _Do(IntEnum):
     PACK = auto()
     END_FORWARD_USE = auto()
     RELEASE = auto()
+    WAIT = auto()
     BEGIN_BACKWARD = auto()
     ASK = auto()
 
@@ -446,7 +438,7 @@ class Simulator:
         self._lifetimes, self._backlog_nbytes, self._timeline = lifetimes, plan.backlog_nbytes, timeline
         self._queues = TransferQueues(hardware)
         self._slots = _Slots(lifetimes, plan, self._queues)
-        self._agenda = _agenda(lifetimes, self._slots)
+        self._agenda = _agenda(lifetimes, self._slots, plan.waits)
         self._stall_s = self._recompute_s = 0.0
         self._peak_nbytes = 0
         for place in {slot.place for slot in self._slots.all.values()}:
@@ -505,6 +497,8 @@ class Simulator:
                 slots.end_forward_use(index, at)
             elif do is _Do.RELEASE:
                 slots.release(index)
+            elif do is _Do.WAIT:
+                self._wait(at, None, partial(slots.has_stored, index))
             elif do is _Do.BEGIN_BACKWARD:
                 if self._timeline is not None:
                     self._timeline.backward_s = self._queues.now_s
@@ -605,7 +599,9 @@ class Simulator:
         return f"{key.region}.{key.ordinal}"
 
 
-def _agenda(lifetimes: Lifetimes, slots: _Slots) -> dict[int, list[tuple[_Do, int]]]:
+def _agenda(
+    lifetimes: Lifetimes, slots: _Slots, waits: Iterable[StoreWait]
+) -> dict[int, list[tuple[_Do, int]]]:
     """What is to be done before each position, in order."""
     found: dict[int, list[tuple[_Do, int]]] = {}
     asked = {after for after in slots.loads if after is not None} | slots.all.keys()
@@ -615,6 +611,10 @@ def _agenda(lifetimes: Lifetimes, slots: _Slots) -> dict[int, list[tuple[_Do, in
         found.setdefault(period.begin, []).append((_Do.END_FORWARD_USE, index))
         if slot.place is Place.HOST:
             found.setdefault(max(period.packed_at, period.released_at) + 1, []).append((_Do.RELEASE, index))
+    for wait in waits:
+        period = lifetimes.periods[lifetimes.index[wait.at]]
+        at = period.end if wait.backward else period.packed_at + 1
+        found.setdefault(at, []).append((_Do.WAIT, lifetimes.index[wait.slot]))
     found.setdefault(lifetimes.backward, []).append((_Do.BEGIN_BACKWARD, -1))
     for index in sorted(asked):
         found.setdefault(lifetimes.periods[index].end, []).append((_Do.ASK, index))

@@ -12,8 +12,11 @@ import infinity
 from infinity.activations import tensor_cache
 from infinity.activations.controller import METERED, PROFILED
 from infinity.activations.profiler import Profiler
+from infinity.activations.slots import StoreQueue
+from infinity.activations.store import open_stores
 from infinity.app.models.config import GPTConfig
 from infinity.app.models.gpt import GPT
+from infinity.core.transfer import Transfer
 from infinity.engine import runtime as runtime_module
 from infinity.planner.policies import smallest_budget
 from tests.helpers.launch import run_ranks
@@ -78,6 +81,47 @@ def test_a_budget_that_cannot_keep_everything_is_kept_and_changes_no_bit(tmp_pat
     assert activations.metered_nbytes <= activations_nbytes
     assert division.total + activations.metered_nbytes <= units + activations_nbytes
     assert_bitwise(train(factory, batch, overrides, steps=STEPS), reference(factory, batch, steps=STEPS))
+
+
+class LateEngine:
+    """An engine whose writes end as late as possible: when the training thread waits for one."""
+
+    def __init__(self, engine):
+        self.name, self.read, self._engine, self._held = engine.name, engine.read, engine, []
+
+    def write(self, extent, memory):
+        late = Transfer()
+        self._held.append((late, self._engine.write(extent, memory)))
+        return late
+
+    def end(self):
+        while self._held:
+            late, write = self._held.pop()
+            late.run(write.wait)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_stores_that_end_as_late_as_possible_take_nothing_beyond_the_budget(
+    tmp_path, measured, monkeypatch, share
+):
+    kept, least, units = measured
+    device_nbytes = units + int(least + share * (kept - least))
+    overrides = streaming(tmp_path, f"memory.device={device_nbytes}", "memory.activations=plan")
+    engines = []
+
+    def open_late(device, pool, piece_nbytes, volume, engine):
+        engines.append(LateEngine(engine))
+        return open_stores(device, pool, piece_nbytes, volume, engines[-1])
+
+    def ending_first(wait):
+        return lambda queue, *args: (engines[-1].end(), wait(queue, *args))[1]
+
+    monkeypatch.setattr(runtime_module, "open_stores", open_late)
+    for name in ("_wait_until", "drain"):
+        monkeypatch.setattr(StoreQueue, name, ending_first(getattr(StoreQueue, name)))
+    activations, division = steps(overrides)
+    assert division.total + activations.metered_nbytes <= device_nbytes
+    assert activations.planning.plan.waits
 
 
 def test_a_budget_alone_is_enough_to_be_planned_for():

@@ -19,7 +19,8 @@ from infinity.planner.policies import (
     recompute_all,
     smallest_budget,
 )
-from infinity.planner.simulator import bounded, play, play_in_detail
+from infinity.planner.search import bounded
+from infinity.planner.simulator import play, play_in_detail
 from tests.helpers.profiles import (
     MIB,
     budget_between,

@@ -25,7 +25,7 @@ from infinity.planner.channels import Channel
 from infinity.planner.lifetimes import InactivePeriod, lifetimes_of
 from infinity.planner.migration import least_memory
 from infinity.planner.search import with_loads, within
-from infinity.planner.simulator import Simulator, StepTimeline, TransferQueues, bounded, play, play_in_detail
+from infinity.planner.simulator import Simulator, StepTimeline, TransferQueues, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
 KEEP = ActivationPlan("keep")
