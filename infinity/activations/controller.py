@@ -211,7 +211,7 @@ class Activations:
             BudgetError: No plan meets the budget; says which one could be met, and what holds it there.
         """
         self._end_pass(updates=False)
-        if self.planning is not None and self.planning.plan.waits:
+        if self.planning is not None and self.planning.plan.capacity_nbytes is not None:
             self.cache.queue.wait_below(0)  # what an earlier pass was still storing when it ended
         if model not in self._blocks:
             self._blocks[model] = recomputable_blocks(model)
@@ -305,6 +305,8 @@ class Activations:
     def _make_plan(self, profile: Profile) -> None:
         began_s, hardware = time.perf_counter(), self._hardware()
         profile = profile.at_pace(self._pace_s(profile.step_s, hardware.compute_s_per_byte))
+        padding_nbytes = max((store.padding_nbytes for store in self.cache.stores.values()), default=0)
+        profile = replace(profile, padding_nbytes=padding_nbytes)
         plan = ActivationPlan.from_json(self._decide(lambda: self._choose(profile, hardware).to_json()))
         kept, predicted = (play(profile, p, hardware) for p in (ActivationPlan("keep"), plan))
         self.planning = Planning(profile, hardware, plan, kept, predicted, time.perf_counter() - began_s)

@@ -92,7 +92,13 @@ class StoredActivation:
 
 
 class ActivationStore(Protocol):
-    """NVMe or host memory, as far as activations are concerned."""
+    """NVMe or host memory, as far as activations are concerned.
+
+    Attributes:
+        padding_nbytes: What a storage takes beyond its size once it has been loaded.
+    """
+
+    padding_nbytes: int
 
     def reserve(self, storage: Storage, who: str) -> StoredActivation:
         """Reserve room for ``storage``.
@@ -184,6 +190,8 @@ class DirectStore:
         volume: Hands out extents.
         engine: Moves bytes to and from them.
     """
+
+    padding_nbytes = BLOCK_NBYTES
 
     def __init__(self, volume: Volume, engine: TransferEngine) -> None:
         self.volume, self.engine = volume, engine
@@ -306,6 +314,8 @@ class StagedStore:
         engine: Moves bytes to and from extents.
         piece_nbytes: Bytes that one buffer may take; larger ones than 16 MiB gain nothing.
     """
+
+    padding_nbytes = 0
 
     def __init__(
         self, device: torch.device, pool: Pool, volume: Volume | None = None,

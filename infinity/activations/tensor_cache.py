@@ -55,7 +55,13 @@ def untraced(function: F) -> F:
 
 
 class ActivationPolicy(Protocol):
-    """Decides about slots and blocks while the model runs."""
+    """Decides about slots and blocks while the model runs.
+
+    Attributes:
+        keeps_budget: Bytes of stores that have not ended count.
+    """
+
+    keeps_budget: bool
 
     def place(self, key: SlotKey) -> Place: ...
     def recomputes(self, region: int) -> bool: ...
@@ -77,6 +83,7 @@ class PlannedPolicy:
         self._loads: defaultdict[SlotKey | None, list[SlotKey]] = defaultdict(list)
         for load in plan.loads:
             self._loads[load.after].append(load.slot)
+        self.keeps_budget = plan.capacity_nbytes is not None
         self._waits = {(wait.at, wait.backward): wait.slot for wait in plan.waits}
 
     def place(self, key: SlotKey) -> Place:
@@ -101,6 +108,8 @@ class UniformPolicy:
         last: Region from which on nothing is stored or recomputed, since backward begins with it. Below 0,
             as of a model without blocks: no such region.
     """
+
+    keeps_budget = False
 
     def __init__(self, place: Place, *, recompute: bool = False, last: int | None = None) -> None:
         self._place, self._recompute, self._last = place, recompute, last
@@ -381,8 +390,9 @@ class TensorCache:
         slot = packed.slot
         self.queue.cancel(slot)
         self._start_loads(packed.record, slot.key)
-        if self.profiler is not None and slot.state is SlotState.STORING:
-            self.queue.wait_for(packed.record.stores[slot.key])  # else its store holds what a step need not
+        if slot.state is SlotState.STORING and self._is_strict(packed.record):
+            number = packed.record.stores[slot.key]
+            self._count_wait(lambda: self.queue.wait_for(number))
         self.stats.forwarded += slot.state is SlotState.STORING
         if self._fetch(slot):
             self.stats.on_demand += 1
@@ -394,6 +404,10 @@ class TensorCache:
         if not slot.readers:
             slot.drop()
         return packed.view(storage, offset_nbytes)
+
+    def _is_strict(self, record: PassRecord) -> bool:
+        """Whether no store may hold bytes that backward has released: a profile or a budget counts them."""
+        return self.profiler is not None or record.policy.keeps_budget
 
     def _wait_for(self, slot: Slot) -> None:
         # A frame of its own: an error whose frame holds its transfer keeps the step's graph alive.

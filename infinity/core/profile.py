@@ -144,6 +144,7 @@ class Profile:
 
     Attributes:
         step_s: Time of the step when everything is kept (s); at least the sum of its operators.
+        padding_nbytes: What a storage takes beyond its size once it has been loaded.
     """
 
     step_s: float
@@ -152,6 +153,7 @@ class Profile:
     slots: tuple[SlotUse, ...]
     blocks: tuple[BlockCall, ...]
     traffic: tuple[Traffic, ...] = field(default=())
+    padding_nbytes: int = 0
 
     def at_pace(self, step_s: float) -> "Profile":
         """Scale the step to ``step_s``; operators that would take longer shrink in proportion."""
@@ -190,6 +192,7 @@ class Profile:
             tuple(SlotUse(**s | {"key": SlotKey(*s["key"])}) for s in given["slots"]),
             tuple(BlockCall(**_tuples(b)) for b in given["blocks"]),
             tuple(Traffic(**t) for t in given["traffic"]),
+            int(given["padding_nbytes"]),
         )
 
 

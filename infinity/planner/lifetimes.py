@@ -104,6 +104,7 @@ class Lifetimes:
         traffic: Bytes that units read and write, by position.
         operators: Operator of each position; of a recomputation, the one before which it runs.
         recomputations: By position.
+        padding_nbytes: What a storage takes beyond its size once it has been loaded.
     """
 
     times: np.ndarray
@@ -114,6 +115,7 @@ class Lifetimes:
     traffic: Mapping[int, Traffic]
     operators: np.ndarray
     recomputations: Mapping[int, Recomputation]
+    padding_nbytes: int
 
     @cached_property
     def index(self) -> dict[SlotKey, int]:
@@ -196,6 +198,7 @@ class _Builder:
             traffic=self._traffic(position),
             operators=operators,
             recomputations=recomputations,
+            padding_nbytes=profile.padding_nbytes,
         )
 
     # --- packing -----------------------------------------------------------------------------

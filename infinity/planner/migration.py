@@ -32,7 +32,8 @@ def least_memory(lifetimes: Lifetimes, places: Places) -> np.ndarray:
         period = lifetimes.periods[index]
         if period.begin < period.end:
             change[period.begin] -= period.nbytes
-            change[period.end] += period.nbytes
+            change[period.end] += period.nbytes + lifetimes.padding_nbytes
+            change[period.released_at + 1] -= lifetimes.padding_nbytes
     return lifetimes.memory + np.cumsum(change[:-1])
 
 
@@ -78,6 +79,7 @@ def _forced(
                 chosen[waiting[number]] = soonest
                 load.add(soonest, period.nbytes)
                 over[period.begin : period.end] -= period.nbytes
+                over[period.end : period.released_at + 1] += lifetimes.padding_nbytes
                 gaps[number] = 0  # it is gone
                 break
         else:

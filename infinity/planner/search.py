@@ -73,14 +73,14 @@ def with_loads(
     earliest = lifetimes.backward
     for index in sorted(places):
         period = periods[index]
-        start = period.end
+        start, loaded_nbytes = period.end, period.nbytes + lifetimes.padding_nbytes
         wanted = asks[max(0, bisect_left(asks, desired[index] + 1) - 1)]
         wanted = max(wanted, earliest, min(period.begin, start))
         if capacity_nbytes is not None and wanted < start:
-            full = np.flatnonzero(memory[wanted:start] + period.nbytes > capacity_nbytes)
+            full = np.flatnonzero(memory[wanted:start] + loaded_nbytes > capacity_nbytes)
             wanted += int(full[-1]) + 1 if len(full) else 0
         start = min(start, asks[bisect_left(asks, wanted)])
-        memory[start : period.end] += period.nbytes
+        memory[start : period.end] += loaded_nbytes
         loads.append(Load(triggers[start], period.key))
         earliest = start
     placed = {periods[index].key: places[index] for index in sorted(places)}
@@ -166,10 +166,8 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
         while kept > first:
             period = stored[kept - 1]
             if period.packed_at < at:
-                # Its bytes are there until its store ends; ``memory`` has them from its load to its release.
-                load = max(loads.get(period.key, period.end), period.begin)
+                load = loads.get(period.key, period.end)  # from then on ``memory`` has its bytes
                 there[max(0, period.begin - at) : max(0, load - at)] += period.nbytes
-                there[max(0, period.released_at + 1 - at) :] += period.nbytes
                 if there.max(initial=0) > capacity_nbytes:
                     break
             kept -= 1
@@ -201,8 +199,9 @@ def _loaded_early(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
     change = np.zeros(len(lifetimes.memory) + 1, dtype=np.int64)
     for slot, start in _load_positions(lifetimes, plan).items():
         period = lifetimes.periods[lifetimes.index[slot]]
-        change[max(start, min(period.begin, period.end))] += period.nbytes
-        change[period.end] -= period.nbytes
+        nbytes = period.nbytes + lifetimes.padding_nbytes
+        change[max(start, min(period.begin, period.end))] += nbytes
+        change[period.end] -= nbytes
     return np.cumsum(change[:-1])
 
 

@@ -3,9 +3,9 @@
 [Note: a simulated step]
 Compute runs the positions of a step in order, and between them the tensor cache packs, stores, loads and
 releases. While more than the plan's backlog waits to be stored, packing waits; packing and asking wait for
-the stores that the plan says: nothing else holds compute back where memory is short. When backward asks for a storage, the loads tied to it start, and its own load if
-that has not started; then compute waits for it. The time of stores that are left at the end is not the
-step's.
+the stores that the plan says: nothing else holds compute back where memory is short. When backward asks for
+a storage, the loads tied to it start, and its own load if that has not started; then compute waits for it.
+The time of stores that are left at the end is not the step's.
 
 [Note: where bytes are]
 A slot has the states of the tensor cache (:class:`infinity.core.lifecycle.SlotState`). Its memory is free
@@ -36,7 +36,7 @@ transfers allow. With a timeline it stops at every position, which changes nothi
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import partial
 from itertools import pairwise
@@ -304,6 +304,9 @@ class _Slots:
         for load in plan.loads:
             self.loads[None if load.after is None else index[load.after]].append(index[load.slot])
         self._queues = queues
+        # Within a capacity no store may hold what backward has released.
+        late = set() if plan.capacity_nbytes is None else {SlotState.STORING}
+        self._unreadable = {SlotState.LOADING} | late
         self.backlog, self.host = _Gauge(), _Gauge()
         self.changes: list[tuple[int, int]] = []
         self.away_nbytes = self.nbytes_stored = self.nbytes_loaded = 0
@@ -342,7 +345,7 @@ class _Slots:
 
     def is_resident(self, index: int) -> bool:
         """Whether backward can read the slot now."""
-        return index not in self.all or self.all[index].state is not SlotState.LOADING
+        return index not in self.all or self.all[index].state not in self._unreadable
 
     def release(self, index: int) -> None:
         """Give back the slot's host memory, now or when its store ends; backward is done with it."""

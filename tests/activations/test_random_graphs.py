@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from infinity.activations.tensor_cache import PlannedPolicy
-from infinity.core.plan import ActivationPlan, Load, Place
+from infinity.core.plan import ActivationPlan, Load, Place, StoreWait
 from infinity.core.profile import SlotKey
 from tests.activations.stage import Stage, assert_same
 
@@ -124,9 +124,12 @@ def plans(draw, keys: list[SlotKey], blocks: int) -> ActivationPlan:
     loads = draw(st.lists(st.builds(Load, after, st.sampled_from(keys)), max_size=12)) if keys else []
     recomputed = draw(st.sets(st.integers(0, blocks - 1)))
     backlog = draw(st.sampled_from([None, 0, 3000]))
+    slots = st.sampled_from(keys)
+    waits = draw(st.lists(st.builds(StoreWait, slots, st.booleans(), slots), max_size=6)) if keys else []
     return ActivationPlan(
-        "plan", places, tuple(loads), frozenset(2 * b + 1 for b in recomputed), backlog_nbytes=backlog
-    )
+        "plan", places, tuple(loads), frozenset(2 * b + 1 for b in recomputed),
+        draw(st.sampled_from([None, 0])), backlog, tuple(waits),
+    )  # fmt: skip
 
 
 @given(blocks=BLOCKS, data=st.data())

@@ -68,7 +68,9 @@ def test_memory_is_never_above_the_budget(profile: Profile, channels: Hardware, 
     outcome, timeline = play_in_detail(profile, made, channels)
     assert made.capacity_nbytes is not None
     assert made.capacity_nbytes <= capacity
-    assert play(profile, bounded(profile, made, channels), channels).peak_nbytes <= capacity
+    for slower in (1, 3, 1000):
+        late = replace(channels, write_bytes_per_s=channels.write_bytes_per_s / slower)
+        assert play(profile, bounded(profile, made, channels), late).peak_nbytes <= made.capacity_nbytes
     assert outcome.peak_nbytes == max(sample.nbytes for sample in timeline.memory) <= made.capacity_nbytes
     assert outcome.host_peak_nbytes <= channels.host_nbytes
     assert outcome.step_s >= play(profile, keep_all(profile, channels), channels).step_s - 1e-9
@@ -172,7 +174,19 @@ def test_a_plan_for_a_drive_that_is_too_slow_bounds_what_waits_for_it() -> None:
     assert made.backlog_nbytes is not None
     assert play(profile, made, slow).peak_nbytes <= least
     assert play(profile, replace(made, backlog_nbytes=None), slow).peak_nbytes > least
-    assert bounded(profile, made, slow) == made
+
+
+@pytest.mark.parametrize("gigabytes_per_s", [0.3, 1.0, 4.0])
+def test_to_keep_a_budget_on_a_slower_drive_costs_nothing_on_the_one_that_was_measured(
+    gigabytes_per_s: float,
+) -> None:
+    profile, channels = transformer(8), hardware(gigabytes_per_s)
+    made = plan(profile, channels, budget_between(profile, channels, 0.3))
+    bound = bounded(profile, made, channels)
+    assert play(profile, bound, channels).step_s <= 1.005 * play(profile, made, channels).step_s
+    slow = replace(channels, write_bytes_per_s=channels.write_bytes_per_s / 10)
+    assert play(profile, made, slow).peak_nbytes > made.capacity_nbytes
+    assert play(profile, bound, slow).peak_nbytes <= made.capacity_nbytes
 
 
 def test_without_a_drive_and_without_host_memory_blocks_are_computed_again() -> None:

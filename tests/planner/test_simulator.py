@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.lifecycle import SLOT_ALLOWED, SlotState
-from infinity.core.plan import ActivationPlan, Hardware, Load, Place
+from infinity.core.plan import ActivationPlan, Hardware, Load, Place, StoreWait
 from infinity.core.profile import (
     BlockCall,
     Kind,
@@ -24,7 +24,7 @@ from infinity.planner import simulator
 from infinity.planner.channels import Channel
 from infinity.planner.lifetimes import InactivePeriod, lifetimes_of
 from infinity.planner.migration import least_memory
-from infinity.planner.search import with_loads, within
+from infinity.planner.search import bounded, with_loads, within
 from infinity.planner.simulator import Simulator, StepTimeline, TransferQueues, play, play_in_detail
 from tests.helpers.profiles import hardware, random_hardware, random_profiles, transformer
 
@@ -247,6 +247,23 @@ def test_a_backlog_makes_packing_wait_for_stores() -> None:
     assert times(timeline, "NVMe write")[:2] == [(1.0, 3.0), (3.0, 5.0)]
     assert [(stall.begin_s, stall.end_s) for stall in timeline.stalls][:2] == [(2.0, 3.0), (4.0, 5.0)]
     assert max(sample.nbytes for sample in timeline.memory if sample.at_s < 4.0) == 200
+
+
+@pytest.mark.parametrize(
+    ("wait", "stall"),
+    [
+        (StoreWait(SlotKey(3, 0), False, SlotKey(1, 0)), (2.0, 3.0)),
+        (StoreWait(SlotKey(5, 0), True, SlotKey(3, 0)), (3.0, 5.0)),
+    ],
+)
+def test_a_wait_holds_compute_back_until_all_stores_up_to_a_slot_have_ended(
+    wait: StoreWait, stall: tuple[float, float]
+) -> None:
+    stored = {SlotKey(region, 0): Place.NVME for region in (1, 3)}
+    half = replace(SLOW, write_bytes_per_s=50.0)
+    _, timeline = play_in_detail(chain(), ActivationPlan("hand", stored, waits=(wait,)), half)
+    assert times(timeline, "NVMe write")[:2] == [(1.0, 3.0), (3.0, 5.0)]
+    assert (timeline.stalls[0].begin_s, timeline.stalls[0].end_s) == stall
 
 
 def test_reads_and_writes_together_share_what_the_drive_moves() -> None:
