@@ -136,6 +136,20 @@ def test_stores_begin_in_the_order_of_packing_and_few_bytes_at_a_time(stage):
     assert {slot.state for slot in slots} == {S.STORED}
 
 
+def test_a_wait_for_a_slot_covers_all_that_were_put_before_it(stage):
+    stage.engine.delay_s = 0.01
+    queue = StoreQueue(stage.cache.stats, in_flight_nbytes=1)  # one after the other
+    slots = [make_slot(stage.cache.stats, number)[0] for number in range(3)]
+    numbers = [queue.put(slot, stage.store) for slot in slots]
+    assert not queue.has_ended(numbers[0])
+    queue.wait_until(numbers[1])
+    assert [slot.state for slot in slots[:2]] == [S.STORED, S.STORED]
+    assert queue.has_ended(numbers[1])
+    queue.cancel(slots[2])
+    queue.wait_for(numbers[2])  # whether it had begun or not
+    assert queue.has_ended(numbers[2])
+
+
 def test_what_is_called_off_is_not_stored_and_gives_its_room_back_at_once(stage):
     stage.engine.delay_s = 0.02
     queue = stage.cache.queue
