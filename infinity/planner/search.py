@@ -156,23 +156,26 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
     places = {lifetimes.index[key]: place for key, place in plan.places.items()}
     memory = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
     loads = _load_positions(lifetimes, plan)
-    stored = [lifetimes.periods[index] for index in places]
-    stored.sort(key=lambda period: period.key)  # the order of packing
+    stored = sorted(
+        (lifetimes.periods[index] for index in places), key=lambda period: period.key
+    )  # as packed
+    nbytes, packed, begin = (
+        np.array([getattr(period, name) for period in stored], dtype=np.int64)
+        for name in ("nbytes", "packed_at", "begin")
+    )
+    load = np.array(
+        [loads.get(p.key, p.end) for p in stored], dtype=np.int64
+    )  # then ``memory`` has its bytes
     calls = _calls(lifetimes) if stored else []
     first = 0  # of the slots that need not have gone yet
     ends = [*(at for at, _, _ in calls[1:]), len(memory)]
     for (at, backward, key), until in zip(calls, ends):
-        there, kept = memory[at:until].copy(), len(stored)
-        while kept > first:
-            period = stored[kept - 1]
-            if period.packed_at < at:
-                load = loads.get(period.key, period.end)  # from then on ``memory`` has its bytes
-                there[max(0, period.begin - at) : max(0, load - at)] += period.nbytes
-                if there.max(initial=0) > capacity_nbytes:
-                    break
-            kept -= 1
-        if kept > first:
-            first = kept
+        late = first + np.flatnonzero((packed[first:] < at) & (begin[first:] < until) & (load[first:] > at))
+        late, positions = late[::-1], np.arange(at, until)[:, None]  # the newest first
+        held = np.where((begin[late] <= positions) & (positions < load[late]), nbytes[late], 0).cumsum(1)
+        too_many = (held + memory[at:until, None] > capacity_nbytes).any(0)
+        if too_many.any():
+            first = int(late[too_many.argmax()]) + 1
             yield StoreWait(key, backward, stored[first - 1].key)
 
 
