@@ -156,16 +156,14 @@ def _waits(lifetimes: Lifetimes, plan: ActivationPlan, capacity_nbytes: int) -> 
     places = {lifetimes.index[key]: place for key, place in plan.places.items()}
     memory = least_memory(lifetimes, places) + _loaded_early(lifetimes, plan)
     loads = _load_positions(lifetimes, plan)
-    stored = sorted(
-        (lifetimes.periods[index] for index in places), key=lambda period: period.key
-    )  # as packed
+    # in the order of packing
+    stored = sorted((lifetimes.periods[index] for index in places), key=lambda period: period.key)
     nbytes, packed, begin = (
         np.array([getattr(period, name) for period in stored], dtype=np.int64)
         for name in ("nbytes", "packed_at", "begin")
     )
-    load = np.array(
-        [loads.get(p.key, p.end) for p in stored], dtype=np.int64
-    )  # then ``memory`` has its bytes
+    # from its load on ``memory`` has a slot's bytes
+    load = np.array([loads.get(period.key, period.end) for period in stored], dtype=np.int64)
     calls = _calls(lifetimes) if stored else []
     first = 0  # of the slots that need not have gone yet
     ends = [*(at for at, _, _ in calls[1:]), len(memory)]
