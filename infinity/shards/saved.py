@@ -18,6 +18,7 @@ from infinity.nvme.run_directory import finished_path
 from infinity.nvme.volume import Space
 from infinity.optim.layout import StateLayout
 from infinity.shards.commits import (
+    MOST_PLACES,
     CommitRecord,
     CorruptRecordError,
     RankFiles,
@@ -329,7 +330,7 @@ def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]
 
 def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None:
     """Raise unless each version has the bytes of a shard, chunk after chunk."""
-    if len(versions) not in (1, 2, 3):
+    if not 1 <= len(versions) <= MOST_PLACES:
         raise ValueError(f"{len(versions)} versions")
     for version in versions:
         at = 0

@@ -54,6 +54,7 @@ from infinity.partition.unit import Segment, Unit
 from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
+from infinity.shards.snapshot import Snapshot
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
 
@@ -436,9 +437,9 @@ class Updates:
 
     def _store_residents(self) -> None:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
-        for index in self.tiers.changed_residents(self.ready):
+        for index in self.tiers.changed_residents():
             self._pass_barrier()
-            self._stored[index] = self.tiers.store_resident(self.units[index])
+            self._stored[index] = self.tiers.store_resident(self.units[index], self._next_place)
             self.planned_written += self.tiers.residents[index].nbytes
 
     def _make_commit(self) -> "Commit":
@@ -553,7 +554,10 @@ class Updates:
             if place is not None:
                 return place
             self._pass_barrier()
-        raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
+        place = self.tiers.spare_place(unit)
+        if place is None:
+            raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
+        return place
 
     def _before_write(self) -> None:
         """Committed values are about to be written in place."""
@@ -565,6 +569,17 @@ class Updates:
         if self.commits is not None and self.commits.stands:
             self.commits.invalidate()
             self._records = []
+
+    def snapshot(self) -> Snapshot:
+        """Keep what every unit holds after the last step, to be read while training goes on; between steps.
+
+        Raises:
+            DiskError: The file system has no room for units in host memory.
+        """
+        if self.commits is not None and self._commit is None:  # else the commit has stored them
+            self._store_residents()
+        landing: dict[int, Sequence[Transfer]] = {i: [future] for i, future in self._futures.items()}
+        return self.tiers.pin(self.units, landing | self._stored)
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -633,7 +648,7 @@ class Updates:
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         for transfer in self._stored.pop(ready.unit.index, ()):
             transfer.wait()
-        resident = self.tiers.residents[ready.unit.index]
+        resident = self.tiers.about_to_update(ready.unit)
         for run in self.hypers.runs(ready.unit, ready.used, grad_scale):
             part = slice(run.start, run.stop)
             state = tuple(f[part] for f in resident.state)
