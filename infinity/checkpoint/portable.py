@@ -230,8 +230,8 @@ class PortableSave:
     """A portable checkpoint on its way; see :func:`infinity.save_checkpoint`. Every rank must make one.
 
     [Note: a save beside training]
-    A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives are
-    left to the threads that train: in :meth:`advance`, which goes from the one to the other.
+    A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives
+    are left to the threads that train: in :meth:`advance`, which goes from the one to the other.
 
     Args:
         units: Where the model's sharded parameters are.
@@ -264,9 +264,8 @@ class PortableSave:
                 if ranks.rank == 0:
                     self._publication = stack.enter_context(Publication(self.out, self._token))
             needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
-            with all_ranks_or_raise(
-                ranks, f"making room for {self.out}"
-            ):  # all look before one takes its part
+            # all look before one takes its part
+            with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 _check_room(self._folder, needed, ranks.rank)
             stack.callback(self._join)
             self._stack = stack.pop_all()
