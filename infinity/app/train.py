@@ -168,8 +168,8 @@ class Loop:
         self._checkpoints: Checkpoints | None = None
         if folder is not None and recipe.checkpoint.every is not None:
             self._checkpoints = Checkpoints(
-                recipe.checkpoint, model, optimizer, folder, steps=recipe.train.steps, agree=self._mean,
-                say=views.log,
+                recipe.checkpoint, model, optimizer, folder, step=self.step, steps=recipe.train.steps,
+                agree=self._mean, say=views.log,
             )  # fmt: skip
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
@@ -215,7 +215,7 @@ class Loop:
             self._views.step(replace(report, step=step))
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
                 self._evaluate(step)
-            if self._checkpoints is not None and self._checkpoints.after(step):
+            if self._checkpoints is not None and self._checkpoints.after(step, report.step_s):
                 self._optimizer.report()  # excludes its time and bytes from the next step's report
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
         self.meet()  # then no rank may return successfully

@@ -161,7 +161,7 @@ def fill_disk(patch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
 
     def write(fd: int, data: Any, offset: int) -> int:
-        if "distcp" in os.readlink(f"/proc/self/fd/{fd}"):
+        if "distcp" in str(Path(f"/proc/self/fd/{fd}").readlink()):
             raise OSError(errno.ENOSPC, "")
         return real(fd, data, offset)
 
