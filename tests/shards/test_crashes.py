@@ -47,6 +47,18 @@ def test_a_killed_process_goes_on_bitwise(tmp_path):
     )
 
 
+def test_a_process_that_is_killed_while_it_saves_beside_training_goes_on_bitwise(tmp_path):
+    """What was saved has the bytes that it has without a kill."""
+    check(
+        tmp_path,
+        [
+            Trial((Kill("a spare place", 2, after=True), Kill("a saved unit", 9)), saves=True),
+            Trial((Kill("publishing"), Kill("publishing", after=True)), place="both", saves=True),
+            Trial((Kill("a saved unit", 4, rank=1),), 2, "both", more=("durability.every=2",), saves=True),
+        ],
+    )
+
+
 def test_killed_ranks_go_on_bitwise(tmp_path):
     """One rank is killed, and the other ends by itself; or both are."""
     check(
@@ -84,7 +96,8 @@ def at_random(rng: random.Random) -> Trial:
     if rng.random() < 0.3:
         kills.insert(0, Kill(keep=rng.randrange(1, 5), world=3 - world))
     more = rng.choice(((), (), ("durability.every=2",), ("durability.survives=power",)))
-    return Trial(tuple(kills), world, rng.choice(list(PLACES)), rng.random() < 0.3, more)
+    place, clip, saves = rng.choice(list(PLACES)), rng.random() < 0.3, rng.random() < 0.3
+    return Trial(tuple(kills), world, place, clip, more, saves)
 
 
 def _kill(rng: random.Random, world: int) -> Kill:
