@@ -43,8 +43,14 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Portable checkpoints beside training."""
+    """Portable checkpoints: the one that a run starts from, and those that it saves beside training."""
 
+    load: str | None = setting(
+        None,
+        "directory of torch.distributed.checkpoint from which a new run starts: weights, moments and step "
+        "counts; null: none",
+        path=True,
+    )
     every: str | None = setting(
         None,
         'time between portable checkpoints: "500 steps", 30min, 2h, 90s; auto: as often as costs at most '

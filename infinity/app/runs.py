@@ -92,6 +92,12 @@ def find_run(recipe: Recipe) -> Run:
         )
     before = load_recipe(folder / RECIPE)
     if kept is None:
+        load = recipe.checkpoint.load
+        if load is not None and (folder / CHECKPOINTS_FOLDER).resolve() in Path(load).resolve().parents:
+            raise RecipeError(
+                f"checkpoint.load: {load} is one of {folder} itself, which would begin anew without it: give "
+                "this run another name"
+            )
         return Run(recipe, folder, lost=_steps_lost(recipe, before, folder))
     if recipe.train.steps < kept:
         raise RecipeError(
@@ -226,6 +232,7 @@ def opened(run: Run) -> Iterator[None]:
             if (folder / SUMMARY).exists():  # since find_run looked
                 raise _finished(run.recipe, folder)
             if run.before is None:  # else when it goes on: until then this recipe may be refused
+                shutil.rmtree(folder / CHECKPOINTS_FOLDER, ignore_errors=True)  # of steps that were lost
                 write_recipe(run.recipe, folder)
             if run.recipe.durability.survives == "power":
                 for path in (folder / RECIPE, folder, folder.parent):

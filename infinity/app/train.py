@@ -38,6 +38,7 @@ from infinity.app.runs import (
     write_recipe,
 )
 from infinity.app.views import ActivationView, Views, add_files, open_display
+from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.comm.ranks import join_ranks, peer_errors
@@ -77,6 +78,8 @@ def train(recipe: Recipe) -> Summary | None:
         recipe, folder = run.recipe, run.folder
         set_threads(recipe.train)
         check_sizes(recipe)
+        if run.before is None and recipe.checkpoint.load is not None:
+            DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
         data = open_inputs(recipe, _log_before_views(recipe))
         views, totals, activations = Views(), SummaryBuilder(), None
         if rank() == 0:
@@ -194,9 +197,18 @@ class Loop:
     def _resume(self) -> None:
         """Go on after the last committed step, if the run was interrupted. Every rank must call."""
         self._optimizer.follow(loop=self, scheduler=self._scheduler)
-        infinity.resume(self._model, self._optimizer)
+        if not infinity.resume(self._model, self._optimizer) and self._recipe.checkpoint.load is not None:
+            self._load(Path(self._recipe.checkpoint.load))
         for group in self._optimizer.param_groups:  # train.steps may be another one now
             group["lr"] = group["initial_lr"] * self._lr_factor(self.step)
+
+    def _load(self, path: Path) -> None:
+        """Start from a portable checkpoint; learning rate, weight decay and the like stay the recipe's."""
+        groups = self._optimizer.param_groups
+        numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        steps = infinity.load_checkpoint(self._model, self._optimizer, path)
+        self._optimizer.restart(numbers, 0)  # the run counts its own steps
+        self._views.log(f"starts from {path}, after {steps} steps of its optimizer")
 
     def _lr_factor(self, step: int) -> float:
         return lr_factor(step, self._recipe.optim, steps=self._recipe.train.steps)

@@ -17,17 +17,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import infinity
 from infinity.app import checkpoints
 from infinity.app import train as train_module
 from infinity.app.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
 from infinity.app.models.gpt import GPT
-from infinity.app.train import save_run, train
+from infinity.app.train import Loop, save_run, train
 from infinity.checkpoint import portable
+from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.portable import PortableSave
 from infinity.checkpoint.publish import Series
 from infinity.cli import main
 from infinity.core.config import SettingError
-from infinity.core.errors import CheckpointError, InfinityError
+from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.partition import builder
 from infinity.shards.snapshot import Snapshot
 from tests.app.test_goes_on import (
@@ -373,3 +375,83 @@ def test_a_run_of_which_nothing_was_committed_cannot_be_saved(tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="is not the folder of a run that was interrupted"):
         save_run(tmp_path, tmp_path / "out")
+
+
+# --- a run that starts from one ------------------------------------------------------------------
+
+
+def states(path: Path) -> dict[str, torch.Tensor]:
+    """Weights, moments and step counts of a checkpoint."""
+    with DistributedCheckpoint(path) as checkpoint:
+        found = {}
+        for key in checkpoint:
+            found[key] = torch.empty(checkpoint[key].shape.numel(), dtype=checkpoint[key].dtype)
+            checkpoint[key].fill(0, found[key])
+    return found
+
+
+def test_a_run_starts_from_a_checkpoint_with_its_own_learning_rate_and_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = "optim.schedule=constant", "optim.warmup_steps=0"
+    train(recipe(tmp_path, *constant, 'checkpoint.every="4 steps"'))
+    source = tmp_path / "runs/one/checkpoints/step-4"
+    assert saved(tmp_path) == {"step-4", "step-6", "latest"}
+    given = recipe(
+        tmp_path, *constant, "run.name=two", f"checkpoint.load={source}", 'checkpoint.every="1 steps"',
+        "checkpoint.keep=9", "observe.progress=true", "train.steps=3", "optim.lr=0.02",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, "loss", 3, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt) as raised:
+            train(given)
+    assert f"starts from {source}, after 4 steps of its optimizer" in capsys.readouterr().err
+    assert "step 2 of 3 is kept" in raised.value.__notes__[0]
+    source.rename(tmp_path / "moved")  # it is not needed when the run goes on
+    train(given)
+    lines = [line for line in metrics(tmp_path, "two") if line["kind"] == "step"]
+    assert [(line["step"], line["lr"]) for line in lines] == [(1, 0.02), (2, 0.02), (3, 0.02)]
+    counts = [v for k, v in states(tmp_path / "runs/two/checkpoints/step-3").items() if k.endswith(".step")]
+    assert set(map(float, counts)) == {7.0}
+    with pytest.raises(RecipeError, match="is finished"):
+        train(given)
+
+
+def test_it_begins_with_exactly_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    train(recipe(tmp_path, 'checkpoint.every="6 steps"'))
+    source = tmp_path / "runs/one/checkpoints/latest"
+    found: list[dict[str, torch.Tensor]] = []
+    run = Loop.run
+
+    def saving(self: Loop) -> None:
+        infinity.save_checkpoint(self._model, self._optimizer, tmp_path / "again")
+        found.append(states(tmp_path / "again"))
+        assert {group["lr"] for group in self._optimizer.param_groups} == {0.5}
+        run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "run", saving)
+        rates = "optim.lr=0.5", "optim.warmup_steps=0", "optim.schedule=constant"
+        train(recipe(tmp_path, "run.name=two", f"checkpoint.load={source}", *rates, "train.steps=1"))
+    assert same(found[0], states(source))
+
+
+def test_what_is_no_checkpoint_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing: no such directory; wanted a directory that torch"):
+        train(recipe(tmp_path, f"checkpoint.load={tmp_path / 'nothing'}"))
+    assert not (tmp_path / "runs").exists()
+    train(recipe(tmp_path, "train.steps=1", 'checkpoint.every="1 steps"'))
+    source = tmp_path / "runs/one/checkpoints/latest"
+    with pytest.raises(CheckpointError, match="does not fit GPT"):
+        train(recipe(tmp_path, "run.name=two", "model.n_layers=3", f"checkpoint.load={source}"))
+
+
+def test_a_run_that_begins_anew_in_its_folder_has_no_checkpoints_of_the_one_before(tmp_path: Path) -> None:
+    interrupt(tmp_path, step=1)
+    before = tmp_path / "runs/one/checkpoints/step-1"
+    before.mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"checkpoint\.load: .* is one of .*/runs/one itself"):
+        train(recipe(tmp_path, f"checkpoint.load={before}"))
+    assert before.exists()
+    train(recipe(tmp_path, 'checkpoint.every="1000 steps"'))
+    assert saved(tmp_path) == {"step-6", "latest"}
