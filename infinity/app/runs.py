@@ -23,7 +23,14 @@ from rich.text import Text
 
 from infinity.app.checkpoints import CHECKPOINTS_FOLDER
 from infinity.app.recipe import Recipe, changed_numbers, load_recipe
-from infinity.core.errors import BudgetError, CheckpointError, InfinityError, LockedError, RecipeError
+from infinity.core.errors import (
+    BEGIN_ANEW,
+    BudgetError,
+    CheckpointError,
+    InfinityError,
+    LockedError,
+    RecipeError,
+)
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, last_step, read_metrics
@@ -398,7 +405,7 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
     if damage:
         raise CheckpointError(
             f"{_listed(folders)}: {len(damage)} damaged places. Go on from a copy of the files or from a "
-            "saved model, or begin anew (run.resume=never)"
+            f"saved model; {BEGIN_ANEW}"
         )
 
 
@@ -545,7 +552,8 @@ def _remove(run: ListedRun) -> None:
         for path in run.directories:
             for file in path.glob("rank*"):  # a run's own: what else is there stays
                 file.unlink()
-            path.rmdir()
+            if not path.samefile(run.folder):
+                path.rmdir()
         shutil.rmtree(run.folder)
     except OSError as error:
         raise InfinityError(f"{error.filename or run.folder}: {error.strerror}; remove it by hand") from error

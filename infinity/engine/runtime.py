@@ -39,7 +39,7 @@ from infinity.activations.tensor_cache import TensorCache
 from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BudgetError, PeerError, StateError
+from infinity.core.errors import BEGIN_ANEW, BudgetError, PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
@@ -367,7 +367,7 @@ class Runtime:
         if self.tiers.pending and self.storage.saved is not None:
             raise StateError(
                 f"the run {self.run_id} was interrupted after step {self.storage.saved.step}: call "
-                "step = infinity.resume(model, optimizer) before anything else; run.resume=never begins anew"
+                f"step = infinity.resume(model, optimizer) before anything else; {BEGIN_ANEW}"
             )
 
     def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:

@@ -290,6 +290,7 @@ class Updates:
         self.speculated = self.rolled_back = 0
         self.commits, self._on_failure = commits, on_failure
         self._commit: Commit | None = None  # what is not recorded yet
+        self._reloaded: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None] | None = None
         self._state = b""  # the small state of the last record, and its step
         self._state_step = 0
         self._layout = -1  # changes of the store that the last record knew
@@ -471,6 +472,12 @@ class Updates:
             if late is None:
                 self.end_commit()
 
+    def reload(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Let this be the small state of the last step: one was loaded. As in :meth:`record`."""
+        if self._commit is not None:
+            self.record(state, late)
+        self._reloaded = state, late
+
     def end_commit(self) -> None:
         """Hand the last commit over to be written; without one, that of a step written over in place.
 
@@ -492,6 +499,11 @@ class Updates:
             self._state = pack({**commit.state, **late})
             self._commit, self._state_step = None, commit.record.step
         again = self._void and self._state_step == self.steps  # else the next step is recorded
+        if again and self._reloaded is not None:
+            state, more = self._reloaded
+            full = {**state, "predictor": self.predictor.counter, **({} if more is None else more())}
+            self._state = pack(full)
+        self._reloaded = None
         if again if commit is None else commit.overwritten:
             self._store_residents()
             self._layout = -1  # what was described for this step may not have been written
@@ -559,11 +571,17 @@ class Updates:
             raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
         return place
 
-    def _before_write(self) -> None:
-        """Committed values are about to be written in place."""
+    def land_residents(self) -> None:
+        """Return when units in host memory may be written in place: none is written to NVMe, or saved."""
         for transfers in self._stored.values():
             for transfer in transfers:
                 transfer.wait()
+        if self.tiers.snapshot is not None:
+            self.tiers.snapshot.wait()
+
+    def _before_write(self) -> None:
+        """Committed values are about to be written in place."""
+        self.land_residents()
         if self._commit is not None:
             self._commit.overwritten = True
         if self.commits is not None and self.commits.stands:
