@@ -94,9 +94,10 @@ class FullValues:
                 prefetcher.begin_visit()
                 prefetcher.unpin(unit.index)
                 prefetcher.end_inference()
+                if undone and modify:  # it is fetched again
+                    self._executor().hooks.release_unscoped_units()
+                    prefetcher.forget([unit.index])
                 prefetcher.running = outer
-                if undone and modify and not prefetcher.pins.get(unit.index):
-                    prefetcher.forget([unit.index])  # it is fetched again
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
         if self.ranks.world_size > 1:

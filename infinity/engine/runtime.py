@@ -352,9 +352,13 @@ class Runtime:
         if self._executor is None or not self._executor.updates.hypers.groups:
             raise StateError("infinity.resume(model, optimizer) before the model has an infinity.AdamW")
         updates, world_size = self._executor.updates, self.ranks.world_size
-        with all_ranks_or_raise(self.ranks, "resuming the run"):
-            left = restore(saved, self.units, self.tiers, volume)
-            self.tiers.settle(self.units)
+        try:
+            with all_ranks_or_raise(self.ranks, "resuming the run"):
+                left = restore(saved, self.units, self.tiers, volume)
+                self.tiers.settle(self.units)
+        except BaseException:
+            self.tiers.pending = True  # so closing the model keeps what another start can go on with
+            raise
         updates.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store, world_size))
         return saved
 

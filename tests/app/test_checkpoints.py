@@ -44,7 +44,7 @@ from tests.app.test_goes_on import (
     whole,
     words,
 )
-from tests.helpers.launch import start_ranks
+from tests.helpers.launch import run_ranks, start_ranks
 
 __all__ = ["small_units", "whole"]  # fixtures
 
@@ -263,6 +263,23 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_and_removes_what_is_left(
     assert saved(tmp_path) == {"latest", "step-1", "step-6"}
     assert metrics(tmp_path) == metrics(whole)
     assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+
+
+def on_a_rank(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
+        train(recipe(Path(folder), 'checkpoint.every="1 steps"', "checkpoint.keep=9", "train.batch_size=2"))
+
+
+def test_two_ranks_save_beside_their_collectives(tmp_path: Path) -> None:
+    words(tmp_path)
+    run_ranks(on_a_rank, 2, str(tmp_path), group=False)
+    assert {"step-1", "step-6", "latest"} <= saved(tmp_path)
+    last = tmp_path / "runs/one/checkpoints/latest"
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in last.iterdir()}
+    newest = weights(last, tmp_path)
+    trained = model(tmp_path / "runs/one/model")
+    assert same({key: newest[key] for key in trained}, trained)
 
 
 class Done:
