@@ -4,7 +4,8 @@ The same steps of the same model, of a run without a name, which commits nothing
 commits survive a kill (``process``) or a power cut (``power``); states on NVMe, and in host memory, from
 where commits write them to NVMe. The ways take turns of a few steps. Then the run whose states are in host
 memory is started again, and its ``infinity.resume`` compared with fio reading as many bytes of the same
-files (without fio, with plain direct reads of them).
+files (without fio, with plain direct reads of them). At last a run whose states are on NVMe saves portable
+checkpoints: synchronous ones, and others in the background of its steps.
 
     python benchmarks/durability.py [--quick] [--json FILE] [--size 134M] [--rounds 6]
 """
@@ -88,16 +89,31 @@ class Trainer:
 
     def turn(self, steps: int) -> list[float]:
         """Seconds of each of some steps, after one that is not counted; then all has landed."""
-        times = []
-        for _ in range(steps + 1):
-            batch = llama.batch(self.shape, self.tokens, self.at, 0, 1, self.tokens)
-            began = time.perf_counter()
-            self.model(**batch).loss.backward()
-            self.optimizer.step()
-            times.append(time.perf_counter() - began)
-            self.at += 1
+        times = [self._step() for _ in range(steps + 1)]
         self.optimizer.synchronize()
         return times[1:]
+
+    def _step(self) -> float:
+        batch = llama.batch(self.shape, self.tokens, self.at, 0, 1, self.tokens)
+        began = time.perf_counter()
+        self.model(**batch).loss.backward()
+        self.optimizer.step()
+        self.at += 1
+        return time.perf_counter() - began
+
+    def save(self, folder: Path, background: bool) -> tuple[float, float, int]:
+        """What a portable checkpoint costs (s), how long it takes (s), and how many steps are beside it."""
+        usual_s, steps = statistics.median(self.turn(4)), 0
+        began = time.perf_counter()
+        save = self.api.save_checkpoint(self.model, self.optimizer, folder / "saved", background=background)
+        while not save.done:
+            self._step()
+            steps += 1
+        save.wait()
+        self.optimizer.synchronize()
+        took_s = time.perf_counter() - began
+        shutil.rmtree(folder / "saved")
+        return took_s - steps * usual_s, took_s, steps
 
     def every(self) -> int:
         """Steps from one record to the next."""
@@ -133,6 +149,7 @@ class Bench:
         self.shape, self.options, self.folder = shape, options, folder
         self.step_s: dict[Way, list[float]] = {way: [] for way in WAYS}  # a median of each turn
         self.every: dict[Way, int] = {}
+        self.saves: dict[bool, list[tuple[float, float, int]]] = {False: [], True: []}  # by whether beside
 
     def run(self) -> Resumed:
         with contextlib.ExitStack() as stack:
@@ -150,7 +167,19 @@ class Bench:
             last = WAYS[-1]
             files = [Path(name) for name in actors[last].call("files")]
             actors[last].call("end", True)
-        return self._resume(last, files)
+        resumed = self._resume(last, files)
+        self._save(WAYS[1])
+        return resumed
+
+    def _save(self, way: Way) -> None:
+        actor = Actor(training, way, self.shape, self.options, self.folder)
+        actor.call("turn", 4)
+        for number in range(self.options.rounds):
+            say(f"save {number + 1} of {self.options.rounds}")
+            for beside in (False, True) if number % 2 == 0 else (True, False):
+                self.saves[beside].append(actor.call("save", self.folder, beside))
+        actor.call("end", False)
+        actor.close()
 
     def _resume(self, way: Way, files: list[Path]) -> Resumed:
         found = Resumed([], [])
@@ -190,7 +219,10 @@ class Bench:
         text = (
             f"{self.shape.name}: rate of infinity.resume / of {'fio' if fio.available() else 'plain reads'}"
         )
-        return [*claims, Claim(claim=text, value=value, target=0.8, unit="x", holds=value >= 0.8)]
+        claims.append(Claim(claim=text, value=value, target=0.8, unit="x", holds=value >= 0.8))
+        costs = [beside[0] / alone[0] for alone, beside in zip(*self.saves.values(), strict=True)]
+        text = f"{self.shape.name}: cost of a save in the background / of a synchronous one"
+        return [*claims, at_most(text, statistics.median(costs), 1.0, "x")]
 
 
 def read_s(files: list[Path], nbytes: int) -> float:
@@ -242,6 +274,10 @@ def main(argv: list[str] | None = None) -> None:
     print_table(["states", "commits", "every", "step s", "/ none", "middle half"], bench.rows())
     rate = statistics.median(resumed.ours) / 1e9
     print(f"infinity.resume: {resumed.nbytes / 1e9:.2f} GB at {rate:.2f} GB/s")
+    for beside, saves in bench.saves.items():
+        cost_s, took_s, steps = (statistics.median(values) for values in zip(*saves, strict=True))
+        what = f"in the background of {steps:.0f} steps" if beside else "synchronous"
+        print(f"save, {what}: {took_s:.2f} s, costs {cost_s:.2f} s")
     claims = bench.claims(resumed)
     for claim in claims:
         mark, word = "holds" if claim.holds else "MISSED", "at least" if claim.target < 1 else "at most"

@@ -1,9 +1,10 @@
 """The three changed lines inside Lightning, with gradient accumulation.
 
     python examples/lightning_loop.py
-    torchrun --nproc-per-node 2 examples/lightning_loop.py --nvme /mnt/nvme0
+    torchrun --nproc-per-node 2 examples/lightning_loop.py --nvme /mnt/nvme0 --name mine
 
-It learns the sources of Python's own standard library, byte by byte.
+It learns the sources of Python's own standard library, byte by byte. With a name it goes on after an
+interruption, when it is started again.
 """
 
 import argparse
@@ -46,36 +47,38 @@ class Streaming(DDPStrategy):
 
 
 class Learner(lightning.LightningModule):
-    """A Llama that infinity holds, and its optimizer."""
+    """A Llama that infinity holds, and its optimizer; ``done`` are the steps before an interruption."""
 
     def __init__(self, recipe: infinity.Recipe, steps: int) -> None:
         super().__init__()
-        self.steps = steps
         with infinity.Init(recipe):
             self.model = LlamaForCausalLM(CONFIG)
+        self.adam = infinity.AdamW(self.model, lr=3e-3, max_grad_norm=1.0)  # clips, in place of the Trainer
+        self.scheduler = get_cosine_schedule_with_warmup(self.adam, 2, steps)
+        self.adam.follow(scheduler=self.scheduler)
+        self.done = infinity.resume(self.model, self.adam)  # 0: a new run
 
     def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         loss: torch.Tensor = self.model(**batch).loss
         if self.global_rank == 0:
-            print(f"batch {number:3}  loss {loss.item():.6f}")
+            print(f"batch {2 * self.done + number:3}  loss {loss.item():.6f}")
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = infinity.AdamW(self.model, lr=3e-3, max_grad_norm=1.0)  # clips, in place of the Trainer
-        scheduler = get_cosine_schedule_with_warmup(optimizer, 2, self.steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {"optimizer": self.adam, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
 
 
-def main(steps: int, nvme: str) -> None:
+def main(steps: int, nvme: str, name: str) -> None:
     torch.manual_seed(0)
-    recipe = infinity.load_recipe(overrides=[f"memory.nvme=[{nvme}]", "memory.host=64MiB"])
+    places = [f"memory.nvme=[{nvme}]", "memory.host=64MiB", f"run.name={name}"]
+    recipe = infinity.load_recipe(overrides=places)
     learner = Learner(recipe, steps)
     ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     trainer = lightning.Trainer(
-        max_steps=steps, accumulate_grad_batches=2, strategy=Streaming(), use_distributed_sampler=False,
-        devices=local, num_nodes=ranks // local, barebones=True,
+        max_steps=steps - learner.done, accumulate_grad_batches=2, strategy=Streaming(),
+        use_distributed_sampler=False, devices=local, num_nodes=ranks // local, barebones=True,
     )  # fmt: skip
-    data = stretches(steps * 2 * 4 * ranks)
+    data = stretches(steps * 2 * 4 * ranks)[learner.done * 2 * 4 * ranks :]
     share = DistributedSampler(data, ranks, int(os.environ.get("RANK", "0")), shuffle=False)
     trainer.fit(learner, DataLoader(data, batch_size=4, sampler=share))
     infinity.close(learner)
@@ -85,6 +88,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--nvme", help="a directory on a fast drive; default: a temporary one")
+    parser.add_argument("--name", default="null", help="of the run, which can then go on")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        main(options.steps, options.nvme or scratch)
+        main(options.steps, options.nvme or scratch, options.name)

@@ -3,7 +3,8 @@
     python examples/trainer_loop.py
     torchrun --nproc-per-node 2 examples/trainer_loop.py --nvme /mnt/nvme0 --out trained --save-every 10
 
-It learns the sources of Python's own standard library, byte by byte.
+It learns the sources of Python's own standard library, byte by byte. With a name (--name mine) it goes on
+after an interruption, when it is started again.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers import get_cosine_schedule_with_warmup as cosine
 
 import infinity
@@ -65,8 +66,32 @@ class StreamingArguments(TrainingArguments):
             )
 
 
+class Losses(TrainerCallback):
+    """Prints the loss of every step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        entry = state.log_history[-1]
+        if state.is_world_process_zero and "loss" in entry:
+            print(f"step {entry['step']:3}  loss {float(entry['loss']):.6f}")
+
+
 class StreamingTrainer(Trainer):
     """A Trainer of a model that infinity holds."""
+
+    def go_on_after(self, step: int) -> None:
+        """Train from here on; a Trainer's own checkpoint tells it the step, and nothing else."""
+        with tempfile.TemporaryDirectory() as folder:
+            if step:
+                self.state.global_step = step
+                self.state.train_batch_size = self.args.train_batch_size
+                self.state.compute_steps(self.args, self.args.max_steps)
+                self.state.save_to_json(f"{folder}/trainer_state.json")
+            self.train(resume_from_checkpoint=folder if step else None)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: infinity.resume has put weights, optimizer, scheduler and generators back."""
+
+    _load_optimizer_and_scheduler = _load_rng_state = _load_from_checkpoint
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -76,7 +101,7 @@ class StreamingTrainer(Trainer):
         infinity.export(self.model, output_dir or self.args.output_dir)  # on every rank, unit by unit
 
 
-def main(steps: int, nvme: str, out: str, save_every: int | None) -> None:
+def main(steps: int, nvme: str, out: str, save_every: int | None, name: str) -> None:
     settings = StreamingArguments(
         out, max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         save_strategy="steps" if save_every else "no", save_steps=save_every or 0, save_only_model=True,
@@ -84,17 +109,17 @@ def main(steps: int, nvme: str, out: str, save_every: int | None) -> None:
         train_sampling_strategy="sequential", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     torch.manual_seed(0)
-    with infinity.Init(infinity.load_recipe(overrides=[f"memory.nvme=[{nvme}]", "memory.host=64MiB"])):
+    places = [f"memory.nvme=[{nvme}]", "memory.host=64MiB", f"run.name={name}"]
+    with infinity.Init(infinity.load_recipe(overrides=places)):
         model = LlamaForCausalLM(CONFIG)
     optimizer = infinity.AdamW(model, lr=3e-3, max_grad_norm=1.0)
+    scheduler = cosine(optimizer, 2, steps)
     trainer = StreamingTrainer(
         model, settings, train_dataset=stretches(steps * 2 * 4 * settings.world_size),
-        optimizers=(optimizer, cosine(optimizer, 2, steps)),
+        optimizers=(optimizer, scheduler), callbacks=[Losses],
     )  # fmt: skip
-    trainer.train()
-    for entry in trainer.state.log_history if trainer.is_world_process_zero() else ():
-        if "loss" in entry:
-            print(f"step {entry['step']:3}  loss {float(entry['loss']):.6f}")
+    optimizer.follow(scheduler=scheduler)
+    trainer.go_on_after(infinity.resume(model, optimizer))  # 0: a new run
     trainer.save_model(f"{out}/model")  # a directory of its own
     optimizer.close()
 
@@ -105,6 +130,8 @@ if __name__ == "__main__":
     parser.add_argument("--nvme", help="a directory on a fast drive; default: a temporary one")
     parser.add_argument("--out", help="where the trained model goes, as model/; default: nowhere that stays")
     parser.add_argument("--save-every", type=int, metavar="N", help="keep the model of every N-th step, too")
+    parser.add_argument("--name", default="null", help="of the run, which can then go on")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        main(options.steps, options.nvme or scratch, options.out or f"{scratch}/trained", options.save_every)
+        out = options.out or f"{scratch}/trained"
+        main(options.steps, options.nvme or scratch, out, options.save_every, options.name)

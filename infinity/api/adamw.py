@@ -153,12 +153,16 @@ class AdamW(torch.optim.Optimizer):
         self._followed.add(more)
 
     def _record(self) -> None:
-        """Commit the small state of this step; learning rates when schedulers have set the next ones."""
+        """Commit the small state of this step."""
+        self.runtime.record(*self._small_state())
+
+    def _small_state(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
+        """The small state, and what gives its rest when schedulers have set the next learning rates."""
         state = {**self._followed.state(), "steps": self.steps}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
         late = self._late_state if self._followed.is_late else None
-        self.runtime.record({**state, **self._groups()} if late is None else state, late)
+        return {**state, **self._groups()} if late is None else state, late
 
     def _late_state(self) -> dict[str, Any]:
         return {**self._followed.late_state(), **self._groups()}
@@ -275,9 +279,9 @@ class AdamW(torch.optim.Optimizer):
         self._connect()
         fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
         self.runtime.values.load_optimizer_fields(fields)
-        self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
+        self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
 
     def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
         """Go on after ``steps`` steps, with hyperparameters of each group; the state is in place."""
@@ -288,7 +292,9 @@ class AdamW(torch.optim.Optimizer):
         self._go_on_from(steps)
 
     def _go_on_from(self, steps: int) -> None:
-        self.steps = self.runtime.executor().updates.steps = steps
+        updates = self.runtime.executor().updates
+        self.steps = updates.steps = steps
+        updates.reload(*self._small_state())
 
     # --- checks ------------------------------------------------------------------------------
 

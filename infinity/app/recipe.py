@@ -69,7 +69,8 @@ class RunConfig:
     )
     resume: Literal["auto", "never", "must"] = setting(
         "auto",
-        "go on with an interrupted run of this name; never: begin anew; must: an error if there is none",
+        "go on with an interrupted run of this name; never: begin one of which nothing is kept; must: an "
+        "error if there is none",
         numeric=False,
         valid=Valid(choices=("auto", "never", "must")),
     )

@@ -23,7 +23,14 @@ from rich.text import Text
 
 from infinity.app.checkpoints import CHECKPOINTS_FOLDER
 from infinity.app.recipe import Recipe, changed_numbers, load_recipe
-from infinity.core.errors import BudgetError, CheckpointError, InfinityError, LockedError, RecipeError
+from infinity.core.errors import (
+    BEGIN_ANEW,
+    BudgetError,
+    CheckpointError,
+    InfinityError,
+    LockedError,
+    RecipeError,
+)
 from infinity.core.files import is_locked, is_own, lock_file, lock_owner, sync, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, last_step, read_metrics
@@ -92,6 +99,12 @@ def find_run(recipe: Recipe) -> Run:
         )
     before = load_recipe(folder / RECIPE)
     if kept is None:
+        load = recipe.checkpoint.load
+        if load is not None and (folder / CHECKPOINTS_FOLDER).resolve() in Path(load).resolve().parents:
+            raise RecipeError(
+                f"checkpoint.load: {load} is one of {folder} itself, which would begin anew without it: give "
+                "this run another name"
+            )
         return Run(recipe, folder, lost=_steps_lost(recipe, before, folder))
     if recipe.train.steps < kept:
         raise RecipeError(
@@ -226,6 +239,7 @@ def opened(run: Run) -> Iterator[None]:
             if (folder / SUMMARY).exists():  # since find_run looked
                 raise _finished(run.recipe, folder)
             if run.before is None:  # else when it goes on: until then this recipe may be refused
+                shutil.rmtree(folder / CHECKPOINTS_FOLDER, ignore_errors=True)  # of steps that were lost
                 write_recipe(run.recipe, folder)
             if run.recipe.durability.survives == "power":
                 for path in (folder / RECIPE, folder, folder.parent):
@@ -391,7 +405,7 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
     if damage:
         raise CheckpointError(
             f"{_listed(folders)}: {len(damage)} damaged places. Go on from a copy of the files or from a "
-            "saved model, or begin anew (run.resume=never)"
+            f"saved model; {BEGIN_ANEW}"
         )
 
 
@@ -538,7 +552,8 @@ def _remove(run: ListedRun) -> None:
         for path in run.directories:
             for file in path.glob("rank*"):  # a run's own: what else is there stays
                 file.unlink()
-            path.rmdir()
+            if not path.samefile(run.folder):
+                path.rmdir()
         shutil.rmtree(run.folder)
     except OSError as error:
         raise InfinityError(f"{error.filename or run.folder}: {error.strerror}; remove it by hand") from error

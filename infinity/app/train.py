@@ -38,6 +38,7 @@ from infinity.app.runs import (
     write_recipe,
 )
 from infinity.app.views import ActivationView, Views, add_files, open_display
+from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
 from infinity.comm.ranks import join_ranks, peer_errors
@@ -77,6 +78,8 @@ def train(recipe: Recipe) -> Summary | None:
         recipe, folder = run.recipe, run.folder
         set_threads(recipe.train)
         check_sizes(recipe)
+        if run.before is None and recipe.checkpoint.load is not None:
+            DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
         data = open_inputs(recipe, _log_before_views(recipe))
         views, totals, activations = Views(), SummaryBuilder(), None
         if rank() == 0:
@@ -168,8 +171,8 @@ class Loop:
         self._checkpoints: Checkpoints | None = None
         if folder is not None and recipe.checkpoint.every is not None:
             self._checkpoints = Checkpoints(
-                recipe.checkpoint, model, optimizer, folder, steps=recipe.train.steps, agree=self._mean,
-                say=views.log,
+                recipe.checkpoint, model, optimizer, folder, step=self.step, steps=recipe.train.steps,
+                agree=self._mean, say=views.log,
             )  # fmt: skip
         self._scheduled: LayerSchedule | None = None
         if recipe.train.schedule == "layer":
@@ -194,9 +197,18 @@ class Loop:
     def _resume(self) -> None:
         """Go on after the last committed step, if the run was interrupted. Every rank must call."""
         self._optimizer.follow(loop=self, scheduler=self._scheduler)
-        infinity.resume(self._model, self._optimizer)
+        if not infinity.resume(self._model, self._optimizer) and self._recipe.checkpoint.load is not None:
+            self._load(Path(self._recipe.checkpoint.load))
         for group in self._optimizer.param_groups:  # train.steps may be another one now
             group["lr"] = group["initial_lr"] * self._lr_factor(self.step)
+
+    def _load(self, path: Path) -> None:
+        """Start from a portable checkpoint; learning rate, weight decay and the like stay the recipe's."""
+        groups = self._optimizer.param_groups
+        numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        steps = infinity.load_checkpoint(self._model, self._optimizer, path)
+        self._optimizer.restart(numbers, 0)  # the run counts its own steps
+        self._views.log(f"starts from {path}, after {steps} steps of its optimizer")
 
     def _lr_factor(self, step: int) -> float:
         return lr_factor(step, self._recipe.optim, steps=self._recipe.train.steps)
@@ -215,7 +227,7 @@ class Loop:
             self._views.step(replace(report, step=step))
             if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
                 self._evaluate(step)
-            if self._checkpoints is not None and self._checkpoints.after(step):
+            if self._checkpoints is not None and self._checkpoints.after(step, report.step_s):
                 self._optimizer.report()  # excludes its time and bytes from the next step's report
         self._optimizer.synchronize()  # the last step's updates may fail on any rank;
         self.meet()  # then no rank may return successfully

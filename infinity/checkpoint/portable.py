@@ -24,8 +24,10 @@ import os
 import pickle
 import secrets
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -51,6 +53,7 @@ from infinity.checkpoint.writer import OutputFile, RangeWriter, TensorSpec, Writ
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.core.intervals import Box, boxes
+from infinity.core.transfer import Transfer
 from infinity.partition.unit import Segment, Unit
 
 #: Elements of one record, at most.
@@ -95,6 +98,7 @@ class Contents:
         extra: Further values of the optimizer, by path.
 
     Attributes:
+        units: The same.
         tensors: By key.
         paths: Of every key.
         whole: Tensors that rank 0 writes, with their keys.
@@ -112,7 +116,7 @@ class Contents:
         self.paths: dict[str, Place] = {}
         self.whole: list[tuple[Tensor, tuple[str, ...]]] = []
         self.objects: list[tuple[Any, tuple[str, ...]]] = []
-        self._units = units
+        self.units = units
         self._weights: dict[int, tuple[str, ...]] = {}  # keys by id of the parameter
         self._moments: dict[int, tuple[tuple[str, ...], ...]] = {}
         sharded = {id(s.param): s for unit in units for s in unit.segments}
@@ -188,6 +192,10 @@ class Contents:
 
     # --- what one rank writes ----------------------------------------------------------------
 
+    def copy_whole(self) -> None:
+        """Let ``whole`` be as it is now, whatever training writes."""
+        self.whole = [(tensor.detach().clone(), keys) for tensor, keys in self.whole]
+
     def shard_boxes(self, unit: Unit) -> Iterator[tuple[Segment, Box, int]]:
         """Cut this rank's shard: the parameter, a box of it, and its first element in the shard."""
         low, high = unit.shard_start, unit.shard_start + unit.shard_numel
@@ -201,7 +209,7 @@ class Contents:
         """Bytes that the file of this rank takes, roughly."""
         found = [
             box.numel * torch.float32.itemsize
-            for unit in self._units
+            for unit in self.units
             for segment, box, _ in self.shard_boxes(unit)
             for _ in self.keys(segment)
         ]
@@ -218,55 +226,154 @@ def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
-def save_portable(
-    model: nn.Module,
-    units: Sequence[Unit],
-    out: Path,
-    *,
-    groups: Sequence[Mapping[str, Any]],
-    extra: Mapping[Place, Any],
-    read_fields: ReadFields,
-    ranks: Ranks,
-) -> None:
-    """Write a model and its optimizer's state; see :func:`infinity.save_checkpoint`. Every rank must call.
+class PortableSave:
+    """A portable checkpoint on its way; see :func:`infinity.save_checkpoint`. Every rank must make one.
+
+    [Note: a save beside training]
+    A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives
+    are left to the threads that train: in :meth:`advance`, which goes from the one to the other.
 
     Args:
         units: Where the model's sharded parameters are.
         groups: The optimizer's ``param_groups``; none: only weights are saved.
         extra: Further values of the optimizer, by path.
-        read_fields: Reads this rank's shards.
         ranks: That share the model.
+
+    Attributes:
+        out: Where it will be.
+        ended: It is published, or has failed.
     """
-    text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
-    place, token = json.loads(agree(text, ranks.world_size, "agreeing on the directory of a checkpoint"))
-    out = Path(place)
-    folder = partial_path(out, token)
-    with contextlib.ExitStack() as stack:
-        with all_ranks_or_raise(ranks, f"planning {out}"):
-            contents = Contents(model, units, groups, extra)
-            if ranks.rank == 0:
-                publication = stack.enter_context(Publication(out, token))
-        needed = int(ranks.sum(contents.nbytes(ranks.rank), f"bytes of {out}"))
-        with all_ranks_or_raise(ranks, f"making room for {out}"):  # all look before one takes its part
-            _check_room(folder, needed, ranks.rank)
-        room = folder, ranks.rank, contents.nbytes(ranks.rank)
-        with all_ranks_or_raise(ranks, f"writing {out}"), _DataFile(*room) as file:
-            for unit in units:
-                _write_unit(unit, contents, read_fields, file)
-            if ranks.rank == 0:
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], out: Path, *, groups: Sequence[Mapping[str, Any]],
+        extra: Mapping[Place, Any], ranks: Ranks,
+    ) -> None:  # fmt: skip
+        text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
+        place, self._token = json.loads(
+            agree(text, ranks.world_size, "agreeing on the directory of a checkpoint")
+        )
+        self.out, self._ranks = Path(place), ranks
+        self._publication: Publication | None = None  # on rank 0
+        self._records: list[Record] = []
+        self._work, self._threads = Transfer(), list[threading.Thread]()
+        self._then: Callable[[], object] = lambda: None
+        self._beside = self._publishing = self.ended = False
+        with contextlib.ExitStack() as stack:
+            with all_ranks_or_raise(ranks, f"planning {self.out}"):
+                self._contents = Contents(model, units, groups, extra)
+                if ranks.rank == 0:
+                    self._publication = stack.enter_context(Publication(self.out, self._token))
+            needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
+            # all look before one takes its part
+            with all_ranks_or_raise(ranks, f"making room for {self.out}"):
+                _check_room(self._folder, needed, ranks.rank)
+            stack.callback(self._join)
+            self._stack = stack.pop_all()
+
+    @property
+    def _folder(self) -> Path:
+        return partial_path(self.out, self._token)
+
+    def start(
+        self, read_fields: ReadFields, *, beside: bool = False, end: Callable[[], object] = lambda: None,
+        then: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Write this rank's file.
+
+        Args:
+            read_fields: Reads this rank's shards, one unit after the other.
+            beside: On a thread, while training goes on.
+            end: Called when no shard is read any more, however that ends.
+            then: Called on rank 0 when the directory is published, on the same thread.
+        """
+        self._beside, self._then = beside, then
+        self._stack.callback(end)
+        if beside:
+            self._contents.copy_whole()
+        self._run(partial(self._write, read_fields, end))
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._work = Transfer()
+        if not self._beside:
+            self._work.run(work)
+            return
+        self._threads.append(threading.Thread(target=self._work.run, args=(work,), name="infinity-save"))
+        self._threads[-1].start()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`advance` would not wait for this rank."""
+        return self._work.done()
+
+    def advance(self) -> bool:
+        """Wait for what runs, then start what comes next. Every rank must call, between two steps.
+
+        Returns:
+            True: the checkpoint is published, and there is nothing more to do.
+
+        Raises:
+            DiskError: A drive failed or is full; nothing stays of the checkpoint. Likewise on every error.
+            PeerError: The same on another rank.
+        """
+        try:
+            what = "publishing" if self._publishing else "writing"
+            with all_ranks_or_raise(self._ranks, f"{what} {self.out}"):
+                self._work.wait()
+            if not self._publishing:
+                self._publishing = True
+                written = gather(self._records, self._ranks, f"the list of what is in {self.out}")
+                if self._ranks.rank == 0:
+                    self._run(partial(self._publish, written))
+                return False
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        return True
+
+    def wait(self) -> None:
+        """Return when the checkpoint is published. Every rank must call, between two steps.
+
+        Raises:
+            DiskError: See :meth:`advance`; likewise PeerError.
+        """
+        while not self.ended and not self.advance():
+            pass
+
+    def close(self) -> None:
+        """Remove what was not published, and let nothing run any more. May be called twice."""
+        self.ended = True
+        self._stack.close()
+
+    def _write(self, read_fields: ReadFields, end: Callable[[], object]) -> None:
+        contents = self._contents
+        nbytes = contents.nbytes(self._ranks.rank)
+        with _DataFile(self._folder, self._ranks.rank, nbytes) as file:
+            try:
+                for unit in contents.units:
+                    _write_unit(unit, contents, read_fields, file)
+            finally:
+                end()
+            if self._ranks.rank == 0:
                 for tensor, keys in contents.whole:
                     values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
                     file.add(keys, Box((0,) * tensor.ndim, tuple(tensor.shape)), values)
                 for value, keys in contents.objects:
                     file.add(keys, None, value)
             file.finish()
-        written = gather(file.records, ranks, f"the list of what is in {out}")
-        with all_ranks_or_raise(ranks, f"publishing {out}"):
-            if ranks.rank == 0:
-                path = folder / METADATA
-                with writing(f"writing {path}", path):
-                    path.write_bytes(pickle.dumps(_metadata(contents, written, token)))
-                publication.publish()
+        self._records = file.records
+
+    def _publish(self, written: Sequence[Sequence[Record]]) -> None:
+        path = self._folder / METADATA
+        with writing(f"writing {path}", path):
+            path.write_bytes(pickle.dumps(_metadata(self._contents, written, self._token)))
+        assert self._publication is not None
+        self._publication.publish()
+        self._then()
 
 
 def _check_room(folder: Path, nbytes: int, rank: int) -> None:

@@ -117,7 +117,7 @@ class Series:
         """
         latest = self.folder / "latest"
         with writing(f"writing {latest}", latest):
-            _remove_leftovers(self.folder, f"{glob.escape(self._name)}-*")
+            self.remove_leftovers()
             draft = self.folder / ".latest.new"
             draft.unlink(missing_ok=True)
             draft.symlink_to(self.path(number).name)
@@ -128,6 +128,10 @@ class Series:
                 removed = partial_path(self.path(old), "old")
                 self.path(old).rename(removed)  # first, so that none is there in part
                 shutil.rmtree(removed, ignore_errors=True)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes left of others that they made or removed."""
+        _remove_leftovers(self.folder, f"{glob.escape(self._name)}-*")
 
     def _numbers(self) -> list[int]:
         found = (path.name.removeprefix(f"{self._name}-") for path in self.folder.glob(f"{self._name}-*"))

@@ -15,6 +15,8 @@ from pathlib import Path
 _QUOTED_CHARS = 1000
 _TOO_MANY_FILES = errno_names.EMFILE, errno_names.ENFILE
 _MORE_FILES = "raise the limit of open files (ulimit -n)"
+#: What to do with a run that cannot go on.
+BEGIN_ANEW = "to begin anew, give the run another name (in a loop of your own, run.resume=never begins anew)"
 
 
 class InfinityError(Exception):
@@ -45,11 +47,19 @@ class PeerError(InfinityError, RuntimeError):
     """Another rank failed, died or stalled; the message says which and why."""
 
 
-class LockedError(InfinityError, OSError):
+class FileError(InfinityError, OSError):
+    """Trouble with a file; ``str`` is what it says, with the path once and the error's number in words."""
+
+    def __str__(self) -> str:
+        text = str(self.strerror)
+        return text if str(self.filename) in text else f"{self.filename}: {text}"
+
+
+class LockedError(FileError):
     """A run's directory is in use by another run."""
 
 
-class DiskError(InfinityError, OSError):
+class DiskError(FileError):
     """A transfer did not move every byte.
 
     Attributes:
@@ -131,8 +141,7 @@ class DamagedDataError(DiskError):
             f"{path}: {nbytes} bytes from offset {offset} on are not what this run wrote there: the drive, "
             "its connection, memory or another program changed them. Start the run again: if only the "
             "reading failed, it goes on from its last commit; `infinity verify RUN` says whether that is "
-            "whole. If it is not, go on from a copy of the run's files or a saved model, or begin anew "
-            "(run.resume=never)"
+            f"whole. If it is not, go on from a copy of the run's files or a saved model; {BEGIN_ANEW}"
         )
         OSError.__init__(self, errno_names.EIO, text, self.path)
 

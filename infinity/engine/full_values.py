@@ -57,6 +57,7 @@ class FullValues:
             for unit in units:
                 self._check_writable(unit)
             self._executor().updates.drain()  # an update in flight would write over them
+            self._executor().updates.land_residents()  # whose memory the block writes
         with contextlib.ExitStack() as stack:
             for unit in units:
                 stack.enter_context(self._full(unit, modify))
@@ -73,7 +74,7 @@ class FullValues:
             prefetcher.running = outer
         assert unit.flat is not None
         unit.check_all_attached()
-        before = unit.shard_of(unit.flat).clone() if modify else None
+        before, stored = unit.shard_of(unit.flat).clone() if modify else None, False
         try:
             with torch.no_grad():
                 yield
@@ -81,12 +82,21 @@ class FullValues:
             if before is not None:
                 self._store(unit, unit.flat, before)
             unit.check_all_attached()
+            stored = True
         finally:
+            undone = not stored and unit.flat is not None  # what the block wrote until it raised
+            if undone and before is not None:
+                unit.allow_writes()
+                if not streams:
+                    unit.shard_of(unit.flat).copy_(before)
             if streams and unit.lease is not None:  # else the model was closed meanwhile
                 outer = prefetcher.running
                 prefetcher.begin_visit()
                 prefetcher.unpin(unit.index)
                 prefetcher.end_inference()
+                if undone and modify:  # it is fetched again
+                    self._executor().hooks.release_unscoped_units()
+                    prefetcher.forget([unit.index])
                 prefetcher.running = outer
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:

@@ -36,9 +36,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache
+from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BudgetError, PeerError, StateError
+from infinity.core.errors import BEGIN_ANEW, BudgetError, PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
@@ -66,6 +67,7 @@ from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.restore import restore
 from infinity.shards.saved import SavedRun
+from infinity.shards.snapshot import Snapshot
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -82,6 +84,7 @@ class Runtime:
     Attributes:
         config: The same, with the dtype that was chosen where it says ``auto``.
         notes: A line about each thing that is done otherwise on this machine; rank 0's are shown.
+        saving: The last portable checkpoint of the model.
 
     Raises:
         DiskError: A directory cannot be written.
@@ -100,6 +103,7 @@ class Runtime:
         self.stalls = Stalls(self.timeline)
         self.say = MessageBuffer()
         self.notes: list[str] = []
+        self.saving: PortableSave | None = None
         self._executor: StepExecutor | None = None
         self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
@@ -136,6 +140,7 @@ class Runtime:
         )  # fmt: skip
         self.tiers = Tiers(self.storage, ranks)
         self.tiers.pending = self.storage.saved is not None
+        self.stack.callback(self.tiers.unpin)
         self.activations = self._make_activations()
         for store in self.activations.cache.stores.values():
             self.stack.callback(store.close)
@@ -322,6 +327,14 @@ class Runtime:
         if self._executor is not None:
             self._executor.updates.drain()
 
+    def snapshot(self) -> Snapshot:
+        """Keep what every unit holds after the last step, to be read while training goes on.
+
+        Raises:
+            DiskError: There is no room for it.
+        """
+        return self.executor().updates.snapshot()
+
     # --- commits -----------------------------------------------------------------------------
 
     def resume(self) -> SavedRun | None:
@@ -339,9 +352,13 @@ class Runtime:
         if self._executor is None or not self._executor.updates.hypers.groups:
             raise StateError("infinity.resume(model, optimizer) before the model has an infinity.AdamW")
         updates, world_size = self._executor.updates, self.ranks.world_size
-        with all_ranks_or_raise(self.ranks, "resuming the run"):
-            left = restore(saved, self.units, self.tiers, volume)
-            self.tiers.settle(self.units)
+        try:
+            with all_ranks_or_raise(self.ranks, "resuming the run"):
+                left = restore(saved, self.units, self.tiers, volume)
+                self.tiers.settle(self.units)
+        except BaseException:
+            self.tiers.pending = True  # so closing the model keeps what another start can go on with
+            raise
         updates.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store, world_size))
         return saved
 
@@ -354,7 +371,7 @@ class Runtime:
         if self.tiers.pending and self.storage.saved is not None:
             raise StateError(
                 f"the run {self.run_id} was interrupted after step {self.storage.saved.step}: call "
-                "step = infinity.resume(model, optimizer) before anything else; run.resume=never begins anew"
+                f"step = infinity.resume(model, optimizer) before anything else; {BEGIN_ANEW}"
             )
 
     def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
@@ -435,6 +452,8 @@ class Runtime:
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
                 self._end(_CLOSED.format(self._named()))
+        if self.saving is not None:
+            self.saving.close()
         self.stack.close()
         for pool in self._pools():
             pool.unmap_leased()

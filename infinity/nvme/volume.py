@@ -297,7 +297,7 @@ class Volume:
         Raises:
             DiskError: The drive reports an error.
         """
-        for file in self._files:
+        for file in (file for file in self._files if file.fd >= 0):  # some were dropped
             try:
                 os.fdatasync(file.fd)
             except OSError as error:

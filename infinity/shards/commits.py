@@ -58,6 +58,8 @@ _MOST_NBYTES = 2**32
 #: The same of the sums of blocks, a thousandth of the data files (bytes).
 _MOST_SUMS_NBYTES = 2**38
 _MOST_PARAMETERS, _MOST_RANKS = 2**24, 2**20
+#: Places of a unit: the recorded, the committed and the next one, and one that is being saved.
+MOST_PLACES = 4
 #: What the fields of a file raise that has the right checksum and other content.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
@@ -213,7 +215,10 @@ def _record_of(fields: dict[str, Any], state: bytes) -> CommitRecord:
     sums = None if fields["sums"] is None else whole_numbers([fields["sums"]])[0]
     if not 1 <= world_size <= _MOST_RANKS:
         raise ValueError(f"{world_size} ranks")
-    versions, files = whole_numbers(fields["versions"], most=2), RankFiles(rank, generation, run)
+    versions, files = (
+        whole_numbers(fields["versions"], most=MOST_PLACES - 1),
+        RankFiles(rank, generation, run),
+    )
     return CommitRecord(step, versions, counts, (layout, crc), world_size, state, files, number, sums)
 
 

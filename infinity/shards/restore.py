@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.core.errors import StateError
+from infinity.core.errors import BEGIN_ANEW, StateError
 from infinity.core.files import open_found
 from infinity.core.intervals import ShardPiece, Span, shard_pieces
 from infinity.nvme.volume import SealedFile, Volume, open_direct
@@ -129,10 +129,7 @@ def _open_source(saved: SavedRank, volume: Volume, sums: BlockSums | None) -> "_
 
 
 def _differs(how: str) -> str:
-    return (
-        f"the model is not the one of the interrupted run, which {how}: build it as before; run.resume=never "
-        "begins anew"
-    )
+    return f"the model is not the one of the interrupted run, which {how}: build it as before; {BEGIN_ANEW}"
 
 
 class _Source:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.comm.ranks import Ranks
-from infinity.core.errors import ChangedFileError, LockedError, StateError, first_line
+from infinity.core.errors import BEGIN_ANEW, ChangedFileError, LockedError, StateError, first_line
 from infinity.core.extent import BLOCK_NBYTES, Piece
 from infinity.core.files import is_locked
 from infinity.device.machine import DTYPES
@@ -18,6 +18,7 @@ from infinity.nvme.run_directory import finished_path
 from infinity.nvme.volume import Space
 from infinity.optim.layout import StateLayout
 from infinity.shards.commits import (
+    MOST_PLACES,
     CommitRecord,
     CorruptRecordError,
     RankFiles,
@@ -146,25 +147,26 @@ def _require_none(folders: Sequence[Path], problems: Sequence[str], lost: Path |
         lost: A data file whose records are elsewhere.
     """
     where = ", ".join(map(str, folders))
-    anew = "run.resume=never begins anew"
     if _written_in_place(folders):
         raise StateError(
             f"the run in {where} was ended while its weights were written in place (infinity.gathered with "
-            f"modify=True, or a state was loaded), so none of its steps is whole: {anew}"
+            f"modify=True, or a state was loaded), so none of its steps is whole: {BEGIN_ANEW}"
         )
     if problems:
-        raise StateError(f"{'; '.join(problems)}. No other commit of the run in {where} is whole: {anew}")
+        raise StateError(
+            f"{'; '.join(problems)}. No other commit of the run in {where} is whole: {BEGIN_ANEW}"
+        )
     if lost is not None:
         raise StateError(
             f"{lost} is of a run that has commits, but its records are not in {where}: name every directory "
-            f"that it had in memory.nvme; {anew}"
+            f"that it had in memory.nvme; {BEGIN_ANEW}"
         )
     for _, _, path in _records(folders):
         record = read_commit(path)
         if record is not None and record.step > 1:
             raise StateError(
                 f"the run in {where} has no commit that is whole on all ranks ({path.name} is of step "
-                f"{record.step}): give every directory and every rank that it had; {anew}"
+                f"{record.step}): give every directory and every rank that it had; {BEGIN_ANEW}"
             )
 
 
@@ -237,7 +239,7 @@ def _in_generation(
     if not ranks.least({*runs} == {run}, "the interrupted run's number"):
         raise StateError(
             f"the ranks' files in {', '.join(map(str, folders))} belong to different runs of this name: give "
-            "each rank the directories that it had; run.resume=never begins anew"
+            f"each rank the directories that it had; {BEGIN_ANEW}"
         )
     for lock in (folder / f"rank{r}.lock" for r in range(ranks.world_size, world_size) for folder in folders):
         if lock.exists() and is_locked(lock):
@@ -278,7 +280,7 @@ def _saved(folders: Sequence[Path], files: RankFiles, path: Path) -> SavedRank |
             what = "is missing from" if not paths else "is there more than once in"
             raise StateError(
                 f"{files.data(drive)} of the interrupted run {what} {where}: name its directories in "
-                "memory.nvme; run.resume=never begins anew"
+                f"memory.nvme; {BEGIN_ANEW}"
             )
         if paths[0].stat().st_size < space.end:
             raise ChangedFileError(
@@ -329,7 +331,7 @@ def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]
 
 def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None:
     """Raise unless each version has the bytes of a shard, chunk after chunk."""
-    if len(versions) not in (1, 2, 3):
+    if not 1 <= len(versions) <= MOST_PLACES:
         raise ValueError(f"{len(versions)} versions")
     for version in versions:
         at = 0

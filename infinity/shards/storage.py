@@ -11,7 +11,7 @@ import torch
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
-from infinity.core.errors import StateError
+from infinity.core.errors import BEGIN_ANEW, StateError
 from infinity.core.transfer import TransferEngine
 from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool
@@ -66,6 +66,7 @@ class Storage:
         self.drives, self.keep, self._world_size = 0, False, 1
         self._looked = False  # for a commit: from then on files without one may go
         self._drafts: list[Path] = []
+        self._unused = ""  # what files of this run begin with that are of no use before it has a commit
         staging = 0
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
@@ -111,6 +112,8 @@ class Storage:
         paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
         paths = paths if own is None else list(own.data)
         self.drives = len(paths)
+        if own is None and self.saved is not None:
+            self._unused = f"rank{rank}-{files.generation}"
         self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]
         self.volume = Volume(
             paths, stripe_weights([path.parent for path in paths]), None if own is None else own.spaces()
@@ -174,7 +177,7 @@ class Storage:
         if self.memory.versions == 1:
             raise StateError(
                 f"an interrupted run is in {', '.join(map(str, folders))}, which memory.versions=1 would "
-                "write over: set memory.versions=2 to go on, or run.resume=never to begin anew"
+                f"write over: set memory.versions=2 to go on; {BEGIN_ANEW}"
             )
         clear(folders, ranks, keep=(self.saved.generation,))
         generation = self.saved.generation + (self.saved.own is None)
@@ -192,6 +195,9 @@ class Storage:
 
     def _end_directory(self, directory: RunDirectory) -> None:
         if not self._looked or (self.keep and self._committed):
+            if self._unused and not (self.commits is not None and self.commits.any):
+                for path in directory.path.glob(f"{self._unused}[-.]*"):
+                    path.unlink(missing_ok=True)
             directory.leave()
         elif self._committed:
             directory.remove_finished(self._world_size)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infinity.core.errors import DiskError
 from infinity.core.extent import Extent, Piece
 from infinity.nvme.volume import Volume
 
@@ -124,7 +125,7 @@ class ShardStore:
         volume: Where they are allocated.
         weight_itemsize: Bytes of weight per element.
         state_itemsize: Bytes of state per element, moments included.
-        versions: Places per unit that is trained: 1, 2, or 3 where not every step is recorded.
+        versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
         moments_itemsize: Bytes of moments per element.
 
@@ -244,19 +245,23 @@ class ShardStore:
         self.changes += 1
 
     def add_version(self, unit: int) -> None:
-        """Make room for another version of a unit that is trained, if it has fewer than the store's.
+        """Make room for another version of a unit that is trained.
 
         Raises:
             DiskError: The file system is full; nothing changed.
         """
         shard = self._shards[unit]
-        if shard.trains and not shard.shared and len(shard.versions) < self.versions:
-            places = [(chunk.start, chunk.numel) for chunk in shard.versions[0].chunks]
-            shard.versions = [
-                *shard.versions,
-                self._whole(Version(self._weights(places, shard.name)), shard.name),
-            ]
-            self.changes += 1
+        chunks: list[ChunkExtents] = []
+        try:
+            for chunk in shard.versions[0].chunks:
+                chunks += self._weights([(chunk.start, chunk.numel)], shard.name)
+                chunks[-1] = self._with_exact(chunks[-1], shard.name)
+                chunks[-1] = self._with_moments(chunks[-1], shard.name)
+        except DiskError:
+            self.free_versions([Version(tuple(chunks))])
+            raise
+        shard.versions = [*shard.versions, Version(tuple(chunks))]
+        self.changes += 1
 
     def _whole(self, version: Version, name: str) -> Version:
         """The version with room for all that training needs."""

@@ -10,7 +10,7 @@ them exact, and in the host budget the room for its moments is only set aside. W
 would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,7 @@ from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.shared_base import SharedBase
+from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
 
@@ -66,6 +67,7 @@ class Tiers:
         pending: The states of an interrupted run are still to be put into their places. Until then units
             on NVMe have none, and what is stored in a unit is forgotten.
         before_write: Called before committed values are written in place.
+        snapshot: What is being saved beside training; None: nothing is.
     """
 
     def __init__(self, storage: Storage, ranks: Ranks) -> None:
@@ -83,6 +85,7 @@ class Tiers:
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
         self.before_write: Callable[[], object] = lambda: None
+        self.snapshot: Snapshot | None = None
 
     # --- homes -------------------------------------------------------------------------------
 
@@ -313,6 +316,8 @@ class Tiers:
         Moments of a unit that has none are zeros, and are not stored.
         """
         if write:
+            if self.snapshot is not None:
+                self.snapshot.wait()
             self.before_write()
             self.from_base.discard(unit.index)
             self._recorded.discard(unit.index)
@@ -444,30 +449,38 @@ class Tiers:
 
     # --- residents on NVMe, for a commit -------------------------------------------------------
 
-    def changed_residents(self, updated: Container[int]) -> list[int]:
-        """Indices of units in host memory that have other values than their version on NVMe, or none there.
+    def changed_residents(self) -> list[int]:
+        """Indices of units in host memory that have other values than on NVMe, or none there."""
+        return [i for i in self.residents if i not in self.from_base and i not in self._recorded]
+
+    def about_to_update(self, unit: Unit) -> Resident:
+        """Return a unit in host memory whose values change now, in their place."""
+        if self.snapshot is not None:
+            self.snapshot.preserve(unit.index)
+        self._recorded.discard(unit.index)
+        return self.residents[unit.index]
+
+    def store_resident(self, unit: Unit, next_place: Callable[[Unit], int]) -> list[Transfer]:
+        """Start to write a unit in host memory into its next version on NVMe, which becomes the unit's.
 
         Args:
-            updated: Units that a step has updated.
-        """
-        kept = (index for index in self.residents if index not in self.from_base)
-        return [index for index in kept if index in updated or index not in self._recorded]
-
-    def store_resident(self, unit: Unit) -> list[Transfer]:
-        """Start to write a unit in host memory into its next version on NVMe, which becomes the unit's.
+            next_place: Which that is, if it has several.
 
         Raises:
             DiskError: The file system is full.
         """
         resident, store = self.residents[unit.index], self._store
-        if not store.has(unit.index):
+        new = not store.has(unit.index)
+        if new:
             store.allocate(unit.index, unit.shard_numel, unit.name)
-        elif unit.index in self._recorded or store.trains(unit.index):
-            unit.version = 0 if unit.version else 1  # a run with three places may have left it in the last
         if len(resident.state) == len(self.layout.fields):
             store.train(unit.index, 2)
         elif self._exact.fields:
             store.add_all_exact(unit.index)
+        if new:
+            unit.version = 0
+        elif store.trains(unit.index):
+            unit.version = next_place(unit)
         self._recorded.add(unit.index)
         return self._move_resident(unit, self._engine.write)
 
@@ -490,16 +503,37 @@ class Tiers:
         return self._store.version(unit.index, unit.version if place is None else place)
 
     def next_place(self, unit: Unit, recorded: Container[int]) -> int | None:
-        """Return the place that the unit's update writes; None: there is none now.
+        """Return the place that is written next, by an update or for a commit; None: there is none now.
 
         Args:
             recorded: Places that commit records name, which a crash must leave whole.
         """
         self._train(unit)
         if self.versions == 1:
+            if self.snapshot is not None:
+                self.snapshot.wait_for(unit.index)
             return unit.version
+        taken = set() if self.snapshot is None else {self.snapshot.place(unit.index)}
+        if unit.index not in self.residents:  # whose committed values are in memory, too
+            taken.add(unit.version)
         places = range(len(self._store.versions_of(unit.index)))
-        return next((place for place in places if place != unit.version and place not in recorded), None)
+        return next((place for place in places if place not in taken and place not in recorded), None)
+
+    def spare_place(self, unit: Unit) -> int | None:
+        """Return a place beside the one that is being saved, which :meth:`next_place` had to leave out.
+
+        It is made; if the file system is full, it is the one that was saved, once it has been. None: no place
+        of the unit is being saved.
+        """
+        pinned = None if self.snapshot is None else self.snapshot.place(unit.index)
+        if self.snapshot is None or pinned is None:
+            return None
+        try:
+            self._store.add_version(unit.index)
+        except DiskError:
+            self.snapshot.wait_for(unit.index)
+            return pinned
+        return len(self._store.versions_of(unit.index)) - 1
 
     def add_versions(self, units: Iterable[Unit]) -> None:
         """Give units on NVMe a third place: one is recorded while the other two take turns.
@@ -507,14 +541,48 @@ class Tiers:
         Raises:
             DiskError: The file system is full.
         """
-        self._store.versions = 3
+        store = self._store
+        store.versions = 3
         try:
             for unit in units:
-                if unit.index not in self.residents and self._stored(unit):
-                    self._store.add_version(unit.index)
+                if unit.index in self.residents or not self._stored(unit) or self._shared(unit):
+                    continue
+                if store.trains(unit.index) and len(store.versions_of(unit.index)) < store.versions:
+                    store.add_version(unit.index)
         except DiskError:
-            self._store.versions = 2
+            store.versions = 2
             raise
+
+    # --- what is saved beside training ---------------------------------------------------------
+
+    def pin(self, units: Iterable[Unit], landing: Mapping[int, Sequence[Transfer]]) -> Snapshot:
+        """Keep what every unit holds now until it was read, or :meth:`unpin`; between two steps.
+
+        Args:
+            landing: What is on its way to NVMe, by index of the unit.
+        """
+        sources = {}
+        for unit in units:
+            resident = self.residents.get(unit.index)
+            version, place, values = None, None, None
+            if resident is None or unit.index in self._recorded:
+                version = self._committed(unit)
+                place = unit.version % len(self._store.versions_of(unit.index))
+            if resident is not None:
+                values = (resident.weight, *resident.state)
+            starts = range(0, unit.shard_numel, self.chunk_numel)
+            chunks = [(start, min(self.chunk_numel, unit.shard_numel - start)) for start in starts]
+            if version is not None:
+                chunks = [(chunk.start, chunk.numel) for chunk in version.chunks]
+            sources[unit.index] = Source(chunks, values, version, place, landing.get(unit.index, ()))
+        self.snapshot = Snapshot(sources, self.layout, self.pool, self.reading)
+        return self.snapshot
+
+    def unpin(self) -> None:
+        """End what is saved beside training. May be called twice."""
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is not None:
+            snapshot.close()
 
     def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start fetching this shard's committed weights from byte ``start`` on."""

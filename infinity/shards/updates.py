@@ -54,6 +54,7 @@ from infinity.partition.unit import Segment, Unit
 from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
+from infinity.shards.snapshot import Snapshot
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
 
@@ -289,6 +290,7 @@ class Updates:
         self.speculated = self.rolled_back = 0
         self.commits, self._on_failure = commits, on_failure
         self._commit: Commit | None = None  # what is not recorded yet
+        self._reloaded: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None] | None = None
         self._state = b""  # the small state of the last record, and its step
         self._state_step = 0
         self._layout = -1  # changes of the store that the last record knew
@@ -436,9 +438,9 @@ class Updates:
 
     def _store_residents(self) -> None:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
-        for index in self.tiers.changed_residents(self.ready):
+        for index in self.tiers.changed_residents():
             self._pass_barrier()
-            self._stored[index] = self.tiers.store_resident(self.units[index])
+            self._stored[index] = self.tiers.store_resident(self.units[index], self._next_place)
             self.planned_written += self.tiers.residents[index].nbytes
 
     def _make_commit(self) -> "Commit":
@@ -470,6 +472,12 @@ class Updates:
             if late is None:
                 self.end_commit()
 
+    def reload(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Let this be the small state of the last step: one was loaded. As in :meth:`record`."""
+        if self._commit is not None:
+            self.record(state, late)
+        self._reloaded = state, late
+
     def end_commit(self) -> None:
         """Hand the last commit over to be written; without one, that of a step written over in place.
 
@@ -491,6 +499,11 @@ class Updates:
             self._state = pack({**commit.state, **late})
             self._commit, self._state_step = None, commit.record.step
         again = self._void and self._state_step == self.steps  # else the next step is recorded
+        if again and self._reloaded is not None:
+            state, more = self._reloaded
+            full = {**state, "predictor": self.predictor.counter, **({} if more is None else more())}
+            self._state = pack(full)
+        self._reloaded = None
         if again if commit is None else commit.overwritten:
             self._store_residents()
             self._layout = -1  # what was described for this step may not have been written
@@ -553,18 +566,38 @@ class Updates:
             if place is not None:
                 return place
             self._pass_barrier()
-        raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
+        place = self.tiers.spare_place(unit)
+        if place is None:
+            raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
+        return place
 
-    def _before_write(self) -> None:
-        """Committed values are about to be written in place."""
+    def land_residents(self) -> None:
+        """Return when units in host memory may be written in place: none is written to NVMe, or saved."""
         for transfers in self._stored.values():
             for transfer in transfers:
                 transfer.wait()
+        if self.tiers.snapshot is not None:
+            self.tiers.snapshot.wait()
+
+    def _before_write(self) -> None:
+        """Committed values are about to be written in place."""
+        self.land_residents()
         if self._commit is not None:
             self._commit.overwritten = True
         if self.commits is not None and self.commits.stands:
             self.commits.invalidate()
             self._records = []
+
+    def snapshot(self) -> Snapshot:
+        """Keep what every unit holds after the last step, to be read while training goes on; between steps.
+
+        Raises:
+            DiskError: The file system has no room for units in host memory.
+        """
+        if self.commits is not None and self._commit is None:  # else the commit has stored them
+            self._store_residents()
+        landing: dict[int, Sequence[Transfer]] = {i: [future] for i, future in self._futures.items()}
+        return self.tiers.pin(self.units, landing | self._stored)
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -633,7 +666,7 @@ class Updates:
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         for transfer in self._stored.pop(ready.unit.index, ()):
             transfer.wait()
-        resident = self.tiers.residents[ready.unit.index]
+        resident = self.tiers.about_to_update(ready.unit)
         for run in self.hypers.runs(ready.unit, ready.used, grad_scale):
             part = slice(run.start, run.stop)
             state = tuple(f[part] for f in resident.state)

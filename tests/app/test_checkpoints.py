@@ -3,7 +3,11 @@
 import errno
 import json
 import os
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +19,32 @@ from hypothesis import strategies as st
 
 import infinity
 from infinity.app import checkpoints
-from infinity.app.checkpoints import AUTO_SHARE, CheckpointConfig, Interval, Pace
+from infinity.app import train as train_module
+from infinity.app.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
 from infinity.app.models.gpt import GPT
-from infinity.app.train import save_run, train
+from infinity.app.train import Loop, save_run, train
+from infinity.checkpoint import portable
+from infinity.checkpoint.distcp import DistributedCheckpoint
+from infinity.checkpoint.portable import PortableSave
 from infinity.checkpoint.publish import Series
 from infinity.cli import main
 from infinity.core.config import SettingError
-from infinity.core.errors import CheckpointError
-from tests.app.test_goes_on import interrupt, metrics, model, recipe, same, small_units, whole
+from infinity.core.errors import CheckpointError, InfinityError, RecipeError
+from infinity.partition import builder
+from infinity.shards.snapshot import Snapshot
+from tests.app.test_goes_on import (
+    STEPS,
+    interrupt,
+    metrics,
+    model,
+    recipe,
+    same,
+    small_units,
+    stop,
+    whole,
+    words,
+)
+from tests.helpers.launch import run_ranks, start_ranks
 
 __all__ = ["small_units", "whole"]  # fixtures
 
@@ -44,20 +66,54 @@ def test_anything_else_is_an_error_that_says_what_is_wanted(every: Any) -> None:
         CheckpointConfig(every=every)
 
 
+times = st.floats(0.01, 100)
+
+
 @given(
-    step_s=st.floats(0.01, 100), save_s=st.lists(st.floats(0.01, 1000), min_size=1, max_size=20),
-    expected_s=st.floats(0.01, 1000),
+    step_s=times, slower_s=st.lists(st.tuples(times, times), min_size=1, max_size=20),
+    steps=st.integers(1, 50), expected_s=times,
 )  # fmt: skip
-def test_auto_keeps_its_share_of_the_time(step_s: float, save_s: list[float], expected_s: float) -> None:
-    """But for what the last save took longer than the one before, which nobody could know."""
+def test_auto_keeps_its_share_of_the_time(
+    step_s: float, slower_s: list[tuple[float, float]], steps: int, expected_s: float
+) -> None:
+    """But for what the last save cost more than the one before, which nobody could know."""
     now, spent, previous, pace = 0.0, 0.0, expected_s, Pace(expected_s, 0.0)
-    for took in save_s:
-        now += step_s * -(-max(0.0, (spent + previous) / AUTO_SHARE - previous - now) // step_s)
-        assert pace.allows(AUTO_SHARE, now + 1e-6 * now)  # it does begin
+    for slower, waited in slower_s:
+        while not pace.allows(AUTO_SHARE, now):
+            now += step_s
+            pace.step(step_s, saving=False)
         assert spent + previous <= AUTO_SHARE * (now + previous) * (1 + 1e-9)
-        pace.saved(now, now + took)
-        now, spent, previous = now + took, spent + took, took
-        assert spent <= AUTO_SHARE * now or not pace.allows(AUTO_SHARE, now)
+        pace.begin(now)
+        for _ in range(steps):
+            now += step_s + slower
+            pace.step(step_s + slower, saving=True)
+        pace.waited(waited)
+        now += waited
+        took = pace.end(now)
+        cost = slower * steps + waited
+        assert took == pytest.approx((step_s + slower) * steps + waited)
+        previous = max(cost, 0.1 * took)
+        spent += previous
+        assert spent <= AUTO_SHARE * now * (1 + 1e-9) or not pace.allows(AUTO_SHARE * (1 - 1e-9), now)
+
+
+def test_the_first_save_of_auto_is_expected_to_stop_training_at_500_mb_per_s() -> None:
+    pace = Pace(35.0, 100.0)
+    assert not pace.allows(AUTO_SHARE, 1000.0)
+    assert pace.allows(AUTO_SHARE, 1065.1)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is published in the step after which it begins."""
+    begin = checkpoints.begin_save
+
+    def saving(*args: Any, **more: Any) -> Any:
+        save = begin(*args, **more)
+        save.wait()
+        return save
+
+    monkeypatch.setattr(checkpoints, "begin_save", saving)
 
 
 def saved(folder: Path) -> set[str]:
@@ -79,6 +135,7 @@ def weights(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_run_saves_in_time_keeps_the_newest_and_its_numbers_do_not_change(
     tmp_path: Path, whole: Path
 ) -> None:
@@ -92,26 +149,175 @@ def test_a_run_saves_in_time_keeps_the_newest_and_its_numbers_do_not_change(
     assert same({k: newest[k] for k in model(whole / "runs/one/model")}, model(whole / "runs/one/model"))
 
 
-def test_time_decides_by_a_clock_that_never_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(0, 10**6, 60))
-    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: float(next(now)))
+@contextmanager
+def held(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No checkpoint is written before the event is set."""
+    opened, write = threading.Event(), portable._write_unit
+
+    def writing(*args: Any) -> None:
+        assert opened.wait(60)
+        write(*args)
+
+    patch.setattr(portable, "_write_unit", writing)
+    yield opened
+
+
+@pytest.mark.parametrize("drives", [True, False], ids=["nvme", "host"])
+def test_what_is_due_while_another_is_saved_comes_after_it(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, drives: bool
+) -> None:
+    """After step 2 one begins; it ends after step 5, and then the one that was due after step 4 begins."""
     said: list[str] = []
+    monkeypatch.setattr(train_module.Views, "log", lambda self, line: said.append(line))
+    after = Checkpoints.after
+    with held(monkeypatch) as opened:
+
+        def letting(self: Checkpoints, step: int, step_s: float) -> bool:
+            saving = self._saving
+            if step == 5:
+                opened.set()
+                assert saving is not None
+                saving.wait()
+            return after(self, step, step_s)
+
+        monkeypatch.setattr(Checkpoints, "after", letting)
+        more = [] if drives else ["memory.nvme=[]"]
+        train(recipe(tmp_path, 'checkpoint.every="2 steps"', "checkpoint.keep=9", *more))
+    assert saved(tmp_path) == {"step-2", "step-5", "step-6", "latest"}
+    assert latest(tmp_path) == "step-6"
+    assert metrics(tmp_path) == metrics(whole)
+    assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+
+
+def test_auto_saves_and_gives_up_what_the_end_of_the_run_would_wait_for(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due = Pace.allows
+    monkeypatch.setattr(Pace, "allows", lambda self, share, now_s: due(self, 1e9, now_s))
+    close = PortableSave.close
+    with held(monkeypatch) as opened:
+
+        def closing(self: PortableSave) -> None:
+            opened.set()
+            close(self)
+
+        monkeypatch.setattr(PortableSave, "close", closing)
+        train(recipe(tmp_path, "checkpoint.every=auto"))
+    assert saved(tmp_path) == set()
+    assert metrics(tmp_path) == metrics(whole)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), InfinityError("x")], ids=repr)
+def test_a_run_that_is_stopped_while_it_saves_leaves_what_was_complete(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, held(patch) as opened:
+        close = Snapshot.close
+
+        def closing(self: Snapshot) -> None:
+            opened.set()
+            close(self)
+
+        patch.setattr(Snapshot, "close", closing)
+        stop(patch, "loss", 4, error)
+        with pytest.raises(type(error)):
+            train(recipe(tmp_path, 'checkpoint.every="2 steps"'))
+    assert saved(tmp_path) == set()
+    assert not [t for t in threading.enumerate() if t.name == "infinity-save"]
+    train(recipe(tmp_path, 'checkpoint.every="4 steps"'))
+    assert saved(tmp_path) >= {"step-6", "latest"}
+    assert metrics(tmp_path) == metrics(whole)
+    assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+
+
+def killed_while_it_saves(folder: str) -> None:
+    """The process dies when its second checkpoint is being written."""
+    written, write = [], portable._write_unit
+
+    def writing(*args: Any) -> None:
+        write(*args)
+        written.append(args)
+        if len({id(contents) for _, contents, *_ in written}) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
+        patch.setattr(portable, "_write_unit", writing)
+        patch.setattr(PortableSave, "done", property(lambda self: self._join() or True))
+        train(recipe(Path(folder), 'checkpoint.every="1 steps"'))
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_and_removes_what_is_left(
+    tmp_path: Path, whole: Path
+) -> None:
+    words(tmp_path)
+    with start_ranks(killed_while_it_saves, 1, str(tmp_path), group=False) as ranks:
+        [end] = ranks.wait()
+    assert end.exit_code == -signal.SIGKILL
+    names = sorted(saved(tmp_path))
+    assert names[1:] == ["latest", "step-1"]
+    assert names[0].startswith(".step-")
+    interrupt(tmp_path, step=STEPS, method="_step")
+    assert saved(tmp_path) == set(names)
+    train(recipe(tmp_path, 'checkpoint.every="1000 steps"'))
+    assert saved(tmp_path) == {"latest", "step-1", "step-6"}
+    assert metrics(tmp_path) == metrics(whole)
+    assert same(model(tmp_path / "runs/one/model"), model(whole / "runs/one/model"))
+
+
+def on_a_rank(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
+        train(recipe(Path(folder), 'checkpoint.every="1 steps"', "checkpoint.keep=9", "train.batch_size=2"))
+
+
+def test_two_ranks_save_beside_their_collectives(tmp_path: Path) -> None:
+    words(tmp_path)
+    run_ranks(on_a_rank, 2, str(tmp_path), group=False)
+    assert {"step-1", "step-6", "latest"} <= saved(tmp_path)
+    last = tmp_path / "runs/one/checkpoints/latest"
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in last.iterdir()}
+    newest = weights(last, tmp_path)
+    trained = model(tmp_path / "runs/one/model")
+    assert same({key: newest[key] for key in trained}, trained)
+
+
+class Done:
+    """A checkpoint that is saved at once."""
+
+    ended, out, done = True, Path(), True
+
+
+def test_time_decides_by_a_clock_that_never_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: now[0])
+
+    def begin(model: Any, optimizer: Any, path: Path, *, background: bool, then: Any) -> Done:
+        path.mkdir(parents=True)
+        then()
+        return Done()
 
     optimizer = SimpleNamespace(runtime=SimpleNamespace(notes=[], ranks=SimpleNamespace(rank=0)))
-    monkeypatch.setattr(infinity, "save_checkpoint", lambda model, optimizer, path: path.mkdir(parents=True))
+    monkeypatch.setattr(checkpoints, "begin_save", begin)
+    monkeypatch.setattr(Checkpoints, "_go_on", lambda self, saving, wait: True)
     config = CheckpointConfig(every="10min", keep=3)
-    due = checkpoints.Checkpoints(
-        config, torch.nn.Linear(2, 2), optimizer, tmp_path, steps=100, agree=lambda x: x, say=said.append
+    due = Checkpoints(
+        config, torch.nn.Linear(2, 2), optimizer, tmp_path, step=0, steps=100, agree=lambda x: x, say=print
     )
-    steps = [step for step in range(1, 60) if due.after(step)]
-    assert steps == [10, 20, 30, 40, 50]  # asked once a minute
+    steps = []
+    for step in range(1, 60):
+        now[0] += 60
+        if due.after(step, 60.0):
+            steps.append(step)
+    assert steps == [10, 20, 30, 40, 50]
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "step-30", "step-40", "step-50", "latest",
     }  # fmt: skip
-    assert due.after(100)  # the last step
-    assert not due.after(100)  # it is there
+    assert due.after(100, 60.0)  # the last step
+    assert not due.after(100, 60.0)  # it is there
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_keeps_the_previous_checkpoint_and_training_goes_on_loudly(
     tmp_path: Path,
@@ -120,30 +326,24 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_training_goes_on_loudly(
     capsys: pytest.CaptureFixture[str],
     error: int,
 ) -> None:
-    real, save = os.pwrite, infinity.save_checkpoint
+    real = os.pwrite
 
     def full(fd: int, data: Any, offset: int) -> int:
-        if "distcp" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+        path = str(Path(f"/proc/self/fd/{fd}").readlink())
+        if "distcp" in path and "step-2" not in path:
             raise OSError(error, "")
         return real(fd, data, offset)
 
-    def saving(model: Any, optimizer: Any, path: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if path.name != "step-2":
-                patch.setattr(os, "pwrite", full)
-            save(model, optimizer, path)
-
-    monkeypatch.setattr(infinity, "save_checkpoint", saving)
+    monkeypatch.setattr(os, "pwrite", full)
     summary = train(recipe(tmp_path, 'checkpoint.every="2 steps"', "observe.progress=true"))
     assert saved(tmp_path) == {"step-2", "latest"}
     assert latest(tmp_path) == "step-2"
     assert metrics(tmp_path) == metrics(whole)
-    name = errno.errorcode[error]
     assert "WARNING: no checkpoint after step 4, training goes on" in capsys.readouterr().err
     assert summary is not None
-    noted = [note for note in summary.notes if note.startswith("WARNING: no checkpoint after step ")]
-    assert len(noted) == 2
-    assert all(name in note for note in noted)
+    [noted] = [note for note in summary.notes if note.startswith("WARNING: no checkpoint after step ")]
+    assert noted.startswith("WARNING: no checkpoint after step 6 and 1 others before, training goes on")
+    assert errno.errorcode[error] in noted
 
 
 def test_what_a_killed_save_or_removal_left_goes_with_the_next_one(tmp_path: Path) -> None:
@@ -157,6 +357,7 @@ def test_what_a_killed_save_or_removal_left_goes_with_the_next_one(tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
+@pytest.mark.usefixtures("at_once")
 def test_an_interrupted_run_is_saved_and_still_goes_on(
     tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +374,7 @@ def test_an_interrupted_run_is_saved_and_still_goes_on(
     assert "is not the folder of a run that was interrupted" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("at_once")
 def test_what_is_saved_of_an_interrupted_run_is_its_last_committed_step(tmp_path: Path) -> None:
     interrupt(tmp_path, 'checkpoint.every="1 steps"', "checkpoint.keep=9")
     run, out = tmp_path / "runs/one", tmp_path / "out"
@@ -190,3 +392,83 @@ def test_a_run_of_which_nothing_was_committed_cannot_be_saved(tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="is not the folder of a run that was interrupted"):
         save_run(tmp_path, tmp_path / "out")
+
+
+# --- a run that starts from one ------------------------------------------------------------------
+
+
+def states(path: Path) -> dict[str, torch.Tensor]:
+    """Weights, moments and step counts of a checkpoint."""
+    with DistributedCheckpoint(path) as checkpoint:
+        found = {}
+        for key in checkpoint:
+            found[key] = torch.empty(checkpoint[key].shape.numel(), dtype=checkpoint[key].dtype)
+            checkpoint[key].fill(0, found[key])
+    return found
+
+
+def test_a_run_starts_from_a_checkpoint_with_its_own_learning_rate_and_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = "optim.schedule=constant", "optim.warmup_steps=0"
+    train(recipe(tmp_path, *constant, 'checkpoint.every="4 steps"'))
+    source = tmp_path / "runs/one/checkpoints/step-4"
+    assert saved(tmp_path) == {"step-4", "step-6", "latest"}
+    given = recipe(
+        tmp_path, *constant, "run.name=two", f"checkpoint.load={source}", 'checkpoint.every="1 steps"',
+        "checkpoint.keep=9", "observe.progress=true", "train.steps=3", "optim.lr=0.02",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, "loss", 3, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt) as raised:
+            train(given)
+    assert f"starts from {source}, after 4 steps of its optimizer" in capsys.readouterr().err
+    assert "step 2 of 3 is kept" in raised.value.__notes__[0]
+    source.rename(tmp_path / "moved")  # it is not needed when the run goes on
+    train(given)
+    lines = [line for line in metrics(tmp_path, "two") if line["kind"] == "step"]
+    assert [(line["step"], line["lr"]) for line in lines] == [(1, 0.02), (2, 0.02), (3, 0.02)]
+    counts = [v for k, v in states(tmp_path / "runs/two/checkpoints/step-3").items() if k.endswith(".step")]
+    assert set(map(float, counts)) == {7.0}
+    with pytest.raises(RecipeError, match="is finished"):
+        train(given)
+
+
+def test_it_begins_with_exactly_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    train(recipe(tmp_path, 'checkpoint.every="6 steps"'))
+    source = tmp_path / "runs/one/checkpoints/latest"
+    found: list[dict[str, torch.Tensor]] = []
+    run = Loop.run
+
+    def saving(self: Loop) -> None:
+        infinity.save_checkpoint(self._model, self._optimizer, tmp_path / "again")
+        found.append(states(tmp_path / "again"))
+        assert {group["lr"] for group in self._optimizer.param_groups} == {0.5}
+        run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "run", saving)
+        rates = "optim.lr=0.5", "optim.warmup_steps=0", "optim.schedule=constant"
+        train(recipe(tmp_path, "run.name=two", f"checkpoint.load={source}", *rates, "train.steps=1"))
+    assert same(found[0], states(source))
+
+
+def test_what_is_no_checkpoint_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing: no such directory; wanted a directory that torch"):
+        train(recipe(tmp_path, f"checkpoint.load={tmp_path / 'nothing'}"))
+    assert not (tmp_path / "runs").exists()
+    train(recipe(tmp_path, "train.steps=1", 'checkpoint.every="1 steps"'))
+    source = tmp_path / "runs/one/checkpoints/latest"
+    with pytest.raises(CheckpointError, match="does not fit GPT"):
+        train(recipe(tmp_path, "run.name=two", "model.n_layers=3", f"checkpoint.load={source}"))
+
+
+def test_a_run_that_begins_anew_in_its_folder_has_no_checkpoints_of_the_one_before(tmp_path: Path) -> None:
+    interrupt(tmp_path, step=1)
+    before = tmp_path / "runs/one/checkpoints/step-1"
+    before.mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"checkpoint\.load: .* is one of .*/runs/one itself"):
+        train(recipe(tmp_path, f"checkpoint.load={before}"))
+    assert before.exists()
+    train(recipe(tmp_path, 'checkpoint.every="1000 steps"'))
+    assert saved(tmp_path) == {"step-6", "latest"}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.runs import list_runs
+from infinity.app.runs import list_runs, remove_runs
 from infinity.app.train import Loop, publish_run, train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
@@ -311,6 +311,22 @@ def test_with_never_nothing_is_kept(tmp_path: Path) -> None:
     assert list((tmp_path / "nvme").iterdir()) == []
     with pytest.raises(RecipeError, match=r"nothing to go on from: with run\.resume=never no step is kept"):
         train(recipe(tmp_path))
+
+
+def test_a_run_whose_drive_is_its_own_folder_goes_on_and_is_removed(tmp_path: Path, whole: Path) -> None:
+    """memory.nvme may be run.dir: then the folder has the states, too."""
+    place = f"memory.nvme=[{tmp_path}/runs]"
+    interrupt(tmp_path, place)
+    [run] = list_runs(tmp_path / "runs")
+    assert (run.state, run.step, list(run.directories)) == ("interrupted", 3, [tmp_path / "runs/one"])
+    train(recipe(tmp_path, place))
+    assert metrics(tmp_path) == metrics(whole)
+    assert not list((tmp_path / "runs/one").glob("rank*"))
+    interrupt(tmp_path, place, "run.name=two")
+    asked: list[str] = []
+    assert remove_runs(tmp_path / "runs", ["two"], lambda line: not asked.append(line))
+    assert "(interrupted, step 3/6), with " in asked[0]
+    assert not (tmp_path / "runs/two").exists()
 
 
 # --- processes that end --------------------------------------------------------------------------

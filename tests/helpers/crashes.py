@@ -7,6 +7,7 @@ compiled the kernels, so a life of a tiny model takes a fraction of a second::
     run_ranks(play, 1, str(tmp_path), trials, group=False)
 """
 
+import hashlib
 import importlib
 import os
 import signal
@@ -61,6 +62,9 @@ POINTS = {
     "settle": "infinity.engine.runtime:Runtime._settle",
     "finishing": "infinity.nvme.run_directory:RunDirectory.finish",
     "removing files": "infinity.nvme.run_directory:RunDirectory.remove_finished",
+    "a saved unit": "infinity.checkpoint.portable:_write_unit",
+    "a spare place": "infinity.shards.tiers:Tiers.spare_place",
+    "publishing": "infinity.checkpoint.portable:PortableSave._publish",
 }
 
 
@@ -103,6 +107,7 @@ class Trial:
         world: Ranks of the last life.
         clip: Gradients are clipped, so updates start at ``step()``.
         more: Overrides.
+        saves: Portable checkpoints are saved in the background.
     """
 
     kills: tuple[Kill, ...]
@@ -110,9 +115,10 @@ class Trial:
     place: str = "nvme"
     clip: bool = False
     more: tuple[str, ...] = ()
+    saves: bool = False
 
     def __str__(self) -> str:
-        clip = ", clipped" if self.clip else ""
+        clip = (", clipped" if self.clip else "") + (", saving" if self.saves else "")
         return f"{self.place}, {self.world} ranks{clip} {self.more}: " + "; ".join(map(str, self.kills))
 
 
@@ -188,11 +194,19 @@ def train(folder: Path, trial: Trial, rank: int, world: int, keep: int | None) -
         torch.manual_seed(11 + rank)
         start = infinity.resume(model, optimizer)
         log = os.open(folder / f"losses.{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        save = None
         for step in range(start, STEPS if keep is None else keep):
             loss = model(loader.next())
             loss.backward()
             optimizer.step()
             os.write(log, f"{step} {loss.item().hex()}\n".encode())
+            if trial.saves and step % 3 == 0:
+                if save is not None:
+                    save.wait()
+                out = folder / f"saved-{step}-{os.getpid()}"
+                save = infinity.save_checkpoint(model, optimizer, out, background=True)
+        if save is not None:
+            save.wait()
         if keep is None:
             weights, states = infinity.state_dict(model), optimizer.state_dict()["state"]
             if rank == 0:
@@ -346,21 +360,29 @@ def log_of(folder: Path) -> str:
     )
 
 
+#: SHA-256 of every file of each saved step.
+Saved = dict[str, set[str]]
 Final = tuple[dict[str, torch.Tensor], dict[int, dict[str, torch.Tensor]]]
 
 
-def results(folder: Path) -> tuple[dict[int, dict[int, set[str]]], Final]:
-    """Losses by rank and step, all that were seen; final weights and states."""
+def results(folder: Path) -> tuple[dict[int, dict[int, set[str]]], Final, Saved]:
+    """Losses by rank and step, all that were seen; final weights and states; what was saved."""
     losses: dict[int, dict[int, set[str]]] = {}
     for path in folder.glob("losses.*"):
         for line in path.read_text().splitlines():
             step, loss = line.split(" ")
             losses.setdefault(int(path.suffix[1:]), {}).setdefault(int(step), set()).add(loss)
-    return losses, torch.load(folder / "final")
+    saved: Saved = {}
+    for path in folder.glob("saved-*/*.distcp"):
+        name = f"{path.parent.name.rpartition('-')[0]} {path.name}"
+        saved.setdefault(name, set()).add(hashlib.sha256(path.read_bytes()).hexdigest())
+    return losses, torch.load(folder / "final"), saved
 
 
-def compare(folder: Path, wanted: tuple[dict[int, dict[int, set[str]]], Final]) -> None:
-    losses, (weights, states) = results(folder)
+def compare(folder: Path, wanted: tuple[dict[int, dict[int, set[str]]], Final, Saved]) -> None:
+    losses, (weights, states), saved = results(folder)
+    for name, seen in saved.items():
+        assert seen <= wanted[2][name], f"{name} was saved with other bytes"
     for rank, steps in losses.items():
         for step, seen in steps.items():
             assert seen <= wanted[0][rank][step], f"rank {rank} step {step}: {seen} {wanted[0][rank][step]}"
@@ -380,11 +402,11 @@ class Expected:
 
     def of(self, trial: Trial) -> Any:
         kept = tuple(kill for kill in trial.kills if kill.keep is not None)
-        key = trial.world, trial.clip, kept
+        key = trial.world, trial.clip, trial.saves, kept
         if key not in self._made:
             folder = self._folder / f"expected{len(self._made)}"
             folder.mkdir()
-            clean = Trial(kept, trial.world, "nvme", trial.clip)
+            clean = Trial(kept, trial.world, "nvme", trial.clip, saves=trial.saves)
             for kill in (*kept, None):
                 codes = run_life(folder, clean, kill)
                 assert not any(codes), f"{codes} {log_of(folder)}"

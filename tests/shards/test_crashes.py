@@ -47,6 +47,18 @@ def test_a_killed_process_goes_on_bitwise(tmp_path):
     )
 
 
+def test_a_process_that_is_killed_while_it_saves_beside_training_goes_on_bitwise(tmp_path):
+    """What was saved has the bytes that it has without a kill."""
+    check(
+        tmp_path,
+        [
+            Trial((Kill("a spare place", 2, after=True), Kill("a saved unit", 9)), saves=True),
+            Trial((Kill("publishing"), Kill("publishing", after=True)), place="both", saves=True),
+            Trial((Kill("a saved unit", 4, rank=1),), 2, "both", more=("durability.every=2",), saves=True),
+        ],
+    )
+
+
 def test_killed_ranks_go_on_bitwise(tmp_path):
     """One rank is killed, and the other ends by itself; or both are."""
     check(
@@ -66,7 +78,10 @@ def test_a_process_that_is_killed_as_it_goes_on_with_other_ranks_goes_on_bitwise
         tmp_path,
         [
             Trial((Kill(keep=3, world=2), Kill("making anew", 2), Kill("the record", after=True)), 1, "both"),
-            Trial((Kill(keep=3, world=2), Kill("discard"), Kill("discard", after=True)), 1),
+            Trial(
+                (Kill(keep=3, world=2), Kill("discard"), Kill("discard", after=True)),
+                more=("durability.survives=power",),
+            ),
             Trial((Kill(keep=3, world=1), Kill("making anew", 2, rank=1), Kill("the record", rank=0)), 2),
             Trial((Kill(keep=3, world=1), Kill("discard", after=True, rank=0)), 2, "host"),
         ],
@@ -81,10 +96,13 @@ def at_random(rng: random.Random) -> Trial:
     """A trial of one to three kills, some at a time, some on the way to another number of ranks."""
     world = rng.choice((1, 1, 2))
     kills = [_kill(rng, world) for _ in range(rng.choice((1, 2, 3)))]
+    mores = [(), (), ("durability.survives=power",), ("durability.every=2",)]
     if rng.random() < 0.3:
         kills.insert(0, Kill(keep=rng.randrange(1, 5), world=3 - world))
-    more = rng.choice(((), (), ("durability.every=2",), ("durability.survives=power",)))
-    return Trial(tuple(kills), world, rng.choice(list(PLACES)), rng.random() < 0.3, more)
+        del mores[-1]  # a step that is not recorded would be made by another number of ranks
+    more = rng.choice(mores)
+    place, clip, saves = rng.choice(list(PLACES)), rng.random() < 0.3, rng.random() < 0.3
+    return Trial(tuple(kills), world, place, clip, more, saves)
 
 
 def _kill(rng: random.Random, world: int) -> Kill:

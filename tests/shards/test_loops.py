@@ -4,6 +4,7 @@ A loop runs to its end, and what a kill after each step would leave on disk is c
 gone on with, and must end as the loop did.
 """
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -264,9 +265,16 @@ class RareHost(Rare):
     place = "host"
 
 
+class RareHostChoosy(Choosy):
+    """A unit in host memory is updated in a step that is not recorded, and not used in the one that is."""
+
+    place, more = "host", ("durability.every=2",)
+
+
 LOOPS = [
     Loop, Lambda, OneCycle, Plateau, Overflows, Accumulating, Thawing, Frozen, Written, Forgetful, Forgetting,
     Choosy, Unused, Resized, Durable, Rare, RareHost,
+    RareHostChoosy,
 ]  # fmt: skip
 
 
@@ -375,6 +383,49 @@ def test_the_step_after_a_write_between_records_is_recorded(tmp_path):
     assert again[0].items() <= losses.items()
     same(again[1], weights)
     same(again[2], states)
+
+
+def test_a_state_that_is_loaded_midway_is_recorded_with_its_learning_rates(tmp_path):
+    loop = Loop(tmp_path, 1)
+    for step in range(2):
+        loop.step(step)
+    state = loop.optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.125
+    loop.loss()  # the step is recorded
+    loop.optimizer.zero_grad()
+    loop.optimizer.load_state_dict(state)
+    loop.loss()  # it is again
+    infinity.close(loop.model, keep=True)
+    loop = Loop(tmp_path, 2)
+    assert loop.start == 2
+    assert loop.optimizer.param_groups[0]["lr"] == 0.125
+    infinity.close(loop.model)
+
+
+class Raises(Loop):
+    """Weights are being written when an error comes, after which the loop goes on."""
+
+    def step(self, step: int) -> torch.Tensor:
+        loss = super().step(step)
+        with contextlib.suppress(ValueError), infinity.gathered(self.model, modify=True):
+            self.model.embed.weight.data.mul_(0)
+            self.model.norm.weight.mul_(0)
+            raise ValueError
+        return loss
+
+
+@pytest.mark.parametrize("place", ["nvme", "both"])
+def test_weights_are_as_they_were_if_the_block_that_writes_them_raises(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(Loop, "place", place)
+    wanted = Loop(tmp_path / "one", 1).run()
+    (tmp_path / "copies").mkdir()
+    found = Raises(tmp_path / "two", 1).run(tmp_path / "copies")
+    assert found[0] == wanted[0]
+    same(found[1], wanted[1])
+    same(found[2], wanted[2])
+    loop = Loop(tmp_path / "copies/3", 2)
+    assert loop.start in (2, 3)
+    same(loop.run()[1], wanted[1])
 
 
 def test_a_record_waits_for_updates_of_steps_without_one(tmp_path, monkeypatch):

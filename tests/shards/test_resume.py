@@ -5,6 +5,7 @@ import torch
 
 import infinity
 from tests.helpers import models
+from tests.helpers.crashes import Net
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for
@@ -161,3 +162,30 @@ def test_a_start_that_cannot_go_on_leaves_the_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(infinity.StateError, match=r"run\.resume=must, but there is no commit"):
         start("gpt", "fp32", overrides(tmp_path, "nvme", "run.resume=must"), rule)
+
+
+class Other(Net):
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Parameter(torch.zeros(32))
+
+
+def refused(folder):
+    """On two ranks, with another model."""
+    model = build(Other, "fp32", overrides(folder, "nvme"))
+    optimizer = infinity.AdamW(model)
+    with pytest.raises(infinity.StateError, match="the model is not the one of the interrupted run"):
+        infinity.resume(model, optimizer)
+    infinity.close(model)
+
+
+def test_a_start_on_other_ranks_that_cannot_go_on_leaves_no_files_of_its_own(tmp_path):
+    model = build(Net, "fp32", overrides(tmp_path, "nvme"))
+    optimizer = infinity.AdamW(model)
+    for _ in range(2):
+        model(torch.zeros(4, 9, dtype=torch.int64)).backward()
+        optimizer.step()
+    interrupt(model)
+    before = {path.name for path in tmp_path.rglob("rank*-*")}
+    run_ranks(refused, 2, str(tmp_path))
+    assert {path.name for path in tmp_path.rglob("rank*-*")} == before

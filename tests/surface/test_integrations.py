@@ -38,7 +38,7 @@ def run(name: str, *more: str, interrupted: bool = False) -> list[str]:
         stack.enter_context(contextlib.redirect_stdout(out))
         sys.argv = [name, "--steps", str(STEPS), "--nvme", nvme, *more]
         if interrupted:
-            stack.enter_context(pytest.raises(KeyboardInterrupt))
+            stack.enter_context(pytest.raises((KeyboardInterrupt, SystemExit)))  # Lightning makes it that
         try:
             runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         finally:
@@ -121,19 +121,21 @@ def test_accelerate_gives_the_losses_of_the_plain_loop():
     assert len(ours) == 2 * STEPS
 
 
-@pytest.mark.parametrize("name", ["accelerate_loop.py", "plain_loop.py"])
+@pytest.mark.parametrize(
+    "name", ["accelerate_loop.py", "plain_loop.py", "trainer_loop.py", "lightning_loop.py"]
+)
 def test_a_loop_that_was_interrupted_goes_on_with_the_same_losses(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     step = infinity.AdamW.step
 
-    def interrupt(self: infinity.AdamW, *args: Any) -> Any:
+    def interrupt(self: infinity.AdamW, *args: Any, **given: Any) -> Any:
         if self.steps == 2:
             try:
                 raise KeyboardInterrupt
             finally:
                 infinity.close(self.model)  # as at the end of an interpreter
-        return step(self, *args)
+        return step(self, *args, **given)
 
     whole, given = run(name), ("--nvme", str(tmp_path), "--name", "mine")
     with monkeypatch.context() as patch:

@@ -1,0 +1,176 @@
+"""Exact values of all units after one step, which are read while training goes on.
+
+[Note: what keeps the values]
+A unit on NVMe keeps the place that holds them: its updates take turns between the other places, and where two
+are too few, in one more (:meth:`infinity.shards.tiers.Tiers.spare_place`). If the drive has no room for that,
+or there is one place only, the update waits until the unit has been read.
+
+A unit in host memory is updated in its place. Just before, its values are left to where a commit has written
+them, or copied if the host budget has room; else the update waits.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.core.budget import rounded
+from infinity.core.errors import StateError
+from infinity.core.transfer import Pool, Transfer
+from infinity.optim.layout import StateLayout, master_of
+from infinity.shards.store import ChunkExtents, Version
+
+#: Of the waits of the training thread, so that Ctrl-C gets through (s).
+_SLICE_S = 0.5
+
+
+@dataclass(slots=True)
+class Source:
+    """Where the values of one unit are.
+
+    Attributes:
+        chunks: Start and elements of the parts in which they are read.
+        values: Weights and all fields of the state in host memory; None: only on NVMe.
+        version: On NVMe, once ``landing`` has ended; None: only in host memory.
+        place: Which of the unit's places ``version`` is.
+        copied: ``values`` are the snapshot's own.
+    """
+
+    chunks: Sequence[tuple[int, int]]
+    values: tuple[Tensor, ...] | None
+    version: Version | None
+    place: int | None
+    landing: Sequence[Transfer] = ()
+    copied: bool = False
+
+
+class Snapshot:
+    """Values of all units as they were when it was made. One thread reads, others train.
+
+    Args:
+        sources: By index of the unit.
+        layout: Of their state.
+        pool: Host memory for copies.
+        reading: Gives weights and state of a chunk on NVMe, in memory that is held inside the context.
+    """
+
+    def __init__(
+        self, sources: Mapping[int, Source], layout: StateLayout, pool: Pool,
+        reading: Callable[[ChunkExtents], AbstractContextManager[tuple[Tensor, ...]]],
+    ) -> None:  # fmt: skip
+        self._layout, self._pool, self._reading = layout, pool, reading
+        self._changed = threading.Condition()  # guards what follows
+        self._sources = dict(sources)  # of units that were not read yet
+        self._copies = {index: ExitStack() for index in sources}
+        self._cancelled = self._busy = False
+
+    # --- the thread that reads ---------------------------------------------------------------
+
+    def read(self, index: int) -> Generator[tuple[int, tuple[Tensor, ...]]]:
+        """This shard's exact values and moments, fp32, in chunks that stay until the next one is asked for.
+
+        Once for each unit: it may be overwritten afterwards.
+
+        Yields:
+            The chunk's first element in the shard, and its three fields.
+
+        Raises:
+            DiskError: A read failed, or the update that wrote the values.
+            StateError: The model was closed meanwhile.
+        """
+        with self._changed:
+            self._check()
+            source, self._busy = self._sources[index], True
+        try:
+            for number, (start, numel) in enumerate(source.chunks):
+                fields = self._from_memory(index, start, start + numel)
+                if fields is not None:
+                    yield start, fields
+                elif source.version is not None:
+                    for transfer in source.landing:
+                        transfer.wait()
+                    with self._reading(source.version.chunks[number]) as (weight, *state):
+                        yield start, (master_of(self._layout, weight, tuple(state)), *state[-2:])
+            self._check()
+        finally:
+            self._busy = False
+            self._release(index)
+
+    def _from_memory(self, index: int, start: int, stop: int) -> tuple[Tensor, ...] | None:
+        """Copies of a chunk's fields; None: they are on NVMe only."""
+        with self._changed:
+            self._check()
+            values = self._sources[index].values
+            if values is None:
+                return None
+            weight, *state = (each[start:stop] for each in values)
+            missing = self._layout.fields[len(state) :]  # of a unit that was never trained
+            state += [torch.zeros(stop - start, dtype=field.dtype) for field in missing]
+            exact = master_of(self._layout, weight, tuple(state))
+            return tuple(each.clone() for each in (exact, *state[-2:]))
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise StateError("the model was closed while a checkpoint of it was saved")
+
+    def _release(self, index: int) -> None:
+        with self._changed:
+            self._sources.pop(index, None)
+            self._copies[index].close()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Return when nothing is read any more, and every unit may be overwritten. May be called twice."""
+        with self._changed:
+            self._cancelled = True
+            while self._busy:
+                self._changed.wait(_SLICE_S)
+        for index in self._copies:
+            self._release(index)
+
+    # --- threads that train ------------------------------------------------------------------
+
+    def place(self, index: int) -> int | None:
+        """Return the place of a unit that must stay as it is; None: none must."""
+        source = self._sources.get(index)
+        return None if source is None else source.place
+
+    def preserve(self, index: int) -> None:
+        """Return when the values of a unit in host memory may be overwritten there."""
+        with self._changed:
+            source = self._sources.get(index)
+            if source is None or source.values is None or source.copied:
+                return
+            if source.version is not None:
+                source.values = None
+                return
+            if self._copy(index, source, source.values):
+                return
+        self.wait_for(index)
+
+    def _copy(self, index: int, source: Source, values: Sequence[Tensor]) -> bool:
+        """Copy a unit's values into memory of the pool; False: there is no room."""
+        lease = self._pool.try_lease(sum(rounded(each.nbytes) for each in values), who="a checkpoint")
+        if lease is None:
+            return False
+        self._copies[index].callback(lease.release)
+        copies, at = [], 0
+        for each in values:
+            copies.append(lease.tensor[at : at + each.nbytes].view(each.dtype).copy_(each))
+            at += rounded(each.nbytes)
+        source.values, source.copied = tuple(copies), True
+        return True
+
+    def wait_for(self, index: int) -> None:
+        """Return when a unit has been read, or will not be."""
+        with self._changed:
+            while index in self._sources:
+                self._changed.wait(_SLICE_S)
+
+    def wait(self) -> None:
+        """The same of all units."""
+        for index in self._copies:
+            self.wait_for(index)
