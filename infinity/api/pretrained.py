@@ -12,6 +12,7 @@ from infinity.api.init import Init
 from infinity.checkpoint.directory import Checkpoint, stamp_files
 from infinity.checkpoint.load import CheckpointValues, OnProgress
 from infinity.checkpoint.model import build_model, read_config
+from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError
 from infinity.engine.config import EngineConfig, HasEngineConfig
@@ -21,8 +22,8 @@ from infinity.shards.storage import Storage
 _DTYPE = "the recipe says it: train.dtype=bf16"
 _PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
 _WHOLE = (
-    "training needs weights in bf16, fp16 or fp32; a base that stays as it is takes 2 bytes per parameter on "
-    "memory.nvme: frozen=True and infinity.add_lora"
+    "training needs weights in bf16, fp16 or fp32, and decodes a quantized checkpoint by itself; a base that "
+    "stays as it is takes 2 bytes per parameter on memory.nvme: frozen=True and infinity.add_lora"
 )
 _LOCAL = "nothing is downloaded: give a local directory, such as `hf download NAME --local-dir DIR` makes"
 #: Arguments of transformers' from_pretrained, and what to write in place of each.
@@ -63,7 +64,8 @@ def from_pretrained(
 
     Every rank must call. Each reads its own slices of each weight, so a file's bytes are read once per
     machine, and needs host memory for a chunk beside its budgets, however large the model. The weights
-    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files. Parameters that
+    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files; weights in FP8,
+    MXFP4 or INT4 are decoded as they are read (see :mod:`infinity.checkpoint.quantized`). Parameters that
     the model freezes when it is built stay frozen. No code of the directory's runs.
 
     With ``frozen``, what the checkpoint gives is not trained: the base for adapters (``add_lora``). What of
@@ -106,6 +108,10 @@ def from_pretrained(
             if frozen:  # looks at files that are not open yet
                 base = _shared_base(path, config, runtime.storage, runtime.ranks)
             checkpoint = files.enter_context(Checkpoint(path))
+            quantization, decoded = read_quantization(path), 0
+            if quantization is not None:
+                dtype = runtime.dtype if frozen else torch.float32
+                decoded = decode_checkpoint(checkpoint, quantization, dtype)
             loading = CheckpointValues(checkpoint, new, ignore, on_progress)
             runtime.construction.late = loading
             if base is not None:
@@ -114,6 +120,11 @@ def from_pretrained(
             loading.prepare(model)
         runtime.construction.late = runtime.tiers.shared_base = None  # they and their files have served
         notes = loading.notes()
+        if quantization is not None:
+            notes.append(
+                f"{decoded} weights of {path} were decoded from {quantization}; exports have them in "
+                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized"
+            )
         if base is not None:
             loading.freeze(runtime.units)
             notes += base.notes()
