@@ -20,9 +20,9 @@ the file's, and mapped into memory rather than read as a whole.
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -53,6 +53,18 @@ _AHEAD_NBYTES = 16 * 2**20
 _PIECE_NUMEL = 2**18
 
 
+#: Puts the bytes of a file from an offset on into a contiguous tensor.
+Read: TypeAlias = Callable[["ReadableFile", int, Tensor], None]
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a file."""
+
+    file: "ReadableFile"
+    offset: int
+    nbytes: int
+
+
 class Stored(Protocol):
     """A tensor of a checkpoint."""
 
@@ -77,6 +89,10 @@ class Checkpoint(dict[str, Stored]):
     Args:
         path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or the index of several.
 
+    Attributes:
+        pickled: Its weights are.
+        files: The safetensors files, open.
+
     Raises:
         CheckpointError: There is none of them, or one is damaged; says which and how.
     """
@@ -85,7 +101,7 @@ class Checkpoint(dict[str, Stored]):
         super().__init__()
         self.path = path
         self.pickled = False
-        self._files: list[TensorFile] = []
+        self.files: list[TensorFile] = []
         try:
             self._open()
         except BaseException:
@@ -101,13 +117,13 @@ class Checkpoint(dict[str, Stored]):
     def close(self) -> None:
         """Give the files back; may be called twice."""
         self.clear()
-        for file in self._files:
+        for file in self.files:
             file.close()
 
     @property
     def nbytes_read(self) -> int:
         """Bytes of tensors that were read from safetensors files by this process."""
-        return sum(file.nbytes_read for file in self._files)
+        return sum(file.nbytes_read for file in self.files)
 
     def _open(self) -> None:
         if not self.path.is_dir():
@@ -156,8 +172,8 @@ class Checkpoint(dict[str, Stored]):
     def _open_file(self, name: str) -> Mapping[str, Stored]:
         if self.pickled:
             return _unpickle(self.path / name)
-        self._files.append(TensorFile(self.path / name))
-        return self._files[-1].tensors
+        self.files.append(TensorFile(self.path / name))
+        return self.files[-1].tensors
 
 
 class ReadableFile:
@@ -278,19 +294,35 @@ class FileTensor:
     def __init__(self, file: ReadableFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
         self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
 
-    def fill(self, start: int, out: Tensor) -> None:
-        offset = self.offset + start * self.dtype.itemsize
+    @property
+    def grain(self) -> int:
+        """Elements that are decoded together: any by itself."""
+        return 1
+
+    def fill(self, start: int, out: Tensor, read: Read | None = None) -> None:
+        """See :class:`Stored`.
+
+        Args:
+            read: Gives the bytes of :meth:`ranges`; None: they are read from the file.
+        """
+        offset, read_part = self.offset + start * self.dtype.itemsize, read or ReadableFile.read
         end = offset + len(out) * self.dtype.itemsize
         if self.dtype == out.dtype:
-            self._file.read(offset, out)
+            read_part(self._file, offset, out)
         else:
             raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype)
             for part in torch.split(out, _PIECE_NUMEL):
                 piece = raw[: len(part)]
-                self._file.read(offset, piece)
+                read_part(self._file, offset, piece)
                 part.copy_(piece)
                 offset += piece.nbytes
-        self._file.read_ahead(end)
+        if read is None:
+            self._file.read_ahead(end)
+
+    def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
+        """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""
+        itemsize = self.dtype.itemsize
+        yield ByteRange(self._file, self.offset + start * itemsize, numel * itemsize)
 
 
 class MemoryTensor:

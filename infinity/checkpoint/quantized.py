@@ -17,8 +17,7 @@ values of the scales' dtype, or exact in bf16.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,15 +25,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.directory import Checkpoint, Stored, read_json_object
+from infinity.checkpoint.directory import (
+    ByteRange,
+    Checkpoint,
+    FileTensor,
+    Read,
+    Stored,
+    read_json_object,
+)
 from infinity.core.errors import CheckpointError
 from infinity.device import codecs
 
 #: Elements that are decoded at one time, where a format's rows can be decoded by themselves.
 _PIECE_NUMEL = 2**18
 
-#: Gives slabs ``[first, last)`` of a tensor, as ``(last - first, numel of a slab)``.
-Decode = Callable[[int, int], Tensor]
+#: Says which elements of which stored tensors make slabs ``[first, last)``: tensor, start, stop.
+Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
+#: Decodes slabs ``[first, last)`` from these, flat, as ``(last - first, numel of a slab)``.
+Decode = Callable[[int, int, Sequence[Tensor]], Tensor]
 #: The slab that was decoded last, of all tensors of a checkpoint, by its tensor and number.
 Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
@@ -141,35 +149,71 @@ class Decoded:
     Args:
         shape: Of the values.
         dtype: In which they are exact, or rounded as transformers rounds them.
-        slab_numel: Elements that can be decoded without others; ``decode`` gives whole slabs.
+        slab_numel: Elements that can be decoded without others.
+        needs: What slabs are decoded from.
+        decode: Decodes them.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
     """
 
-    __slots__ = ("_decode", "_kept", "_slab_numel", "dtype", "shape")
+    __slots__ = ("_decode", "_kept", "_needs", "_slab_numel", "dtype", "shape")
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, slab_numel: int, decode: Decode,
+        self, shape: tuple[int, ...], dtype: torch.dtype, slab_numel: int, needs: Needs, decode: Decode,
         kept: Kept,
     ) -> None:  # fmt: skip
         self.shape, self.dtype = torch.Size(shape), dtype
-        self._slab_numel, self._decode, self._kept = slab_numel, decode, kept
+        self._slab_numel, self._needs, self._decode, self._kept = slab_numel, needs, decode, kept
 
-    def fill(self, start: int, out: Tensor) -> None:
+    @property
+    def grain(self) -> int:
+        """Elements that are decoded together."""
+        return self._slab_numel
+
+    def fill(self, start: int, out: Tensor, read: Read | None = None) -> None:
+        """See :class:`infinity.checkpoint.directory.Stored`.
+
+        Args:
+            read: Gives the bytes of :meth:`ranges`; None: they are read from the files.
+        """
         size, stop = self._slab_numel, start + len(out)
         at_once = max(1, _PIECE_NUMEL // size)
         for first in range(start // size, -(-stop // size), at_once):
             last = min(first + at_once, -(-stop // size))
             low, high = max(start, first * size), min(stop, last * size)
-            values = self._slabs(first, last)[low - first * size : high - first * size]
+            slabs = self._slabs(first, last) if read is None else self._read_slabs(first, last, read)
+            values = slabs[low - first * size : high - first * size]
             out[low - start : high - start].copy_(values.to(self.dtype))
+
+    def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
+        """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""
+        for tensor, low, high in self._needs(
+            start // self._slab_numel, -(-(start + numel) // self._slab_numel)
+        ):
+            assert isinstance(tensor, FileTensor)
+            yield from tensor.ranges(low, high - low)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether everything that it is decoded from lies in files as it is."""
+        return all(isinstance(tensor, FileTensor) for tensor, _, _ in self._needs(0, 1))
 
     def _slabs(self, first: int, last: int) -> Tensor:
         if last - first > 1:
-            return self._decode(first, last).reshape(-1)
+            return self._read_slabs(first, last)
         if (self, first) not in self._kept:
             self._kept.clear()
-            self._kept[self, first] = self._decode(first, last).reshape(-1)
+            self._kept[self, first] = self._read_slabs(first, last)
         return self._kept[self, first]
+
+    def _read_slabs(self, first: int, last: int, read: Read | None = None) -> Tensor:
+        needed = []
+        for tensor, start, stop in self._needs(first, last):
+            needed.append(torch.empty(stop - start, dtype=tensor.dtype))
+            if read is not None and isinstance(tensor, FileTensor):
+                tensor.fill(start, needed[-1], read)
+            else:
+                tensor.fill(start, needed[-1])
+        return self._decode(first, last, needed).reshape(-1)
 
 
 def decode_checkpoint(checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> int:
@@ -273,13 +317,15 @@ def _fp8(group: _Group) -> Decoded | None:
     blocks = torch.Size((1, 1)) if scales.shape.numel() == 1 else scales.shape
     block = _block_size((rows, columns), blocks, group.quantization.block)
 
-    def decode(first: int, last: int) -> Tensor:
-        values = _read(weight, first * columns, last * columns).view(-1, columns)
+    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
         low, high = first // block[0], -(-last // block[0])
-        of_rows = _read(scales, low * blocks[1], high * blocks[1]).view(-1, blocks[1])
-        return codecs.decode_fp8(values, of_rows, block, first - low * block[0])
+        return (weight, first * columns, last * columns), (scales, low * blocks[1], high * blocks[1])
 
-    return Decoded((rows, columns), group.dtype, columns, decode, group.kept)
+    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
+        values, of_rows = needed[0].view(-1, columns), needed[1].view(-1, blocks[1])
+        return codecs.decode_fp8(values, of_rows, block, first % block[0])
+
+    return Decoded((rows, columns), group.dtype, columns, needs, decode, group.kept)
 
 
 def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:
@@ -305,13 +351,15 @@ def _mxfp4(group: _Group) -> Decoded:
         raise ValueError(f"its shape is {tuple(blocks.shape)}, that of its scales {tuple(scales.shape)}")
     nbytes, of_expert = rows * groups * width, rows * groups
 
-    def decode(first: int, last: int) -> Tensor:
-        values = _read(blocks, first * nbytes, last * nbytes).view(-1, rows, groups, width)
-        exponents = _read(scales, first * of_expert, last * of_expert).view(-1, rows, groups)
+    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
+        return (blocks, first * nbytes, last * nbytes), (scales, first * of_expert, last * of_expert)
+
+    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
+        values, exponents = needed[0].view(-1, rows, groups, width), needed[1].view(-1, rows, groups)
         return codecs.decode_mxfp4(values, exponents)
 
     shape = (experts, 2 * groups * width, rows)
-    return Decoded(shape, torch.bfloat16, 2 * nbytes, decode, group.kept)
+    return Decoded(shape, torch.bfloat16, 2 * nbytes, needs, decode, group.kept)
 
 
 def _packed(group: _Group) -> Decoded:
@@ -321,7 +369,11 @@ def _packed(group: _Group) -> Decoded:
     bits, group_size = group.quantization.bits, group.quantization.group_size
     rows, words = packed.shape
     groups = scales.shape[1]
-    columns = groups * group_size or int(_read(size, 0, 2)[1])
+    columns = groups * group_size
+    if not columns:
+        stored_shape = torch.empty(2, dtype=size.dtype)
+        size.fill(0, stored_shape)
+        columns = int(stored_shape[1])
     zeros = None
     if group.has("weight_zero_point"):
         zeros = group("weight_zero_point", (torch.int32,), 2)
@@ -335,17 +387,21 @@ def _packed(group: _Group) -> Decoded:
     ):
         raise ValueError(f"its shape is {tuple(packed.shape)}, that of its scales {tuple(scales.shape)}")
 
-    def decode(first: int, last: int) -> Tensor:
-        values = _read(packed, first * words, last * words).view(-1, words)
-        of_rows = _read(scales, first * groups, last * groups).view(-1, groups)
-        centres = None
+    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
+        of_rows = (packed, first * words, last * words), (scales, first * groups, last * groups)
+        if zeros is None:
+            return of_rows
+        low, high = first * bits // 32, -(-last * bits // 32)  # a word holds several rows
+        return *of_rows, (zeros, low * groups, high * groups)
+
+    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
+        values, of_rows, centres = needed[0].view(-1, words), needed[1].view(-1, groups), None
         if zeros is not None:
-            low, high = first * bits // 32, -(-last * bits // 32)  # words hold several rows
-            words_of_rows = _read(zeros, low * groups, high * groups).view(-1, groups)
-            centres = codecs.unpack_zeros(words_of_rows, bits)[first - low * 32 // bits :][: last - first]
+            unpacked = codecs.unpack_zeros(needed[2].view(-1, groups), bits)
+            centres = unpacked[first % (32 // bits) :][: last - first]
         return codecs.decode_packed(values, of_rows, centres, bits, columns)
 
-    return Decoded((rows, columns), scales.dtype, columns, decode, group.kept)
+    return Decoded((rows, columns), scales.dtype, columns, needs, decode, group.kept)
 
 
 def _gptq(group: _Group) -> Decoded:
@@ -365,27 +421,21 @@ def _gptq(group: _Group) -> Decoded:
             f"{tuple(zeros.shape)}, of g_idx {tuple(order.shape)}"
         )
 
-    def decode(first: int, last: int) -> Tensor:
-        groups = _read_whole(order)
-        if bool(((groups < 0) | (groups >= scales.shape[0])).any()):
+    parts = packed, zeros, scales, order
+
+    def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
+        return [(part, 0, part.shape.numel()) for part in parts]
+
+    def decode(first: int, last: int, needed: Sequence[Tensor]) -> Tensor:
+        words, points, factors, groups = (
+            values.view(part.shape) for values, part in zip(needed, parts, strict=True)
+        )
+        if bool(((groups < 0) | (groups >= len(factors))).any()):
             raise CheckpointError(f"{group.used[-1]} names groups that {group.used[-2]} does not have")
-        return codecs.decode_gptq(
-            _read_whole(packed), _read_whole(zeros), _read_whole(scales), groups, bits,
-            zeros_less_one=group.quantization.zeros_less_one,
-        )  # fmt: skip
+        less_one = group.quantization.zeros_less_one
+        return codecs.decode_gptq(words, points, factors, groups, bits, zeros_less_one=less_one)
 
-    return Decoded((rows, columns), scales.dtype, rows * columns, decode, group.kept)
-
-
-def _read(tensor: Stored, start: int, stop: int) -> Tensor:
-    """Elements ``[start, stop)``, as they are stored; blocking."""
-    values = torch.empty(stop - start, dtype=tensor.dtype)
-    tensor.fill(start, values)
-    return values
-
-
-def _read_whole(tensor: Stored) -> Tensor:
-    return _read(tensor, 0, math.prod(tensor.shape)).view(tensor.shape)
+    return Decoded((rows, columns), scales.dtype, rows * columns, needs, decode, group.kept)
 
 
 def _plain(dtype: torch.dtype) -> str:
