@@ -366,23 +366,6 @@ def _unpickle(path: Path) -> dict[str, Stored]:
     return {key: MemoryTensor(tensor) for key, tensor in loaded.items()}
 
 
-def stamp_files(directory: Path) -> str:
-    """Return what the file system says of every file of weights; while it stays, they hold the same bytes.
-
-    Inode, size, and the times of the last change, which are set anew whenever a file is written or
-    replaced; symbolic links are followed.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
-    """
-    of_weights = (".safetensors", ".bin", INDEX)
-    try:
-        stats = [(path.name, path.stat()) for path in directory.iterdir() if path.name.endswith(of_weights)]
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or directory}: {error.strerror}") from error
-    return json.dumps(sorted([n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats))
-
-
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Raise what the system says of ``path`` as a CheckpointError."""

@@ -65,7 +65,6 @@ class Storage:
         self.sums: BlockSums | None = None
         self.drives, self.keep, self._world_size = 0, False, 1
         self._looked = False  # for a commit: from then on files without one may go
-        self._drafts: list[Path] = []
         staging = 0
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
@@ -111,7 +110,6 @@ class Storage:
         paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
         paths = paths if own is None else list(own.data)
         self.drives = len(paths)
-        self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]
         self.volume = Volume(
             paths, stripe_weights([path.parent for path in paths]), None if own is None else own.spaces()
         )
@@ -198,9 +196,9 @@ class Storage:
         else:
             directory.remove()
 
-    def draft_paths(self) -> list[Path]:
-        """A file of the run's own in each directory: what becomes a shared base when it is whole."""
-        return self._drafts
+    def before_close(self, call: Callable[[], object]) -> None:
+        """Run ``call`` when this is closed, before files and memory go."""
+        self._stack.callback(call)
 
     def staged_chunks(self) -> int:
         """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
