@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infinity.api.init import Init
 from infinity.checkpoint.directory import Checkpoint, readable
 from infinity.checkpoint.load import CheckpointValues, OnProgress
@@ -108,8 +106,7 @@ def from_pretrained(
             checkpoint = files.enter_context(Checkpoint(path))
             quantization, decoded = read_quantization(path), 0
             if quantization is not None:
-                dtype = runtime.dtype if frozen else torch.float32
-                decoded = decode_checkpoint(checkpoint, quantization, dtype)
+                decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
             loading = CheckpointValues(checkpoint, new, ignore, on_progress)
             runtime.construction.late = loading
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
@@ -158,8 +155,8 @@ def _describe_base(base: MappedBase, path: Path, runtime: Runtime) -> list[str]:
     if mapped:
         nbytes = sum(base.nbytes(unit, unit.shard_nbytes) for unit in mapped)
         lines.append(
-            f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass: keep {path} as "
-            "it is while runs use it"
+            f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass: keep {path} "
+            "as it is while runs use it"
         )
     else:
         runtime.tiers.resident_nbytes += base.buffers_nbytes

@@ -11,9 +11,9 @@ were left out differ from format to format in their syntax, and a weight with sc
 they say.
 
 [Note: dtype]
-FP8 times an fp32 scale needs 28 bits: masters get the fp32 product; weights that are not trained, which need
-no more than the compute dtype, get it rounded, as transformers loads them. The other formats give
-values of the scales' dtype, or exact in bf16.
+FP8 times an fp32 scale needs 28 bits: masters get the fp32 product. The other formats give values of the
+scales' dtype, or exact in bf16. Weights that are not trained need no more than the compute dtype: they are
+rounded to it as transformers rounds them when it loads them in that dtype (to nearest, ties to even).
 """
 
 import json
@@ -216,13 +216,15 @@ class Decoded:
         return self._decode(first, last, needed).reshape(-1)
 
 
-def decode_checkpoint(checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> int:
+def decode_checkpoint(
+    checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype | None = None
+) -> int:
     """Replace tensors that belong together by one each, under the key that it has without quantization.
 
     Args:
         checkpoint: Changed in place; stays open while tensors are read.
         quantization: Of its weights.
-        dtype: Of what is decoded from FP8: see [Note: dtype].
+        dtype: To which values are rounded; None: they stay exact. See [Note: dtype].
 
     Returns:
         How many tensors are decoded.
@@ -273,7 +275,7 @@ class _Group:
     """
 
     def __init__(
-        self, stored: Mapping[str, Stored], name: str, quantization: Quantization, dtype: torch.dtype,
+        self, stored: Mapping[str, Stored], name: str, quantization: Quantization, dtype: torch.dtype | None,
         kept: Kept,
     ) -> None:  # fmt: skip
         self._stored, self._name = stored, name
@@ -325,7 +327,7 @@ def _fp8(group: _Group) -> Decoded | None:
         values, of_rows = needed[0].view(-1, columns), needed[1].view(-1, blocks[1])
         return codecs.decode_fp8(values, of_rows, block, first % block[0])
 
-    return Decoded((rows, columns), group.dtype, columns, needs, decode, group.kept)
+    return Decoded((rows, columns), group.dtype or torch.float32, columns, needs, decode, group.kept)
 
 
 def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:
@@ -359,7 +361,7 @@ def _mxfp4(group: _Group) -> Decoded:
         return codecs.decode_mxfp4(values, exponents)
 
     shape = (experts, 2 * groups * width, rows)
-    return Decoded(shape, torch.bfloat16, 2 * nbytes, needs, decode, group.kept)
+    return Decoded(shape, group.dtype or torch.bfloat16, 2 * nbytes, needs, decode, group.kept)
 
 
 def _packed(group: _Group) -> Decoded:
@@ -401,7 +403,7 @@ def _packed(group: _Group) -> Decoded:
             centres = unpacked[first % (32 // bits) :][: last - first]
         return codecs.decode_packed(values, of_rows, centres, bits, columns)
 
-    return Decoded((rows, columns), scales.dtype, columns, needs, decode, group.kept)
+    return Decoded((rows, columns), group.dtype or scales.dtype, columns, needs, decode, group.kept)
 
 
 def _gptq(group: _Group) -> Decoded:
@@ -435,7 +437,7 @@ def _gptq(group: _Group) -> Decoded:
         less_one = group.quantization.zeros_less_one
         return codecs.decode_gptq(words, points, factors, groups, bits, zeros_less_one=less_one)
 
-    return Decoded((rows, columns), scales.dtype, rows * columns, needs, decode, group.kept)
+    return Decoded((rows, columns), group.dtype or scales.dtype, rows * columns, needs, decode, group.kept)
 
 
 def _plain(dtype: torch.dtype) -> str:
