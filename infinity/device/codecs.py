@@ -38,9 +38,16 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
         scales: Of the whole matrix, ``(blocks of rows, blocks of columns)``; of one byte: exponents (e8m0).
         block: Rows and columns of a block; see [Note: blocks at the edge].
     """
-    rows = torch.arange(first_row, first_row + len(values), device=values.device) // block[0]
-    columns = torch.arange(values.shape[1], device=values.device) // block[1]
-    return values.float() * _as_float(scales)[rows][:, columns]
+    (count, width), scales = values.shape, _as_float(scales)
+    codes = torch.arange(256, dtype=torch.uint8, device=values.device).view(values.dtype)
+    # A table is several times as fast as torch's conversion on a CPU.
+    out = codes.float().index_select(0, values.view(torch.uint8).flatten().int()).view(count, width)
+    of_rows = scales[torch.arange(first_row, first_row + count, device=values.device) // block[0]]
+    if width == of_rows.shape[1] * block[1]:
+        out.view(count, -1, block[1]).mul_(of_rows.unsqueeze(-1))
+    else:
+        out.mul_(of_rows[:, torch.arange(width, device=values.device) // block[1]])
+    return out
 
 
 def _as_float(scales: Tensor) -> Tensor:
@@ -59,27 +66,40 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
     Returns:
         ``(experts, in, out)``, where ``in`` is ``32 * groups``.
     """
-    table = torch.tensor(_E2M1, dtype=dtype, device=blocks.device)
-    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    values = torch.ldexp(table[pairs.int()], scales.int().sub_(127).unsqueeze(-1)).to(dtype)
+    values = _pairs(blocks, torch.tensor(_E2M1, dtype=dtype, device=blocks.device))
+    factors = torch.ldexp(torch.ones_like(scales, dtype=dtype), scales.int().sub_(127)).to(dtype)
+    values.mul_(factors.unsqueeze(-1))
     return values.flatten(-2).transpose(1, 2).contiguous()
+
+
+def _pairs(packed: Tensor, of_nibbles: Tensor) -> Tensor:
+    """The values of both halves of each byte, the lower first: the last dimension is twice as long."""
+    codes = torch.arange(256, device=packed.device)
+    table = torch.stack((of_nibbles[codes & 15], of_nibbles[codes >> 4]), dim=-1)
+    both = table.view(torch.int32 if table.itemsize == 2 else torch.int64).flatten()
+    out = both.index_select(0, packed.flatten().int()).view(of_nibbles.dtype)
+    return out.view(*packed.shape[:-1], -1)
 
 
 def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, columns: int) -> Tensor:
     """Decode rows of whole numbers in groups, as compressed-tensors packs them, in the scales' dtype.
 
     Args:
-        packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32.
+        packed: ``32 / bits`` values a word, the first in the lowest bits: ``(n, words)``, int32, contiguous.
         scales: For each row, of groups of equal size: ``(n, groups)``.
         zeros: What stands for zero in each group, ``(n, groups)``, from -2**(bits-1) on; None: 0.
         bits: 4 or 8.
         columns: Values in a row.
     """
-    values = (_unpack(packed, bits)[:, :columns] - (1 << bits - 1)).to(scales.dtype)
+    if bits == 4:
+        numbers = torch.arange(-8, 8, device=packed.device).to(scales.dtype)
+        values = _pairs(packed.view(torch.uint8), numbers)[:, :columns].contiguous()
+    else:
+        values = (packed.view(torch.uint8)[:, :columns].short() - 128).to(scales.dtype)
     values = values.view(len(values), scales.shape[1], -1)
     if zeros is not None:
         values -= zeros.to(scales.dtype).unsqueeze(-1)
-    return (values * scales.unsqueeze(-1)).flatten(1)
+    return values.mul_(scales.unsqueeze(-1)).flatten(1)
 
 
 def unpack_zeros(packed: Tensor, bits: int) -> Tensor:

@@ -137,9 +137,10 @@ class MappedBase:
         self.own: dict[str, str] = {}
         self._mapped: dict[int, Unit] = {}
         self._steps: dict[tuple[int, int, int], list[_Step]] = {}
-        threads = min(_MOST_THREADS, background_threads())
-        share = storage.host_nbytes // _SHARE // (2 * threads) // BLOCK_NBYTES * BLOCK_NBYTES
+        room = storage.host_nbytes // _SHARE
+        share = room // 2 // BLOCK_NBYTES * BLOCK_NBYTES
         self._buffer_nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, share), whole_nbytes)
+        threads = max(1, min(_MOST_THREADS, background_threads(), room // (2 * self._buffer_nbytes)))
         self._leases: list[Lease] = []
         self._pairs: SimpleQueue[tuple[Lease, Lease]] = SimpleQueue()
         self._threads = ThreadPoolExecutor(threads, "infinity-decode")
@@ -299,8 +300,8 @@ class MappedBase:
             return
         master = torch.empty(len(out), dtype=torch.float32)
         self._values.make(unit, step.start, master, read)
-        fields = self._layout.fields
-        store_master(self._layout, master, out, tuple(torch.empty(len(out), dtype=f.dtype) for f in fields))
+        rest = tuple(torch.empty(len(out), dtype=field.dtype) for field in self._layout.fields[:1])
+        store_master(self._layout, master, out, rest)
 
     def _read_tail(self, piece: Piece, memory: memoryview) -> None:
         """Read the last bytes of a file; blocking.

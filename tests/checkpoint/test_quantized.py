@@ -117,7 +117,7 @@ def test_it_is_exported_in_bf16_without_quantization_and_the_run_says_so(written
     directory, values, plain = written(kind)
     with caplog.at_level(logging.INFO, "infinity"):
         model = load(directory, ["memory.host=64MiB"])
-    assert f"{len(values)} weights of {directory} were decoded from" in caplog.text
+    assert f"{len(values)} weights of {directory} are decoded from" in caplog.text
     assert "exports have them in bfloat16, not quantized" in caplog.text
     infinity.export(model, tmp_path / "out")
     infinity.close(model)
