@@ -67,8 +67,7 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
         ``(experts, in, out)``, where ``in`` is ``32 * groups``.
     """
     values = _pairs(blocks, torch.tensor(_E2M1, dtype=dtype, device=blocks.device))
-    factors = torch.ldexp(torch.ones_like(scales, dtype=dtype), scales.int().sub_(127)).to(dtype)
-    values.mul_(factors.unsqueeze(-1))
+    values = torch.ldexp(values, scales.int().sub_(127).unsqueeze(-1)).to(dtype)
     return values.flatten(-2).transpose(1, 2).contiguous()
 
 
