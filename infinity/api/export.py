@@ -167,15 +167,14 @@ def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -
         if wanted(unit, first, first + unit.shard_numel):
             yield _WeightRead(unit, first, resident.weight)
         return
-    engine, store = tiers.engine, tiers.store
-    assert engine is not None, "a unit that is not resident is on NVMe"
-    assert store is not None
-    for chunk in store.version(unit.index, unit.version).chunks:
-        start = first + chunk.start
-        if wanted(unit, start, start + chunk.numel):
+    store, itemsize = tiers.store, unit.dtype.itemsize
+    assert store is not None, "a unit that is not resident is on NVMe"
+    for begin, numel in store.places(unit.shard_numel):
+        start = first + begin
+        if wanted(unit, start, start + numel):
             with contextlib.ExitStack() as held:
-                lease = held.enter_context(tiers.pool.lease(chunk.weight.nbytes, who="exporting weights"))
-                transfer = engine.read(chunk.weight, lease.memory)
+                lease = held.enter_context(tiers.pool.lease(numel * itemsize, who="exporting weights"))
+                transfer = tiers.read_weight(unit, lease.memory, begin * itemsize)
                 held.callback(_settle, transfer)
                 yield _WeightRead(unit, start, lease.tensor.view(unit.dtype), transfer, held.pop_all())
 

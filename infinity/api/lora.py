@@ -5,7 +5,7 @@ A frozen unit has no gradient, no optimizer state and no second version: it is r
 pass and once for the backward pass, and never written. Adapters are in units of their own, because a
 unit that mixed both would carry the state of both. They are added to a finished model, so peft asks the
 base for shapes and dtypes only, and no weight of it is fetched. A base that ``from_pretrained`` loaded with
-``frozen=True`` is one copy on NVMe for all runs: see :mod:`infinity.shards.shared_base`.
+``frozen=True`` is read where it lies, in the checkpoint's files: see :mod:`infinity.shards.mapped`.
 
 Source: LoRA (arXiv:2106.09685).
 """
@@ -43,8 +43,8 @@ def add_lora(
 ) -> Any:  # fmt: skip
     """Freeze ``model`` and give its linear layers trainable adapters; every rank calls, with one seed.
 
-    Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` where runs shall share the base) and
-    before ``infinity.AdamW``. What it returns is what ``peft.get_peft_model`` returns, and is trained in
+    Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` where the base shall not be copied)
+    and before ``infinity.AdamW``. What it returns is what ``peft.get_peft_model`` returns, and is trained in
     place of ``model``.
 
     Args:

@@ -1,28 +1,28 @@
 """``from_pretrained``: a Hugging Face checkpoint directory as a model under ``Init``, streamed."""
 
 import contextlib
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infinity.api.init import Init
-from infinity.checkpoint.directory import Checkpoint, stamp_files
+from infinity.checkpoint.directory import Checkpoint, readable
 from infinity.checkpoint.load import CheckpointValues, OnProgress
 from infinity.checkpoint.model import build_model, read_config
-from infinity.comm.ranks import Ranks
+from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.errors import CheckpointError
+from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import EngineConfig, HasEngineConfig
-from infinity.shards.shared_base import SharedBase
-from infinity.shards.storage import Storage
+from infinity.engine.runtime import Runtime
+from infinity.nvme.volume import open_sealed
+from infinity.shards.mapped import MappedBase
 
 _DTYPE = "the recipe says it: train.dtype=bf16"
 _PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
 _WHOLE = (
-    "training needs weights in bf16, fp16 or fp32; a base that stays as it is takes 2 bytes per parameter on "
-    "memory.nvme: frozen=True and infinity.add_lora"
+    "training needs weights in bf16, fp16 or fp32, and decodes a quantized checkpoint by itself; a base that "
+    "stays as it is takes 2 bytes per parameter on memory.nvme: frozen=True and infinity.add_lora"
 )
 _LOCAL = "nothing is downloaded: give a local directory, such as `hf download NAME --local-dir DIR` makes"
 #: Arguments of transformers' from_pretrained, and what to write in place of each.
@@ -63,13 +63,14 @@ def from_pretrained(
 
     Every rank must call. Each reads its own slices of each weight, so a file's bytes are read once per
     machine, and needs host memory for a chunk beside its budgets, however large the model. The weights
-    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files. Parameters that
+    become exact fp32 masters of the recipe's compute dtype, whatever the dtype of the files; weights in FP8,
+    MXFP4 or INT4 are decoded as they are read (see :mod:`infinity.checkpoint.quantized`). Parameters that
     the model freezes when it is built stay frozen. No code of the directory's runs.
 
     With ``frozen``, what the checkpoint gives is not trained: the base for adapters (``add_lora``). What of
-    it lies on NVMe is kept once for all runs of the checkpoint that have this dtype and as many ranks: the
-    first writes it, the others read it and compare it with its hashes. It stays when they end; a line says
-    where.
+    it finds no room in host memory is read from the checkpoint's own files whenever it is used, in its stored
+    form: nothing is copied, and any number of runs share the files. Needs a directory in ``memory.nvme``.
+    What cannot be read so lies in the run's own files; a line says how much, and why.
 
     Args:
         path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
@@ -79,7 +80,7 @@ def from_pretrained(
         new: Patterns (``classifier.*``) of parameters that the model initialises itself where the
             checkpoint lacks them or has them in another shape.
         ignore: Patterns of keys of the checkpoint that the model does not have.
-        frozen: Freeze the parameters that the checkpoint has, and share their bytes on NVMe.
+        frozen: Freeze the parameters that the checkpoint has, and leave them where they lie.
         on_progress: Called with the bytes that this rank has read, and all that it will.
         config_overrides: Replace values of ``config.json``: ``attn_implementation="eager"``.
 
@@ -102,30 +103,69 @@ def from_pretrained(
             if not path.exists():
                 raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
-            base = None
-            if frozen:  # looks at files that are not open yet
-                base = _shared_base(path, config, runtime.storage, runtime.ranks)
             checkpoint = files.enter_context(Checkpoint(path))
+            quantization, decoded = read_quantization(path), 0
+            if quantization is not None:
+                decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
             loading = CheckpointValues(checkpoint, new, ignore, on_progress)
             runtime.construction.late = loading
-            if base is not None:
-                loading.sharing, runtime.tiers.shared_base = base.sharing, base
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
             loading.prepare(model)
-        runtime.construction.late = runtime.tiers.shared_base = None  # they and their files have served
+            base = _open_base(checkpoint, loading, runtime) if frozen else None
+            if base is not None:
+                files.pop_all()  # it closes them
+        runtime.construction.late = runtime.tiers.base = None
         notes = loading.notes()
-        if base is not None:
+        if quantization is not None:
+            notes.append(
+                f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
+                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized"
+            )
+        if frozen:
             loading.freeze(runtime.units)
-            notes += base.notes()
+        if base is not None:
+            notes += _describe_base(base, path, runtime)
         for line in notes if runtime.ranks.rank == 0 else ():
             runtime.say(line)
     return model.eval()
 
 
-def _shared_base(path: Path, config: Any, storage: Storage, ranks: Ranks) -> SharedBase:
-    """The place of the frozen base of the checkpoint in ``path``, which is not read yet."""
-    import transformers
+def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runtime) -> MappedBase | None:
+    """Let units that find no room in host memory be read from the checkpoint's files; None: it has none."""
+    storage, tiers = runtime.storage, runtime.tiers
+    if storage.volume is None or not checkpoint.files:
+        return None
+    with contextlib.ExitStack() as opened:
+        files = []
+        for file in checkpoint.files:
+            with readable(file.path):
+                files.append(open_sealed(file.path, file.fd))
+            opened.callback(os.close, files[-1].fd)
+        first = storage.volume.add_sealed(files)
+        opened.pop_all()  # the volume closes them
+    base = MappedBase(storage, first, [file.nbytes for file in files], loading, loading.whole_nbytes)
+    storage.before_close(base.close)
+    tiers.base, tiers.resident_nbytes = base, max(0, tiers.resident_nbytes - base.buffers_nbytes)
+    return base
 
-    settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
-    made_by = json.dumps([transformers.__version__, torch.__version__, settings], sort_keys=True, default=str)
-    return SharedBase(storage, lambda: stamp_files(path) + made_by, ranks.rank, ranks.world_size)
+
+def _describe_base(base: MappedBase, path: Path, runtime: Runtime) -> list[str]:
+    """Lines for people about what is read where it lies and what is not; closes a base that has no unit."""
+    mapped, lines = base.mapped, []
+    if mapped:
+        nbytes = sum(base.nbytes(unit, unit.shard_nbytes) for unit in mapped)
+        lines.append(
+            f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass: keep {path} "
+            "as it is while runs use it"
+        )
+    else:
+        runtime.tiers.resident_nbytes += base.buffers_nbytes
+        base.close()
+    own = [unit for unit in runtime.units if unit.name in base.own]
+    if own:
+        nbytes = sum(unit.shard_nbytes for unit in own)
+        lines.append(
+            f"{format_nbytes(nbytes)} per rank of the frozen base lie in this run's own files, as "
+            f"{base.own[own[0].name]}" + (f" (and {len(own) - 1} more units)" if own[1:] else "")
+        )
+    return lines

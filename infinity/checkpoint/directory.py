@@ -20,9 +20,9 @@ the file's, and mapped into memory rather than read as a whole.
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -38,7 +38,8 @@ INDEX = ".index.json"
 #: Types by their names in safetensors files.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
@@ -50,6 +51,18 @@ _MOST_JSON_NBYTES = 100_000_000
 _AHEAD_NBYTES = 16 * 2**20
 #: Elements that are converted at one time.
 _PIECE_NUMEL = 2**18
+
+
+#: Puts the bytes of a file from an offset on into a contiguous tensor.
+Read: TypeAlias = Callable[["ReadableFile", int, Tensor], None]
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a file."""
+
+    file: "ReadableFile"
+    offset: int
+    nbytes: int
 
 
 class Stored(Protocol):
@@ -76,6 +89,10 @@ class Checkpoint(dict[str, Stored]):
     Args:
         path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or the index of several.
 
+    Attributes:
+        pickled: Its weights are.
+        files: The safetensors files, open.
+
     Raises:
         CheckpointError: There is none of them, or one is damaged; says which and how.
     """
@@ -84,7 +101,7 @@ class Checkpoint(dict[str, Stored]):
         super().__init__()
         self.path = path
         self.pickled = False
-        self._files: list[TensorFile] = []
+        self.files: list[TensorFile] = []
         try:
             self._open()
         except BaseException:
@@ -100,13 +117,13 @@ class Checkpoint(dict[str, Stored]):
     def close(self) -> None:
         """Give the files back; may be called twice."""
         self.clear()
-        for file in self._files:
+        for file in self.files:
             file.close()
 
     @property
     def nbytes_read(self) -> int:
         """Bytes of tensors that were read from safetensors files by this process."""
-        return sum(file.nbytes_read for file in self._files)
+        return sum(file.nbytes_read for file in self.files)
 
     def _open(self) -> None:
         if not self.path.is_dir():
@@ -155,8 +172,8 @@ class Checkpoint(dict[str, Stored]):
     def _open_file(self, name: str) -> Mapping[str, Stored]:
         if self.pickled:
             return _unpickle(self.path / name)
-        self._files.append(TensorFile(self.path / name))
-        return self._files[-1].tensors
+        self.files.append(TensorFile(self.path / name))
+        return self.files[-1].tensors
 
 
 class ReadableFile:
@@ -277,19 +294,35 @@ class FileTensor:
     def __init__(self, file: ReadableFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
         self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
 
-    def fill(self, start: int, out: Tensor) -> None:
-        offset = self.offset + start * self.dtype.itemsize
+    @property
+    def grain(self) -> int:
+        """Elements that are decoded together: any by itself."""
+        return 1
+
+    def fill(self, start: int, out: Tensor, read: Read | None = None) -> None:
+        """See :class:`Stored`.
+
+        Args:
+            read: Gives the bytes of :meth:`ranges`; None: they are read from the file.
+        """
+        offset, read_part = self.offset + start * self.dtype.itemsize, read or ReadableFile.read
         end = offset + len(out) * self.dtype.itemsize
         if self.dtype == out.dtype:
-            self._file.read(offset, out)
+            read_part(self._file, offset, out)
         else:
             raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype)
             for part in torch.split(out, _PIECE_NUMEL):
                 piece = raw[: len(part)]
-                self._file.read(offset, piece)
+                read_part(self._file, offset, piece)
                 part.copy_(piece)
                 offset += piece.nbytes
-        self._file.read_ahead(end)
+        if read is None:
+            self._file.read_ahead(end)
+
+    def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
+        """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""
+        itemsize = self.dtype.itemsize
+        yield ByteRange(self._file, self.offset + start * itemsize, numel * itemsize)
 
 
 class MemoryTensor:
@@ -331,23 +364,6 @@ def _unpickle(path: Path) -> dict[str, Stored]:
                 f"{path}: {key[:200]!r} is a tensor without plain values ({kind}). {advice}"
             )
     return {key: MemoryTensor(tensor) for key, tensor in loaded.items()}
-
-
-def stamp_files(directory: Path) -> str:
-    """Return what the file system says of every file of weights; while it stays, they hold the same bytes.
-
-    Inode, size, and the times of the last change, which are set anew whenever a file is written or
-    replaced; symbolic links are followed.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
-    """
-    of_weights = (".safetensors", ".bin", INDEX)
-    try:
-        stats = [(path.name, path.stat()) for path in directory.iterdir() if path.name.endswith(of_weights)]
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or directory}: {error.strerror}") from error
-    return json.dumps(sorted([n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,12 @@ of another shape are an error, unless the caller named them.
 Each unit's home asks for this rank's slice, chunk by chunk; a chunk is read from the files when it is
 asked for, so an element is read once, by the rank that keeps it, and host memory holds one chunk.
 
+[Note: values that stay where they are]
+Weights that are not trained may be read from the files whenever they are used
+(:mod:`infinity.shards.mapped`): if all values of a unit lie in safetensors files, each once, as runs of
+elements. What transformers computes (a transposed matrix) is not like that, and what is decoded only as a
+whole would be read as a whole by every rank.
+
 [Note: what the checkpoint lacks]
 Parameters that the checkpoint lacks are initialised by the model's own ``initialize_weights``, run over
 all modules as transformers does it, so the same random numbers are drawn. What it touches of other
@@ -19,7 +25,6 @@ units is scratch memory.
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -27,9 +32,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.conversions import Traced, is_transformers
-from infinity.checkpoint.directory import Checkpoint, Stored
+from infinity.checkpoint.conversions import Part, Traced, is_transformers
+from infinity.checkpoint.directory import ByteRange, Checkpoint, FileTensor, ReadableFile, Stored
+from infinity.checkpoint.quantized import Decoded
 from infinity.core.errors import CheckpointError, library_errors
+from infinity.core.extent import Piece, around
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -206,6 +213,10 @@ class Converted:
 Values: TypeAlias = Traced | Converted
 
 
+def _blocks_nbytes(ranges: Iterable[ByteRange]) -> int:
+    return sum(around(Piece(0, each.offset, each.nbytes)).nbytes for each in ranges)
+
+
 def _converted_dtype(source: Stored) -> torch.dtype:
     """In which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
     return torch.float32 if source.dtype.is_floating_point else source.dtype
@@ -271,14 +282,13 @@ class CheckpointValues:
     """Values of one model from one checkpoint; see :class:`infinity.partition.init_context.LateValues`.
 
     Args:
-        checkpoint: Stays open until :meth:`fill` returns.
+        checkpoint: Stays open until :meth:`fill` returns, or as long as units are read where they lie.
         new: See :func:`plan_loading`.
         ignore: See :func:`plan_loading`.
         on_progress: Called after each range that was read.
 
     Attributes:
-        sharing: A context for the units that have all their values from the checkpoint, in which all
-            are stored: some may get shared extents that have their values already.
+        plan: Which values are read.
     """
 
     def __init__(
@@ -290,7 +300,6 @@ class CheckpointValues:
     ) -> None:
         self._checkpoint, self._new, self._ignore = checkpoint, new, ignore
         self._on_progress = on_progress
-        self.sharing: Callable[[Sequence[Unit]], AbstractContextManager[None]] = lambda _: nullcontext()
         self.plan = LoadPlan({}, ())
         self._model: Any = None
         self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
@@ -333,13 +342,12 @@ class CheckpointValues:
             CheckpointError: A file cannot be read, or tied weights differ.
         """
         self._total_nbytes = sum(self._nbytes(unit) for unit in units)
-        with self.sharing([unit for unit in units if self.gives(unit)]):
-            done_nbytes = 0
-            for unit in units:
-                masters.put(unit, functools.partial(self._range, unit))
-                done_nbytes += self._nbytes(unit)
-                if self._done_nbytes < done_nbytes:  # its values were there
-                    self._show_progress(done_nbytes)
+        done_nbytes = 0
+        for unit in units:
+            masters.put(unit, functools.partial(self.master, unit))
+            done_nbytes += self._nbytes(unit)
+            if self._done_nbytes < done_nbytes:  # it is read where it lies
+                self._show_progress(done_nbytes)
         in_units = {id(segment.param) for _, segment in units.segments()}
         with torch.no_grad():
             for _, tensor in named_targets(self._model):
@@ -359,8 +367,8 @@ class CheckpointValues:
             if id(segment.param) in self._values:
                 segment.param.requires_grad_(False)
 
-    def _range(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the unit's full flat buffer, gaps as zeros.
+    def master(self, unit: Unit, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of the unit's full flat buffer, gaps as zeros; until the next call.
 
         In fp32, or in bf16 where the files and the model have nothing else.
         """
@@ -375,6 +383,102 @@ class CheckpointValues:
                 self._done_nbytes += len(part) * self._itemsize(s)
         self._show_progress(self._done_nbytes)
         return out
+
+    # --- values that stay where they are (infinity.shards.mapped.MappedValues) ------------------
+
+    def why_not_mapped(self, unit: Unit) -> str:
+        """Why values of ``unit`` cannot be read where they lie; empty: they can."""
+        for s in unit.segments:
+            given = self._values.get(id(s.param), [])
+            if not given:
+                return f"{s.name} is not in the checkpoint"
+            if len(given) > 1:
+                return f"the files have {s.name} twice"
+            [(_, values)] = given
+            if isinstance(values, Converted):
+                return f"transformers computes {s.name} when it loads it"
+            for part in values.parts:
+                if not isinstance(part.source, FileTensor | Decoded):
+                    return "its weights are pickled"
+                if isinstance(part.source, Decoded) and not part.source.in_files:
+                    return "its weights are pickled"
+                if part.source.grain == part.source.shape.numel() > 1:
+                    return f"{s.name} can only be decoded as a whole"
+        return ""
+
+    @property
+    def whole_nbytes(self) -> int:
+        """The most bytes of files, in whole blocks, that are decoded together."""
+        every = (values for given in self._values.values() for _, values in given)
+        sources = {p.source for values in every if isinstance(values, Traced) for p in values.parts}
+        quantized = [each for each in sources if isinstance(each, Decoded) and each.in_files]
+        partial = (each for each in quantized if each.grain < each.shape.numel())
+        return max((_blocks_nbytes(each.ranges(0, each.grain)) for each in partial), default=0)
+
+    def sources(
+        self, unit: Unit, start: int, stop: int, most_nbytes: int
+    ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+        """Cut elements ``[start, stop)`` of the flat buffer into parts that can be made by themselves.
+
+        Yields:
+            Where a part ends, in order, and the bytes that it is made of, by the number of the file.
+        """
+        numbers = self._file_numbers()
+        for low, part in self._parts(unit, start, stop):
+            source, at, end = part.source, part.offset, part.offset + part.numel
+            assert isinstance(source, FileTensor | Decoded)
+            first = at // source.grain * source.grain
+            step = max(1, most_nbytes // sum(r.nbytes for r in source.ranges(first, source.grain)))
+            while step > 1 and _blocks_nbytes(source.ranges(first, step * source.grain)) > most_nbytes:
+                step = step * 3 // 4
+            while at < end:
+                until = min(end, (at // source.grain + step) * source.grain)
+                ranges = source.ranges(at, until - at)
+                pieces = tuple(Piece(numbers[r.file], r.offset, r.nbytes) for r in ranges)
+                at = until
+                yield low + at - part.offset, pieces
+
+    def exact_dtype(self, unit: Unit) -> torch.dtype:
+        """The unit's own dtype if its values are exact in it, else fp32."""
+        return unit.dtype if self._stored_dtypes(unit) <= {unit.dtype} else torch.float32
+
+    def make(self, unit: Unit, start: int, out: Tensor, read: Callable[[int, int, Tensor], None]) -> None:
+        """Put elements from ``start`` on of the flat buffer into ``out``; any thread.
+
+        Args:
+            read: Gives the bytes of :meth:`sources`: by the file's number, and the offset.
+        """
+        numbers = self._file_numbers()
+
+        def read_file(file: ReadableFile, offset: int, values: Tensor) -> None:
+            read(numbers[file], offset, values)
+
+        done = 0
+        for low, part in self._parts(unit, start, start + len(out)):
+            assert isinstance(part.source, FileTensor | Decoded)
+            out[done : low - start].zero_()  # padding
+            done = low - start + part.numel
+            part.source.fill(part.offset, out[low - start : done], read_file)
+        out[done:].zero_()
+
+    def _file_numbers(self) -> dict[ReadableFile, int]:
+        return {file: number for number, file in enumerate(self._checkpoint.files)}
+
+    def _parts(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Part[Stored]]]:
+        """Every run of stored elements in ``[start, stop)`` of the flat buffer, and where it begins there."""
+        for s in unit.segments:
+            low, high = max(start, s.offset), min(stop, s.stop)
+            if low < high:
+                [(_, values)] = self._values[id(s.param)]
+                assert isinstance(values, Traced)
+                for part in values.cut(low - s.offset, high - low):
+                    yield low + part.start, part
+
+    def close(self) -> None:
+        """Close the checkpoint."""
+        self._checkpoint.close()
+
+    # --- the pass ------------------------------------------------------------------------------
 
     def _read(self, segment: Segment, start: int, out: Tensor) -> None:
         """Read elements of a parameter; a tied weight that the files have twice must be twice the same."""
@@ -397,10 +501,12 @@ class CheckpointValues:
 
     def _dtype(self, unit: Unit) -> torch.dtype:
         """In which the unit's values are exact and need no cast of what is stored."""
-        every = (v for s in unit.segments for _, v in self._values.get(id(s.param), ()))
-        stored = {dtype for values in every for dtype in values.dtypes}
-        half = unit.dtype == torch.bfloat16 and stored <= {torch.bfloat16}
+        half = unit.dtype == torch.bfloat16 and self._stored_dtypes(unit) <= {torch.bfloat16}
         return torch.bfloat16 if half else torch.float32
+
+    def _stored_dtypes(self, unit: Unit) -> set[torch.dtype]:
+        every = (v for s in unit.segments for _, v in self._values.get(id(s.param), ()))
+        return {dtype for values in every for dtype in values.dtypes}
 
     def _nbytes(self, unit: Unit) -> int:
         """Bytes of files that this rank reads for ``unit``."""

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.directory import read_json_object
+from infinity.checkpoint.quantized import read_quantization
 from infinity.checkpoint.untrusted import bounded_by, check_counts, offline, restrict
 from infinity.core.architectures import ARCHITECTURES, Architecture
 from infinity.core.errors import CheckpointError, library_errors
+
+#: Models that transformers has under another name; Kimi-K2's own code is that of DeepSeek-V3.
+_ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
@@ -21,7 +25,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
 
     Raises:
         CheckpointError: There is none, no class of transformers can read it, an override is unknown, or
-            the weights are quantized.
+            the weights are quantized in a way that cannot be decoded.
     """
     ours = _architecture(path)
     if ours is not None:
@@ -30,7 +34,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
         except ValueError as error:
             raise CheckpointError(f"{path / 'config.json'}: {error}") from error
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise CheckpointError(
             f"{path}: Hugging Face models need transformers: pip install 'infinity-offload[hf]'"
@@ -42,12 +46,14 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
             "merged them into it (PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
         )
     # a plain file with an object in it, whatever transformers would open
-    check_counts(read_json_object(path / "config.json"), path / "config.json")
+    raw = read_json_object(path / "config.json")
+    check_counts(raw, path / "config.json")
+    alias = _ALIASES.get(str(raw.get("model_type")))
     try:
         with library_errors(CheckpointError, str(path / "config.json")), offline():
-            config, unknown = AutoConfig.from_pretrained(
+            config, unknown = (AutoConfig if alias is None else CONFIG_MAPPING[alias]).from_pretrained(
                 str(path),
-                trust_remote_code=False,
+                **({"trust_remote_code": False} if alias is None else {"model_type": alias}),
                 local_files_only=True,
                 return_unused_kwargs=True,
                 **(overrides or {}),
@@ -63,11 +69,9 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
     if unknown:
         raise CheckpointError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
     restrict(config, path / "config.json")
-    if getattr(config, "quantization_config", None):
-        raise CheckpointError(
-            f"{path} holds quantized weights (quantization_config in config.json); training needs "
-            "them in bf16, fp16 or fp32"
-        )
+    read_quantization(path)  # it can be decoded
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)  # the model's weights are plain ones
     with library_errors(CheckpointError, str(path / "config.json")):
         _check_dropouts(config.to_dict(), path / "config.json")
     return config

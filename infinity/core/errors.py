@@ -117,19 +117,30 @@ class UnsafePathError(DiskError):
 
 
 class ChangedFileError(DiskError):
-    """Another program truncated, replaced or removed a file while a run used it."""
+    """Another program changed, truncated, replaced or removed a file while a run used it."""
+
+    advice = (
+        "what this run kept there is lost. Start the run again, from its last saved model if there is one, "
+        "and let nothing else write in memory.nvme"
+    )
 
     def __init__(self, path: Path | str, what: str) -> None:
         self.path, self.offset, self.nbytes = str(path), 0, 0
         self._what = what
-        text = (
-            f"{path} {what}, by another program: what this run kept there is lost. Start the run again, from "
-            "its last saved model if there is one, and let nothing else write in memory.nvme"
-        )
+        text = f"{path} {what}, by another program: {self.advice}"
         OSError.__init__(self, errno_names.ESTALE, text, self.path)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ChangedFileError, (self.path, self._what)
+        return type(self), (self.path, self._what)
+
+
+class ChangedCheckpointError(ChangedFileError):
+    """A file of the checkpoint that a run reads its frozen base from is not what it was."""
+
+    advice = (
+        "the frozen base is read from there at every step. Download or copy the checkpoint again, start the "
+        "run again, and leave a checkpoint alone while runs use it"
+    )
 
 
 class DamagedDataError(DiskError):

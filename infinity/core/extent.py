@@ -56,3 +56,9 @@ class Extent:
 def aligned(nbytes: int, block: int = BLOCK_NBYTES) -> int:
     """``nbytes`` rounded up to a multiple of ``block`` (bytes)."""
     return -(-nbytes // block) * block
+
+
+def around(piece: Piece) -> Piece:
+    """The smallest range of whole blocks that has all of ``piece``."""
+    offset = piece.offset // BLOCK_NBYTES * BLOCK_NBYTES
+    return Piece(piece.file, offset, aligned(piece.offset + piece.nbytes) - offset)

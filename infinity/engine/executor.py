@@ -261,8 +261,11 @@ class StepExecutor:
         self.planned = None
         fetched = self.prefetcher.planned
         if fetched is not None:
-            units = (self.units[index] for index in fetched)
-            read_weights = sum(unit.shard_nbytes for unit in units if unit.home is Tier.NVME)
+            staging = self.mover.staging
+            piece_nbytes = None if staging is None else staging.piece_nbytes
+            read_weights = sum(
+                self.tiers.fetched_nbytes(self.units[index], piece_nbytes) for index in fetched
+            )
             self.planned = (read_weights + read - before[0], written - before[1])
         self.prefetcher.end_training_pass()
 

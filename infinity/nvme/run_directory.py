@@ -27,8 +27,6 @@ from infinity.core.files import (
 )
 from infinity.core.nbytes import format_nbytes
 
-#: Directories of frozen bases that runs share; see :mod:`infinity.nvme.base`.
-_BASES = "base-" + 32 * "[0-9a-f]"
 _LOCKS = "rank*.lock"
 #: What a run that was interrupted goes on from; see :mod:`infinity.shards.commits`.
 _COMMITS = "rank*.commit?"
@@ -137,18 +135,8 @@ def find_leftovers(root: Path) -> list[Path]:
     """This user's directories below ``root`` of runs that ended without removing them; nothing is changed."""
     found = []
     for path in filter(is_own, sorted(Path(root).glob("*/"))):
-        locks = [] if path.match(_BASES) else list(path.glob(_LOCKS))
+        locks = list(path.glob(_LOCKS))
         if locks and not any(is_locked(lock, shared=True) for lock in locks):
-            found.append(path)
-    return found
-
-
-def find_unused_bases(root: Path) -> list[Path]:
-    """This user's directories below ``root`` of frozen bases that no run uses; nothing is changed."""
-    found = []
-    for path in filter(is_own, sorted(Path(root).glob(f"{_BASES}/"))):
-        files = [*path.glob("*.base"), *path.glob(_LOCKS)]
-        if files and not any(is_locked(file) for file in files):
             found.append(path)
     return found
 
@@ -165,7 +153,6 @@ def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
         dead = [path for root in places for path in find_leftovers(root) if path.name != own]
         kept = [path for path in dead if any(path.glob(_COMMITS))]
         dead = [path for path in dead if path not in kept]
-        unused = [path for root in places for path in find_unused_bases(root)]
     except OSError:  # who makes the run's own files says it
         return ""
     if kept:
@@ -180,11 +167,6 @@ def leftovers_line(roots: Iterable[Path | str], own: str = "") -> str:
         lines.append(
             f"{runs} ended without removing {_size_of(dead)} of files, which no run uses; "
             f"to remove them: {_removal_of(dead)}"
-        )
-    if unused:
-        lines.append(
-            f"{_size_of(unused)} of frozen bases are there that no run uses now; a run of the same "
-            f"checkpoint starts from them; to remove them: {_removal_of(unused)}"
         )
     return "\n".join(lines)
 

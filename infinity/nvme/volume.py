@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infinity.core.errors import ChangedFileError, DirectoryError, DiskError, UnsafePathError
+from infinity.core.errors import (
+    ChangedCheckpointError,
+    ChangedFileError,
+    DirectoryError,
+    DiskError,
+    UnsafePathError,
+)
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
 from infinity.core.files import create_file, is_named, open_found
 
@@ -19,18 +25,42 @@ _GROWTH_NBYTES = 64 * _MIB
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """A file that is never written again.
+    """A file that is only read.
 
     Attributes:
-        fd: Open for reading only; the volume that takes the file in closes it.
+        fd: Open for reading; the volume that takes the file in closes it.
         direct: It bypasses the page cache.
         nbytes: Of its extents, which lie at its beginning.
+        stamp: What :func:`stamp_of` said of a file that is not the run's own; None: it is.
     """
 
     path: Path
     fd: int
     direct: bool
     nbytes: int
+    stamp: tuple[int, ...] | None = None
+
+
+def stamp_of(found: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is replaced or written: device, inode, size, time of the last change."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def open_sealed(path: Path, fd: int) -> SealedFile:
+    """Open a file that another program made, and that is open as ``fd``, for reading past the page cache.
+
+    Raises:
+        OSError: It cannot be opened again.
+    """
+    own, flags, direct = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC, True  # the same file, surely
+    try:
+        again = os.open(own, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        again, direct = os.open(own, flags), False
+    found = os.fstat(again)
+    return SealedFile(path, again, direct, found.st_size, stamp_of(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +184,9 @@ class Volume:
         self._peak_nbytes = 0
         self._files: list[_File] = []
         try:
-            if found is None:
-                self.add(paths)
-            for path, space in zip(paths, found or (), strict=False):
-                self._files.append(_found(path, space))
+            for number, path in enumerate(paths):
+                made = _File(path, *_create(path)) if found is None else _found(path, found[number])
+                self._files.append(made)
         except BaseException:
             self.close()
             raise
@@ -166,17 +195,6 @@ class Volume:
     def __len__(self) -> int:
         """Number of files."""
         return len(self._files)
-
-    def add(self, paths: Sequence[Path]) -> int:
-        """Make another file beside each of the first; :meth:`allocate` takes the number that this returns.
-
-        Raises:
-            DirectoryError: A file cannot be made.
-        """
-        first = len(self._files)
-        for path in paths:
-            self._files.append(_File(path, *_create(path)))
-        return first
 
     def add_sealed(self, files: Sequence[SealedFile]) -> int:
         """Take in files that are only read; returns the number of the first."""
@@ -189,19 +207,7 @@ class Volume:
         """Close files that :meth:`add_sealed` took in, which nothing reads any more; they stay on disk."""
         for file in self._files[first : first + count]:
             file.close()
-            file.seal(0)
-
-    def cut(self, first: int) -> list[tuple[Path, int]]:
-        """Path and bytes of every file from number ``first`` on, cut off where their last extent ends."""
-        for file in self._files[first:]:
-            file.cut()
-        return [(file.path, file.space.end) for file in self._files[first:]]
-
-    def seal(self, first: int, files: Sequence[SealedFile]) -> None:
-        """From now on the files from number ``first`` on are ``files``, which hold the same extents."""
-        for number, file in enumerate(files, first):
-            self._files[number].close()
-            self._files[number] = _sealed(file)
+            file.seal(0, None)
 
     def fd(self, file: int) -> int:
         return self._files[file].fd
@@ -234,7 +240,7 @@ class Volume:
         """The most that was allocated at one time (bytes)."""
         return self._peak_nbytes
 
-    def allocate(self, nbytes: int, *, what: str, zeroed: bool = False, first: int = 0) -> Extent:
+    def allocate(self, nbytes: int, *, what: str, zeroed: bool = False) -> Extent:
         """Take ``nbytes`` that no other extent has; the file system has reserved them.
 
         From 2 MiB per file on, an extent lies on every file, in proportion to the weights and in steps
@@ -244,7 +250,6 @@ class Volume:
             nbytes: A positive multiple of ``BLOCK_NBYTES``.
             what: Whose bytes, for messages.
             zeroed: Write zeros where the range held something before.
-            first: Number of the first of the files that it lies on: 0, or what :meth:`add` returned.
 
         Raises:
             DiskError: The file system is full, or the process may not write that large a file.
@@ -255,7 +260,7 @@ class Volume:
                 f"{what}: an extent has a positive multiple of {BLOCK_NBYTES} bytes; got {nbytes}"
             )
         with self._lock:
-            taken = self._take(nbytes, what, first)
+            taken = self._take(nbytes, what)
             self._peak_nbytes = max(self._peak_nbytes, self.allocated_nbytes)
         if zeroed:
             for file, piece in taken:
@@ -297,7 +302,9 @@ class Volume:
         Raises:
             DiskError: The drive reports an error.
         """
-        for file in (file for file in self._files if file.fd >= 0):  # some were dropped
+        for file in self._files[: len(self._weights)]:
+            if file.fd < 0:  # it was dropped
+                continue
             try:
                 os.fdatasync(file.fd)
             except OSError as error:
@@ -308,6 +315,7 @@ class Volume:
 
         Raises:
             ChangedFileError: Another program truncated, replaced or removed one.
+            ChangedCheckpointError: One of a checkpoint is not what it was.
             DiskError: The file system does not answer.
         """
         for file in self._files:
@@ -318,10 +326,10 @@ class Volume:
         for file in self._files:
             file.close()
 
-    def _take(self, nbytes: int, what: str, first: int) -> list[tuple[int, Range]]:
+    def _take(self, nbytes: int, what: str) -> list[tuple[int, Range]]:
         taken: list[tuple[int, Range]] = []
         try:
-            for file, part in self._parts(nbytes, first):
+            for file, part in self._parts(nbytes):
                 taken.append((file, self._files[file].take(part, what)))
         except BaseException:
             for file, piece in taken:
@@ -329,15 +337,15 @@ class Volume:
             raise
         return taken
 
-    def _parts(self, nbytes: int, first: int) -> list[tuple[int, int]]:
+    def _parts(self, nbytes: int) -> list[tuple[int, int]]:
         """``(file, nbytes)`` of each part of an extent, in order."""
         count = len(self._weights)
         if count > 1 and nbytes < 2 * _MIB * count:
-            return [(min(range(first, first + count), key=self._load), nbytes)]
+            return [(min(range(count), key=self._load), nbytes)]
         parts, start, share = [], 0, 0.0
-        for file, weight in enumerate(self._weights, first):
+        for file, weight in enumerate(self._weights):
             share += weight
-            last = file == first + count - 1
+            last = file == count - 1
             stop = nbytes if last else int(share * nbytes / _MIB) * _MIB
             if stop > start:
                 parts.append((file, stop - start))
@@ -345,7 +353,7 @@ class Volume:
         return parts
 
     def _load(self, file: int) -> float:
-        return self._files[file].space.taken_nbytes / self._weights[file % len(self._weights)]
+        return self._files[file].space.taken_nbytes / self._weights[file]
 
 
 class _File:
@@ -354,6 +362,7 @@ class _File:
     def __init__(self, path: Path, fd: int, direct: bool) -> None:
         self.path, self.fd, self.direct = path, fd, direct
         self.space, self._reserved, self._sealed = Space(), 0, False
+        self._stamp: tuple[int, ...] | None = None
 
     def take(self, nbytes: int, what: str) -> Range:
         taken = self.space.take(nbytes)
@@ -418,18 +427,18 @@ class _File:
                     error.errno or errno.EIO, "write of the head", self.path, offset=0, nbytes=BLOCK_NBYTES
                 ) from error
 
-    def cut(self) -> None:
-        """End the file where its last extent ends."""
-        self._reserved = self.space.end
-        os.ftruncate(self.fd, self._reserved)
-
-    def seal(self, nbytes: int) -> None:
-        """Take the file as one that is never written again, and whose name may go."""
-        self.space, self._reserved, self._sealed = Space(nbytes, nbytes), nbytes, True
+    def seal(self, nbytes: int, stamp: tuple[int, ...] | None) -> None:
+        """Take the file as one that is never written again, and whose name may go unless it has a stamp."""
+        self._sealed, self._stamp = True, stamp
+        if stamp is None:
+            self.space, self._reserved = Space(nbytes, nbytes), nbytes
 
     def check(self) -> None:
         """See :meth:`Volume.check`."""
         if self.fd < 0:
+            return
+        if self._stamp is not None:
+            self._check_stamp(self._stamp)
             return
         try:
             named = self._sealed or is_named(self.fd, self.path)
@@ -441,6 +450,18 @@ class _File:
         if size < reserved:
             raise ChangedFileError(self.path, f"was cut to {size} bytes of at least {reserved}")
 
+    def _check_stamp(self, stamp: tuple[int, ...]) -> None:
+        try:
+            named = stamp_of(self.path.stat())
+        except FileNotFoundError:
+            raise ChangedCheckpointError(self.path, "was removed") from None
+        except OSError as error:
+            raise DiskError(error.errno or errno.EIO, "check", self.path, offset=0, nbytes=0) from error
+        if named[:2] != stamp[:2]:
+            raise ChangedCheckpointError(self.path, "was replaced")
+        if named != stamp:
+            raise ChangedCheckpointError(self.path, f"was written ({stamp[2]} bytes before, {named[2]} now)")
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
@@ -449,7 +470,7 @@ class _File:
 
 def _sealed(file: SealedFile) -> _File:
     taken = _File(file.path, file.fd, file.direct)
-    taken.seal(file.nbytes)
+    taken.seal(file.nbytes, file.stamp)
     return taken
 
 

@@ -5,6 +5,8 @@ A unit on NVMe keeps the place that holds them: its updates take turns between t
 are too few, in one more (:meth:`infinity.shards.tiers.Tiers.spare_place`). If the drive has no room for that,
 or there is one place only, the update waits until the unit has been read.
 
+A unit that is read where it lies in a checkpoint does not change; one that is to get a home of its own waits.
+
 A unit in host memory is updated in its place. Just before, its values are left to where a commit has written
 them, or copied if the host budget has room; else the update waits.
 """
@@ -37,14 +39,16 @@ class Source:
         version: On NVMe, once ``landing`` has ended; None: only in host memory.
         place: Which of the unit's places ``version`` is.
         copied: ``values`` are the snapshot's own.
+        lasting: Reads all chunks of a unit whose values do not change; None: they may.
     """
 
-    chunks: Sequence[tuple[int, int]]
-    values: tuple[Tensor, ...] | None
-    version: Version | None
-    place: int | None
+    chunks: Sequence[tuple[int, int]] = ()
+    values: tuple[Tensor, ...] | None = None
+    version: Version | None = None
+    place: int | None = None
     landing: Sequence[Transfer] = ()
     copied: bool = False
+    lasting: Generator[tuple[int, tuple[Tensor, ...]]] | None = None
 
 
 class Snapshot:
@@ -85,6 +89,8 @@ class Snapshot:
             self._check()
             source, self._busy = self._sources[index], True
         try:
+            if source.lasting is not None:
+                yield from source.lasting
             for number, (start, numel) in enumerate(source.chunks):
                 fields = self._from_memory(index, start, start + numel)
                 if fields is not None:

@@ -65,7 +65,6 @@ class Storage:
         self.sums: BlockSums | None = None
         self.drives, self.keep, self._world_size = 0, False, 1
         self._looked = False  # for a commit: from then on files without one may go
-        self._drafts: list[Path] = []
         self._unused = ""  # what files of this run begin with that are of no use before it has a commit
         staging = 0
         if memory.nvme:
@@ -114,7 +113,6 @@ class Storage:
         self.drives = len(paths)
         if own is None and self.saved is not None:
             self._unused = f"rank{rank}-{files.generation}"
-        self._drafts = [directory.file(f"rank{rank}.base") for directory in directories]
         self.volume = Volume(
             paths, stripe_weights([path.parent for path in paths]), None if own is None else own.spaces()
         )
@@ -204,9 +202,9 @@ class Storage:
         else:
             directory.remove()
 
-    def draft_paths(self) -> list[Path]:
-        """A file of the run's own in each directory: what becomes a shared base when it is whole."""
-        return self._drafts
+    def before_close(self, call: Callable[[], object]) -> None:
+        """Run ``call`` when this is closed, before files and memory go."""
+        self._stack.callback(call)
 
     def staged_chunks(self) -> int:
         """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""

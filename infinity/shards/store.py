@@ -70,14 +70,10 @@ class StoredShard:
     Attributes:
         versions: One while it was never trained, else two or more places, of which an update writes the next.
         name: The unit's, for messages.
-        first: Number of the first file that it lies in, where that is none of the volume's own.
-        shared: Its only version lies in sealed files, which are never written again.
     """
 
     versions: list[Version]
     name: str
-    first: int = 0
-    shared: bool = False
 
     @property
     def trains(self) -> bool:
@@ -143,14 +139,14 @@ class ShardStore:
         self._shards: dict[int, StoredShard] = {}  # by unit
         self.changes = 0
 
-    def allocate(self, unit: int, shard_numel: int, name: str, first: int = 0) -> None:
-        """Make room for one version of a unit's weights, in the files from number ``first`` on.
+    def allocate(self, unit: int, shard_numel: int, name: str) -> None:
+        """Make room for one version of a unit's weights.
 
         Raises:
             DiskError: The file system is full.
         """
-        version = Version(self._weights(self.places(shard_numel), name, first))
-        self._set(unit, StoredShard([version], name, first))
+        version = Version(self._weights(self.places(shard_numel), name))
+        self._set(unit, StoredShard([version], name))
 
     def adopt(self, unit: int, name: str, versions: list[Version]) -> None:
         """Let a unit have extents that were found, and that the volume counts as taken."""
@@ -162,32 +158,6 @@ class ShardStore:
     def _set(self, unit: int, shard: StoredShard) -> None:
         self._shards[unit] = shard
         self.changes += 1
-
-    def fits(self, version: Version) -> bool:
-        """Whether every extent of ``version`` has the size of what it holds; exact values may lack."""
-        return all(
-            chunk.weight.nbytes == chunk.numel * self._weight_itemsize
-            and chunk.exact.nbytes in (0, chunk.numel * self._exact_itemsize)
-            for chunk in version.chunks
-        )
-
-    def share(self, unit: int, name: str, version: Version) -> None:
-        """Let a unit have its only version in sealed files, which other runs read, too."""
-        self._set(unit, StoredShard([version], name, shared=True))
-
-    def shared(self, unit: int) -> bool:
-        """Whether the unit's only version lies in sealed files, which are never written again."""
-        return unit in self._shards and self._shards[unit].shared
-
-    def copy_on_write(self, unit: int) -> None:
-        """Make room for weights in this run's own files; the shared extents stay as they are.
-
-        Raises:
-            DiskError: The file system is full; nothing changed.
-        """
-        shared = self._shards[unit]
-        places = [(chunk.start, chunk.numel) for chunk in shared.versions[0].chunks]
-        self._set(unit, StoredShard([Version(self._weights(places, shared.name))], shared.name))
 
     def places(self, shard_numel: int) -> list[tuple[int, int]]:
         """Start and elements of every chunk of a shard."""
@@ -214,7 +184,7 @@ class ShardStore:
         """
         shard = self._shards[unit]
         [version] = shard.versions
-        chunk = self._with_exact(version.chunks[number], shard.name, shard.first)
+        chunk = self._with_exact(version.chunks[number], shard.name)
         shard.versions = [Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))]
         self.changes += 1
         return chunk
@@ -268,10 +238,10 @@ class ShardStore:
         return Version(tuple(self._with_moments(self._with_exact(c, name), name) for c in version.chunks))
 
     def free(self, unit: int) -> None:
-        """Give back what a unit holds; shared extents stay as they are."""
+        """Give back what a unit holds."""
         shard = self._shards.pop(unit, None)
         self.changes += 1
-        if shard is not None and not shard.shared:
+        if shard is not None:
             self.free_versions(shard.versions)
 
     def free_versions(self, versions: Iterable[Version]) -> None:
@@ -280,22 +250,20 @@ class ShardStore:
             self.volume.free(chunk.weight)
             self.volume.free(chunk.state)
 
-    def _weights(
-        self, places: Iterable[tuple[int, int]], name: str, first: int = 0
-    ) -> tuple[ChunkExtents, ...]:
+    def _weights(self, places: Iterable[tuple[int, int]], name: str) -> tuple[ChunkExtents, ...]:
         itemsize = self._weight_itemsize
         return tuple(
-            ChunkExtents(start, numel, self.volume.allocate(numel * itemsize, what=name, first=first))
+            ChunkExtents(start, numel, self.volume.allocate(numel * itemsize, what=name))
             for start, numel in places
         )
 
-    def _with_exact(self, chunk: ChunkExtents, name: str, first: int = 0) -> ChunkExtents:
+    def _with_exact(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
         if chunk.exact.pieces or not self._exact_itemsize:
             return chunk
-        return replace(chunk, exact=self._zeros(chunk.numel * self._exact_itemsize, name, first))
+        return replace(chunk, exact=self._zeros(chunk.numel * self._exact_itemsize, name))
 
     def _with_moments(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
         return replace(chunk, moments=self._zeros(chunk.numel * self._moments_itemsize, name))
 
-    def _zeros(self, nbytes: int, name: str, first: int = 0) -> Extent:
-        return self.volume.allocate(nbytes, what=name, zeroed=True, first=first)
+    def _zeros(self, nbytes: int, name: str) -> Extent:
+        return self.volume.allocate(nbytes, what=name, zeroed=True)

@@ -26,7 +26,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
-from infinity.shards.shared_base import SharedBase
+from infinity.shards.mapped import MappedBase
 from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
@@ -62,8 +62,9 @@ class Tiers:
         ranks: Those that share the units.
 
     Attributes:
-        shared_base: Places units of a frozen base in extents that runs share, while it is loaded.
+        base: Reads units of a frozen base where they lie in a checkpoint, while it is loaded.
         from_base: Indices of units that were loaded so: their values can be had again.
+        mapped: The base of each unit that is read where it lies, by the unit's index.
         pending: The states of an interrupted run are still to be put into their places. Until then units
             on NVMe have none, and what is stored in a unit is forgotten.
         before_write: Called before committed values are written in place.
@@ -80,8 +81,9 @@ class Tiers:
         self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
-        self.shared_base: SharedBase | None = None
+        self.base: MappedBase | None = None
         self.from_base: set[int] = set()
+        self.mapped: dict[int, MappedBase] = {}
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
         self.before_write: Callable[[], object] = lambda: None
@@ -103,7 +105,9 @@ class Tiers:
         elif self.store is not None:
             if self._awaits(unit):
                 return
-            if self.shared_base is None or not self.shared_base.place(unit):
+            if self.base is not None and self.base.map(unit):
+                self.mapped[unit.index] = self.base
+            else:
                 self.store.allocate(unit.index, unit.shard_numel, unit.name)
         else:
             raise BudgetError(
@@ -164,25 +168,27 @@ class Tiers:
         nbytes = self._nbytes(unit, moments=bool(unit.trainable))
         if (
             unit.index in self.residents
-            or not self._stored(unit)
+            or not self._placed(unit)
             or self._used_nbytes + nbytes > self.resident_nbytes
         ):
             return
         self._used_nbytes += nbytes
         self._make_resident(unit, set_aside=bool(unit.trainable))
         self._read_resident(unit)
-        assert self.store is not None
-        self.store.free(unit.index)
+        self._store.free(unit.index)
+        self._unmap(unit)
 
     def _read_resident(self, unit: Unit) -> None:
         """Fill a unit in host memory from its committed version on NVMe."""
         ours = self.residents[unit.index]
         itemsize = sum(field.itemsize for field in ours.state)
-        if all(chunk.state.nbytes == chunk.numel * itemsize for chunk in self._committed(unit).chunks):
+        if unit.index not in self.mapped and all(
+            chunk.state.nbytes == chunk.numel * itemsize for chunk in self._committed(unit).chunks
+        ):
             for transfer in self._move_resident(unit, self._engine.read):
                 transfer.wait()
             return
-        for start, weight, state in self._each_stored_chunk(unit):
+        for start, weight, state in self._each_distant_chunk(unit):
             part = slice(start, start + len(weight))
             ours.weight[part].copy_(weight)
             for mine, field in zip(ours.state, state, strict=False):
@@ -228,9 +234,9 @@ class Tiers:
                 the compute dtype.
             moments: The same of the moments, called after it; None: they are zero.
         """
-        if unit.index not in self.residents and not self._stored(unit):
+        if unit.index not in self.residents and not self._placed(unit):
             self.place(unit)
-            if self._shared(unit):
+            if unit.index in self.mapped:
                 self.from_base.add(unit.index)
                 return  # with its values
         if self._awaits(unit):
@@ -238,12 +244,7 @@ class Tiers:
         first, trains = unit.shard_start, self._trains(unit)
         for start, weight, state in self._each_chunk(unit, read=False, write=True):
             values = master(first + start, first + start + len(weight))
-            if values.dtype == torch.bfloat16:
-                weight.copy_(values)
-                for field in state[:-_MOMENTS]:
-                    field.zero_()
-            else:
-                store_master(self.layout, values, weight, state)
+            self._set_master(values, weight, state)
             if not trains:
                 continue
             if moments is None:
@@ -253,7 +254,7 @@ class Tiers:
                 given = moments(first + start, first + start + len(weight))
                 for moment, value in zip(state[-_MOMENTS:], given, strict=True):
                     moment.copy_(value)
-        if self.shared_base is not None:
+        if self.base is not None:
             self.from_base.add(unit.index)
 
     def get(self, unit: Unit) -> Tensor:
@@ -284,7 +285,12 @@ class Tiers:
         Yields:
             The chunk's first element in the shard, and its three fields.
         """
-        for start, weight, state in self._each_chunk(unit):
+        yield from self._fields(self._each_chunk(unit))
+
+    def _fields(
+        self, chunks: Iterable[tuple[int, Tensor, tuple[Tensor, ...]]]
+    ) -> Generator[tuple[int, tuple[Tensor, ...]]]:
+        for start, weight, state in chunks:
             yield start, (master_of(self.layout, weight, state), *state[-_MOMENTS:])
 
     def set_shard_fields(self, unit: Unit, fields: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -326,7 +332,7 @@ class Tiers:
             if self._awaits(unit):
                 yield from self._each_missing_chunk(unit)
             else:
-                yield from self._each_stored_chunk(unit, read=read, write=write)
+                yield from self._each_distant_chunk(unit, read=read, write=write)
             return
         missing = self.layout.fields[len(resident.state) :]
         for start in range(0, unit.shard_numel, self.chunk_numel):
@@ -334,15 +340,69 @@ class Tiers:
             zeros = (torch.zeros(stop - start, dtype=field.dtype) for field in missing)
             yield start, resident.weight[start:stop], (*(f[start:stop] for f in resident.state), *zeros)
 
+    def _each_distant_chunk(
+        self, unit: Unit, *, read: bool = True, write: bool = False
+    ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
+        """The same of a unit that is not in host memory."""
+        if write:
+            self._own(unit)
+        if unit.index in self.mapped:
+            yield from self._each_mapped_chunk(unit)
+        else:
+            yield from self._each_stored_chunk(unit, read=read, write=write)
+
+    def _each_mapped_chunk(self, unit: Unit) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
+        """The same of a unit that is read where it lies."""
+        base, first = self.mapped[unit.index], unit.shard_start
+        for start, numel in self._store.places(unit.shard_numel):
+            nbytes = self.layout.weight_nbytes(numel)
+            with self.pool.lease(nbytes + self.layout.state_nbytes(numel), who="exact values") as lease:
+                weight = lease.tensor[:nbytes].view(unit.dtype)
+                state = self.layout.views(lease.tensor[nbytes:], numel)
+                with base.master(unit, first + start, first + start + numel) as values:
+                    self._set_master(values, weight, state)
+                for moment in state[-_MOMENTS:]:
+                    moment.zero_()
+                yield start, weight, state
+
+    def _set_master(self, values: Tensor, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Write exact values, of fp32 or of bf16, into weights and what makes them exact."""
+        if values.dtype == torch.bfloat16:
+            weight.copy_(values)
+            for field in state[:-_MOMENTS]:
+                field.zero_()
+        else:
+            store_master(self.layout, values, weight, state)
+
+    def _own(self, unit: Unit) -> None:
+        """Give a unit that is read where it lies extents of this run, with its values.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        if unit.index not in self.mapped:
+            return
+        base, first = self.mapped[unit.index], unit.shard_start
+        self._store.allocate(unit.index, unit.shard_numel, unit.name)
+        for start, weight, state in self._each_stored_chunk(unit, read=False, write=True):
+            with base.master(unit, first + start, first + start + len(weight)) as values:
+                self._set_master(values, weight, state)
+        self._unmap(unit)
+
+    def _unmap(self, unit: Unit) -> None:
+        """The unit has a home of its own."""
+        if self.snapshot is not None and unit.index in self.mapped:
+            self.snapshot.wait_for(unit.index)
+        base = self.mapped.pop(unit.index, None)
+        if base is not None:
+            base.drop(unit)
+
     def _each_stored_chunk(
         self, unit: Unit, *, read: bool = True, write: bool = False
     ) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
-        """The same of a unit on NVMe; where memory allows, a chunk lands while the next one is made."""
-        stored = self._committed(unit).chunks
-        if write and self._shared(unit):
-            self._store.copy_on_write(unit.index)
+        """The same of a unit with extents; where memory allows, a chunk lands while the next one is made."""
         with ExitStack() as landing:
-            for number, (chunk, target) in enumerate(zip(stored, self._committed(unit).chunks, strict=True)):
+            for number, chunk in enumerate(self._committed(unit).chunks):
                 weight_nbytes = self.layout.weight_nbytes(chunk.numel)
                 with ExitStack() as held:
                     lease = self._room(weight_nbytes + self.layout.state_nbytes(chunk.numel), landing)
@@ -353,14 +413,11 @@ class Tiers:
                         self._fetch(chunk, lease, weight, state)
                     yield chunk.start, weight, state
                     if write:
-                        if not target.exact.pieces and self._has_remainder(weight, state):
+                        target = chunk
+                        if not chunk.exact.pieces and self._has_remainder(weight, state):
                             target = self._store.add_exact(unit.index, number)
                         for transfer in self._start(self._engine.write, target, lease.memory):
                             held.callback(transfer.wait)
-                        if self.shared_base is not None:
-                            self.shared_base.wrote(
-                                unit, [part for _, part in self._parts(target, lease.memory)]
-                            )
                         landing.close()
                         landing.enter_context(held.pop_all())
 
@@ -372,7 +429,7 @@ class Tiers:
 
     def _awaits(self, unit: Unit) -> bool:
         """Whether the unit's states will come from an interrupted run."""
-        return self.pending and not (unit.index in self.from_base or self.shared_base is not None)
+        return self.pending and not (unit.index in self.from_base or self.base is not None)
 
     def _room(self, nbytes: int, landing: ExitStack) -> Lease:
         """Staging memory, beside what is ``landing`` or after it."""
@@ -420,6 +477,7 @@ class Tiers:
 
     def adopt(self, unit: Unit, versions: list[Version], committed: int) -> None:
         """Let a unit have versions that were found; one that lives in host memory is read."""
+        self._unmap(unit)
         self._store.adopt(unit.index, unit.name, versions)
         unit.version = committed
         if unit.index in self.residents:
@@ -428,6 +486,7 @@ class Tiers:
 
     def make_anew(self, unit: Unit) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
         """Give a unit room, and yield the start, weights and state of each chunk, to be written."""
+        self._unmap(unit)
         unit.version = 0
         if unit.index not in self.residents:
             self._store.allocate(unit.index, unit.shard_numel, unit.name)
@@ -545,7 +604,7 @@ class Tiers:
         store.versions = 3
         try:
             for unit in units:
-                if unit.index in self.residents or not self._stored(unit) or self._shared(unit):
+                if unit.index in self.residents or not self._stored(unit):
                     continue
                 if store.trains(unit.index) and len(store.versions_of(unit.index)) < store.versions:
                     store.add_version(unit.index)
@@ -563,6 +622,9 @@ class Tiers:
         """
         sources = {}
         for unit in units:
+            if unit.index in self.mapped:
+                sources[unit.index] = Source(lasting=self._fields(self._each_mapped_chunk(unit)))
+                continue
             resident = self.residents.get(unit.index)
             version, place, values = None, None, None
             if resident is None or unit.index in self._recorded:
@@ -586,15 +648,25 @@ class Tiers:
 
     def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start fetching this shard's committed weights from byte ``start`` on."""
+        base = self.mapped.get(unit.index)
+        if base is not None:
+            return base.read(unit, memory, start)
         part = self._committed(unit).weight.part(start, memory.nbytes)
         return self._engine.read(part, memory, urgent=True)
 
     def _train(self, unit: Unit) -> None:
         """Give a unit on NVMe room for all that training needs, in files of this run."""
-        if self._shared(unit):
-            for _ in self._each_stored_chunk(unit, write=True):
-                pass
+        self._own(unit)
         self._store.train(unit.index)
+
+    def fetched_nbytes(self, unit: Unit, piece_nbytes: int | None) -> int:
+        """Bytes that a fetch of this shard reads, in pieces of ``piece_nbytes``; None: as a whole."""
+        if unit.home is not Tier.NVME:
+            return 0
+        base = self.mapped.get(unit.index)
+        if base is None:
+            return unit.shard_nbytes
+        return base.nbytes(unit, min(unit.shard_nbytes, piece_nbytes or unit.shard_nbytes))
 
     def _committed(self, unit: Unit) -> Version:
         return self._store.version(unit.index, unit.version)
@@ -603,14 +675,15 @@ class Tiers:
         """Whether the unit has moments."""
         resident = self.residents.get(unit.index)
         if resident is None:
-            return self._store.trains(unit.index)
+            return unit.index not in self.mapped and self._store.trains(unit.index)
         return len(resident.state) == len(self.layout.fields)
 
     def _stored(self, unit: Unit) -> bool:
         return self.store is not None and self.store.has(unit.index)
 
-    def _shared(self, unit: Unit) -> bool:
-        return self.store is not None and self.store.shared(unit.index)
+    def _placed(self, unit: Unit) -> bool:
+        """Whether a unit that is not in host memory has a home."""
+        return unit.index in self.mapped or self._stored(unit)
 
     @property
     def _store(self) -> ShardStore:

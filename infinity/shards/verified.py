@@ -5,8 +5,8 @@ Each block of 4,096 bytes in the files of this rank has 32 bits in memory, a tho
 0 while it is unknown what the block holds, else the sum of its content, of its place and of whose file it is.
 So blocks that changed places are found, and blocks that a drive acknowledged and did not write. A transfer
 ends when its sums are made, or compared, on threads beside the engine's: nothing uses bytes that were not.
-With each commit the sums are written, too, for the process that goes on and for :func:`verify`. Frozen bases
-that runs share are compared with digests of their own; see :mod:`infinity.shards.shared_base`.
+With each commit the sums are written, too, for the process that goes on and for :func:`verify`. Of what is
+read from a checkpoint's own files nothing is known.
 """
 
 import contextlib

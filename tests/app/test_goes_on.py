@@ -203,6 +203,7 @@ def test_a_fine_tune_goes_on_bitwise_and_its_last_commit_can_be_exported(
     LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / "base")
     size = {"model.n_layers", "model.d_model", "model.n_heads"}
     more = [override, "lora.dropout=0.1", f"model.path={tmp_path}/base", "data.tokenizer=bytes"]
+    more += ["memory.host=1MiB", "memory.resident=false"]  # a frozen base is read where it lies
     found = {}
     for name in ("whole", "parts"):
         given = [

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.errors import ChangedFileError, DirectoryError, DiskError
-from infinity.core.extent import Extent
+from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DirectoryError, DiskError
+from infinity.core.extent import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import make_engine
-from infinity.nvme.volume import SealedFile, Space, Volume
+from infinity.nvme.volume import SealedFile, Space, Volume, open_sealed
 from tests.helpers.limits import file_limit
 
 MIB = 2**20
@@ -39,28 +39,27 @@ def test_bytes_are_counted(volume: Volume) -> None:
         volume.free(second)
 
 
-def test_files_that_were_added_have_extents_of_their_own_until_they_are_sealed(
+def test_files_of_others_are_read_past_the_cache_and_never_written_synced_or_counted(
     volume: Volume, tmp_path: Path, lease: Callable[..., BufferLease]
 ) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"7" * 8192 + b"end")
     engine = make_engine("threads", volume)
-    volume.allocate(4096, what="own")
-    first = volume.add([tmp_path / "c.bin", tmp_path / "d.bin"])
-    extent = volume.allocate(30 * MIB, what="a base", first=first)
-    assert [(p.file, p.offset, p.nbytes) for p in extent.pieces] == [(2, 0, 20 * MIB), (3, 0, 10 * MIB)]
-    assert {p.file for _ in range(9) for p in volume.allocate(4096, what="own").pieces} == {0, 1}
-    engine.write(extent, lease(30 * MIB, 7).memory).wait()
-    sizes = volume.cut(first)
-    assert sizes == [(tmp_path / "c.bin", 20 * MIB), (tmp_path / "d.bin", 10 * MIB)]
-    assert [path.stat().st_size for path, _ in sizes] == [20 * MIB, 10 * MIB]
-    before = volume.allocated_nbytes
-    sealed = [SealedFile(path, os.open(path, os.O_RDONLY), False, nbytes) for path, nbytes in sizes]
-    volume.seal(first, sealed)
-    assert volume.allocated_nbytes == before
-    read = lease(30 * MIB)
+    with path.open("rb") as file:
+        sealed = open_sealed(path, file.fileno())
+    assert (sealed.nbytes, sealed.direct) == (8195, not volume.buffered)
+    number = volume.add_sealed([sealed])
+    assert volume.allocated_nbytes == 0
+    extent, read = Extent((Piece(number, 0, 8192),)), lease(8192)
     engine.read(extent, read.memory).wait()
-    assert bool((read.tensor == 7).all())
+    assert bytes(read.memory) == b"7" * 8192
     with pytest.raises(DiskError, match="EBADF"):
         engine.write(extent, read.memory).wait()
+    volume.sync()
+    volume.check()
+    path.write_bytes(b"8" * 8195)
+    with pytest.raises(ChangedCheckpointError, match="was written"):
+        volume.check()
     engine.close()
 
 

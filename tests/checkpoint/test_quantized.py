@@ -1,0 +1,194 @@
+"""A quantized checkpoint is decoded once, exactly, and trains as the checkpoint that it stands for."""
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+import infinity
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
+from infinity.core.errors import CheckpointError
+from infinity.device import codecs
+from tests.checkpoint.test_load_parity import load, train
+from tests.helpers import quantized, zoo
+from tests.helpers.training import assert_bitwise, reference, streaming
+
+
+@pytest.fixture
+def written(tmp_path):
+    """``written(kind)``: directory, the values of quantized weights, and the plain model's maker."""
+    transformers.utils.logging.set_verbosity_error()
+
+    def make(kind):
+        directory = tmp_path / kind
+        values = quantized.write(kind, directory)
+
+        def plain():
+            options = {"dtype": torch.float32}
+            where = directory
+            if kind == "gpt_oss":
+                options["quantization_config"] = Mxfp4Config(dequantize=True)
+            elif kind not in ("deepseek_v3", "qwen3_fp8"):  # transformers needs other packages for these
+                where = tmp_path / "plain"
+                if not where.exists():
+                    quantized.without_quantization(directory, values, where)
+            return AutoModelForCausalLM.from_pretrained(where, **options).train()
+
+        return directory, values, plain
+
+    return make
+
+
+def decoded(directory):
+    checkpoint = Checkpoint(directory)
+    decode_checkpoint(checkpoint, read_quantization(directory))
+    return checkpoint
+
+
+def rewrite(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_quantization(directory, **changes):
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+def test_any_range_of_a_quantized_weight_has_its_values(written, kind):
+    directory, values, _ = written(kind)
+    stored = load_file(directory / "model.safetensors")
+    with decoded(directory) as checkpoint:
+        assert values.keys() <= checkpoint.keys()
+        assert all(key in stored for key in checkpoint.keys() - values.keys())
+        for key, expected in values.items():
+            tensor = checkpoint[key]
+            assert tensor.shape == expected.shape
+            assert tensor.dtype in (torch.float32, expected.dtype, torch.bfloat16)
+            for _ in range(6):
+                start, stop = sorted(torch.randint(0, expected.numel() + 1, (2,)).tolist())
+                out = torch.empty(stop - start)
+                tensor.fill(start, out)
+                assert torch.equal(out, expected.reshape(-1)[start:stop].float()), (key, start, stop)
+
+
+def test_zero_points_of_packed_groups_are_read_with_their_rows(written, tmp_path):
+    zoo.build("llama", 5)[0]().save_pretrained(tmp_path / "llama")
+    values = quantized.packed(tmp_path / "llama", only="_proj", zeros=True)
+    with decoded(tmp_path / "llama") as checkpoint:
+        for key, expected in values.items():
+            for start in (0, 7 * expected.shape[1] + 3):
+                out = torch.empty(expected.numel() - start)
+                checkpoint[key].fill(start, out)
+                assert torch.equal(out, expected.reshape(-1)[start:].float())
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+def test_a_quantized_checkpoint_trains_as_the_one_that_it_stands_for(written, tmp_path, kind):
+    directory, _, plain = written(kind)
+    _, batch = zoo.build("llama", 3)
+    expected = reference(plain, batch, dtype="bf16", steps=3)
+    ours = train(load(directory, streaming(tmp_path / "nvme")), batch, steps=3)
+    assert_bitwise(ours, expected)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gptq"])
+def test_what_is_not_trained_has_the_values_that_transformers_loads_in_the_compute_dtype(written, kind):
+    directory, _, plain = written(kind)
+    model = load(directory, ["memory.host=64MiB"], frozen=True)
+    weights = infinity.state_dict(model)
+    infinity.close(model)
+    expected = plain().bfloat16().state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_fp8", "gpt_oss"])
+def test_it_is_exported_in_bf16_without_quantization_and_the_run_says_so(written, tmp_path, caplog, kind):
+    directory, values, plain = written(kind)
+    with caplog.at_level(logging.INFO, "infinity"):
+        model = load(directory, ["memory.host=64MiB"])
+    assert f"{len(values)} weights of {directory} are decoded from" in caplog.text
+    assert "exports have them in bfloat16, not quantized" in caplog.text
+    infinity.export(model, tmp_path / "out")
+    infinity.close(model)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    expected = plain().bfloat16().state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_decoding_holds_a_part_of_a_tensor_only(tmp_path, monkeypatch):
+    seen = []
+    whole = codecs.decode_fp8
+    monkeypatch.setattr(codecs, "decode_fp8", lambda v, *rest: seen.append(v.numel()) or whole(v, *rest))
+    weight = torch.randn(3000, 300).to(torch.float8_e4m3fn)
+    tensors = {"a.weight": weight, "a.weight_scale_inv": torch.ones(24, 3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with decoded(tmp_path) as checkpoint:
+        out = torch.empty(weight.numel())
+        checkpoint["a.weight"].fill(0, out)
+    assert torch.equal(out.view(weight.shape), weight.float())
+    assert max(seen) <= 2**18 < weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "what"),
+    [
+        ("qwen3_fp8", {"quant_method": "awq"}, 'quant_method is "awq"'),
+        ("qwen3_fp8", {"weight_block_size": [0, 8]}, "positive whole number"),
+        ("qwen3_fp8", {"weight_block_size": [7, 8]}, None),  # the file's own blocks count
+        ("qwen3_fp8", {"quant_method": "gptq", "bits": 4}, "no tensor ends with qweight"),
+        ("gptq", {"bits": 3}, "3 bits"),
+        ("gptq", {"checkpoint_format": "marlin"}, "marlin"),
+        ("kimi_k2", {"format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ("kimi_k2", {"config_groups": 3}, "quantization_config"),
+    ],
+)
+def test_a_format_that_cannot_be_decoded_is_refused_and_named(written, kind, changes, what):
+    directory, _, _ = written(kind)
+    change_quantization(directory, **changes)
+    if what is None:
+        infinity.close(load(directory, ["memory.host=64MiB"]))
+        return
+    with pytest.raises(CheckpointError, match=what):
+        load(directory, ["memory.host=64MiB"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ending", "becomes", "what"),
+    [
+        ("qwen3_fp8", "weight_scale_inv", None, "weight_scale_inv is missing"),
+        ("qwen3_fp8", "weight_scale_inv", torch.ones(5, 7), "that of its scales"),
+        ("qwen3_fp8", "weight_scale_inv", torch.ones(2).long(), "wanted float32"),
+        ("gpt_oss", "_scales", None, "_scales is missing"),
+        ("gpt_oss", "_scales", torch.ones(1, 1, 1, dtype=torch.uint8), "that of its scales"),
+        ("kimi_k2", "weight_scale", torch.ones(1, 2), "that of its scales"),
+        ("gptq", "g_idx", None, "g_idx is missing"),
+        ("gptq", "down_proj.g_idx", torch.full((80,), 99, dtype=torch.int32), "does not have"),
+    ],
+)
+def test_tensors_that_do_not_go_together_are_refused_and_named(written, kind, ending, becomes, what):
+    directory, _, _ = written(kind)
+
+    def change(tensors):
+        for key in [key for key in tensors if key.endswith(ending)]:
+            del tensors[key]
+            if becomes is not None:
+                tensors[key] = becomes.clone()
+
+    rewrite(directory, change)
+    with pytest.raises(CheckpointError, match=what):
+        load(directory, ["memory.host=64MiB"])

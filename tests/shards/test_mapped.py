@@ -1,0 +1,416 @@
+"""A frozen base is read where it lies in the checkpoint: not copied, and bitwise as in plain PyTorch."""
+
+import contextlib
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mxfp4Config
+
+import infinity
+from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskError
+from infinity.core.lifecycle import Tier
+from infinity.engine.runtime import runtime_of
+from tests.helpers import models, quantized
+from tests.helpers.launch import run_ranks
+from tests.helpers.reference import Reference, Rule
+from tests.helpers.training import optimizer_for, recipe, small_units, streaming
+from tests.test_bytes import settled
+
+pytestmark = [  # what peft itself says to users of plain PyTorch
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
+
+#: peft would write the packed experts of these, too.
+TARGETS = {"deepseek_v3": ["q_b_proj", "o_proj"], "kimi_k2": ["q_b_proj", "o_proj"]}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return save(tmp_path / "checkpoint")
+
+
+def save(directory: Path, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    models.build("llama", 1)[0]().to(dtype).save_pretrained(directory, **options)
+    return directory
+
+
+def load(checkpoint: Path, nvme: Any, *more: str, dtype: str = "bf16", **options: Any) -> Any:
+    """The frozen model of a checkpoint, on NVMe, with a window for a part of it."""
+    overrides = streaming(nvme, "memory.device=400KiB", *more)
+    with small_units():
+        return infinity.from_pretrained(checkpoint, recipe(dtype, overrides), **({"frozen": True} | options))
+
+
+@contextlib.contextmanager
+def loaded(*args: Any, **options: Any):
+    model = load(*args, **options)
+    try:
+        yield model
+    finally:
+        infinity.close(model)
+
+
+def adapted(model: Any, targets: list[str] | None = None) -> Any:
+    torch.manual_seed(5)
+    with small_units():
+        return infinity.add_lora(model, rank=4, alpha=8.0, target_modules=targets or ()).train()
+
+
+def train(model: Any, steps: int = 3, *, rank: int = 0, world: int = 1, **options: Any) -> list[float]:
+    """Losses of adapters that are trained on ``model``."""
+    _, batch = models.build("llama", 1)
+    model = adapted(model, **options)
+    optimizer, losses = optimizer_for(model, Rule()), []
+    for step in range(steps):
+        loss = model(**batch(step, rank, world)).loss
+        optimizer.scale(loss).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    optimizer.synchronize()
+    return losses
+
+
+def train_plain(model: Any, targets: list[str] | None = None, steps: int = 3) -> list[float]:
+    """The same by plain PyTorch and peft."""
+    _, batch = models.build("llama", 1)
+    torch.manual_seed(5)
+    settings = {"r": 4, "lora_alpha": 8.0, "target_modules": targets or "all-linear"}
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    loop = Reference(model.train(), torch.bfloat16, Rule())
+    return [float(loss) for step in range(steps) for loss in loop.step([batch(step)]).losses]
+
+
+def written_nbytes(model: Any) -> int:
+    return runtime_of(model).tiers.engine.nbytes_written
+
+
+def said(model: Any) -> str:
+    lines: list[str] = []
+    runtime_of(model).say.attach(lines.append)
+    return "\n".join(lines)
+
+
+def mapped(model: Any) -> list[Any]:
+    runtime = runtime_of(model)
+    return [runtime.units[index] for index in runtime.tiers.mapped]
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in infinity.state_dict(model).items()}
+
+
+def assert_same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert weights.keys() == others.keys()
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+def content(directory: Path) -> dict[str, tuple[bytes, int]]:
+    return {each.name: (each.read_bytes(), each.stat().st_mtime_ns) for each in directory.iterdir()}
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [kind for kind in quantized.KINDS if kind != "gptq"])
+def test_adapters_on_a_quantized_base_train_as_with_plain_pytorch_and_peft(tmp_path, kind):
+    directory, targets = tmp_path / kind, TARGETS.get(kind)
+    values = quantized.write(kind, directory)
+    with loaded(directory, tmp_path / "nvme") as model:
+        assert mapped(model) == list(runtime_of(model).units)
+        assert written_nbytes(model) == 0
+        losses = train(model, targets=targets)
+    where, options = directory, {}
+    if kind == "gpt_oss":
+        options = {"quantization_config": Mxfp4Config(dequantize=True)}
+    elif kind == "kimi_k2":
+        where = quantized.without_quantization(directory, values, tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, **options)
+    assert losses == train_plain(plain, targets)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("bf16", torch.float32), ("bf16", torch.float16), ("fp16", torch.float32), ("fp32", torch.bfloat16)],
+)
+def test_any_stored_dtype_gives_the_exact_values_of_a_base_that_is_copied(tmp_path, dtype, stored):
+    checkpoint = save(tmp_path / "checkpoint", dtype=stored, max_shard_size="40KB")
+    before = content(checkpoint)
+    with loaded(checkpoint, tmp_path / "own", dtype=dtype, frozen=False) as model:
+        weights = weights_of(model)
+        exact = [runtime_of(model).tiers.get(unit) for unit in runtime_of(model).units]
+    with loaded(checkpoint, tmp_path / "nvme", dtype=dtype) as model:
+        runtime = runtime_of(model)
+        assert mapped(model) == list(runtime.units)
+        assert "is read where it lies" in said(model)
+        assert_same(weights_of(model), weights)
+        assert all(torch.equal(runtime.tiers.get(u), e) for u, e in zip(runtime.units, exact, strict=True))
+        assert written_nbytes(model) == 0
+        assert runtime.storage.host_pool.peak_nbytes <= runtime.storage.host_nbytes
+    assert content(checkpoint) == before
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_adapters_train_as_on_a_base_that_is_copied(tmp_path, stored):
+    checkpoint = save(tmp_path / "checkpoint", dtype=stored, max_shard_size="40KB")
+    with loaded(checkpoint, tmp_path / "own", frozen=False) as model:
+        losses = train(model)
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        assert train(model) == losses
+
+
+def test_nothing_is_frozen_unless_it_is_asked_for(tmp_path, checkpoint):
+    with loaded(checkpoint, tmp_path / "nvme", frozen=False) as model:
+        assert all(param.requires_grad for param in model.parameters())
+        assert mapped(model) == []
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        assert not any(param.requires_grad for param in model.parameters())
+
+
+def test_runs_at_the_same_time_read_the_same_files_and_no_drive_holds_a_copy(tmp_path, checkpoint):
+    nvme = tmp_path / "nvme"
+    with loaded(checkpoint, nvme) as first, loaded(checkpoint, nvme) as second:
+        for model in (first, second):
+            assert runtime_of(model).storage.volume.allocated_nbytes == 0
+        assert train(first) == train(second)
+    assert list(nvme.iterdir()) == []
+
+
+def ranks_of(checkpoint: str, nvme: str) -> Any:
+    rank = int(os.environ["RANK"])
+    more = ["memory.device=4MiB", "memory.host=2MiB"]
+    with loaded(Path(checkpoint), nvme, *more, "memory.host=64MiB", "memory.resident=true") as model:
+        assert mapped(model) == []
+        losses = train(model, rank=rank, world=2)
+    with loaded(Path(checkpoint), nvme, *more) as model:
+        units = list(runtime_of(model).units)
+        read = sum(runtime_of(model).tiers.fetched_nbytes(unit, None) for unit in units)
+        assert mapped(model) == units
+        assert written_nbytes(model) == 0
+        assert train(model, rank=rank, world=2) == losses
+    return read, sum(unit.shard_nbytes for unit in units)
+
+
+def test_each_rank_reads_its_own_ranges(tmp_path):
+    directory = tmp_path / "checkpoint"
+    wide(directory)
+    quantized.fp8(directory)
+    for read, whole in run_ranks(ranks_of, 2, str(directory), str(tmp_path / "nvme")):
+        assert read < 0.75 * whole
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def wide(directory: Path) -> None:
+    """A model whose matrices are much larger than a block."""
+    torch.manual_seed(1)
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "vocab_size": models.VOCABULARY,
+    }
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, **sizes)
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+@pytest.mark.parametrize(("form", "most"), [(quantized.fp8, 0.65), (quantized.packed, 0.45)])
+def test_a_step_reads_the_bytes_of_the_stored_form_as_planned(tmp_path, form, most):
+    directory = tmp_path / "checkpoint"
+    wide(directory)
+    form(directory) if form is quantized.fp8 else form(directory, only="_proj")
+    _, batch = models.build("llama", 1)
+    more = ["memory.device=1500KiB", "memory.host=4MiB"]
+    with small_units(2**17), loaded(directory, tmp_path / "nvme", *more) as model:
+        tiers, units = runtime_of(model).tiers, list(runtime_of(model).units)
+        stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        whole = sum(unit.shard_nbytes for unit in units)
+        fetched = sum(tiers.fetched_nbytes(unit, None) for unit in units)
+        assert fetched < 1.25 * stored
+        assert fetched < most * whole
+        [base] = set(tiers.mapped.values())
+        model = adapted(model)
+        optimizer, runtime = optimizer_for(model, Rule(max_grad_norm=None)), runtime_of(model)
+        read, planned = [], []
+        for step in range(6):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            base._threads.submit(lambda: None).result()  # its only thread has done what came before
+            read.append(settled(runtime)[0])
+            planned.append(runtime.executor().planned)
+        fetches = runtime.executor().prefetcher.training.plan.fetched()
+        of_base = sum(tiers.fetched_nbytes(runtime.units[index], None) for index in fetches)
+        state = sum(12 * unit.shard_numel for unit in runtime.units if unit.trainable)
+        for step in (3, 4, 5):
+            assert 0 < of_base <= read[step] - read[step - 1] <= of_base + state
+            assert planned[step][0] == read[step] - read[step - 1]
+
+
+def test_what_finds_room_in_host_memory_is_read_once_and_stays_there(tmp_path, checkpoint):
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        losses = train(model)
+    more = ["memory.resident=true", "memory.host=600KiB"]
+    with loaded(checkpoint, tmp_path / "some", *more) as model:
+        homes = {unit.home for unit in runtime_of(model).units}
+        assert homes == {Tier.HOST, Tier.NVME}
+        assert train(model) == losses
+    with loaded(checkpoint, tmp_path / "all", *more, "memory.host=8MiB") as model:
+        assert {unit.home for unit in runtime_of(model).units} == {Tier.HOST}
+        assert runtime_of(model).storage.host_pool.leased_nbytes == sum(
+            lease.nbytes for each in runtime_of(model).tiers.residents.values() for lease in each.leases
+        )
+        assert train(model) == losses
+
+
+# --- what cannot be read where it lies -------------------------------------------------------------
+
+
+def test_what_is_pickled_or_decoded_as_a_whole_lies_in_the_runs_own_files_and_is_named(tmp_path, checkpoint):
+    quantized.write("gptq", tmp_path / "gptq")
+    with loaded(tmp_path / "gptq", tmp_path / "nvme") as model:
+        units = runtime_of(model).units
+        own = sum(unit.shard_nbytes for unit in units if unit not in mapped(model))
+        lines = said(model)
+        assert "of the frozen base lie in this run's own files, as" in lines
+        assert "can only be decoded as a whole" in lines
+        assert written_nbytes(model) == own > 0  # no remainders
+        assert len(set(train(model))) == 3
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(tensors, checkpoint / "pytorch_model.bin")
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        assert mapped(model) == []
+        pickled = weights_of(model)
+    with loaded(save(tmp_path / "again"), tmp_path / "nvme") as model:
+        assert_same(weights_of(model), pickled)
+
+
+# --- files that change, faults -----------------------------------------------------------------------
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def replace(path: Path) -> None:
+    shutil.copy2(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+CHANGES = {
+    "written": (touch, "was written"),
+    "cut": (lambda path: os.truncate(path, 5000), "was written .*5000 now"),
+    "replaced": (replace, "was replaced"),
+    "removed": (Path.unlink, "was removed"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_file_that_changes_under_a_run_is_an_error_that_names_it(tmp_path, checkpoint, change, message):
+    path = checkpoint / "model.safetensors"
+    _, batch = models.build("llama", 1)
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        model = adapted(model)
+        optimizer = optimizer_for(model, Rule())
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+        loss = model(**batch(1)).loss
+        loss.backward()
+        change(path)
+        with pytest.raises(ChangedCheckpointError, match=f"{path} {message}") as raised:
+            optimizer.step()
+        assert isinstance(raised.value, ChangedFileError)
+        assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_the_links_of_a_hub_cache_are_followed(tmp_path, checkpoint):
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        losses = train(model)
+    cache = tmp_path / "cache" / "snapshots"
+    cache.mkdir(parents=True)
+    for path in checkpoint.iterdir():
+        (cache / path.name).symlink_to(path)
+    with loaded(cache, tmp_path / "nvme") as model:
+        assert mapped(model) == list(runtime_of(model).units)
+        assert train(model) == losses
+
+
+def test_a_read_that_fails_raises_where_the_weight_is_used_and_names_the_file(tmp_path, checkpoint):
+    _, batch = models.build("llama", 1)
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        os.truncate(checkpoint / "model.safetensors", 5000)
+        with pytest.raises(DiskError, match=r"read of .*EIO") as raised:
+            model(**batch(0))
+        assert raised.value.path == str(checkpoint / "model.safetensors")
+
+
+# --- what is written later -----------------------------------------------------------------------
+
+
+def thaw(checkpoint: Path, nvme: Path, dtype: str, *, frozen: bool) -> tuple[list[float], Any]:
+    """Losses and weights of a model that is frozen in part for two steps, and trained for two."""
+    _, batch = models.build("llama", 1)
+    with loaded(checkpoint, nvme, "memory.device=1MiB", dtype=dtype, frozen=frozen) as model:
+        for name, param in model.train().named_parameters():
+            param.requires_grad_("layers.1" in name)
+        optimizer = infinity.AdamW(model, lr=1e-2, params=[{"params": list(model.parameters())}])
+        losses = []
+        for step in range(4):
+            if step == 2:
+                model.requires_grad_(True)
+            loss = model(**batch(step)).loss
+            optimizer.scale(loss).backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert mapped(model) == []
+        return losses, weights_of(model)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_is_thawed_trains_as_ever_and_leaves_the_checkpoint_as_it_is(tmp_path, dtype):
+    checkpoint = save(tmp_path / "checkpoint", dtype=torch.float32)
+    losses, weights = thaw(checkpoint, tmp_path / "alone", dtype, frozen=False)
+    before = content(checkpoint)
+    again, same = thaw(checkpoint, tmp_path / "nvme", dtype, frozen=True)
+    assert again == losses
+    assert_same(same, weights)
+    assert content(checkpoint) == before
+
+
+def test_weights_that_are_written_are_the_runs_own(tmp_path, checkpoint):
+    before = content(checkpoint)
+    with loaded(checkpoint, tmp_path / "nvme") as model, loaded(checkpoint, tmp_path / "nvme") as other:
+        weights = weights_of(model)
+        name, param = next(iter(other.named_parameters()))
+        with infinity.gathered(param, modify=True):
+            param.mul_(2)
+        assert len(mapped(other)) == len(runtime_of(other).units) - 1
+        other.load_state_dict(weights_of(other))
+        changed = weights_of(other)
+        assert torch.equal(changed.pop(name), 2 * weights[name])
+        assert_same(changed, {key: value for key, value in weights.items() if key != name})
+        assert_same(weights_of(model), weights)
+    assert content(checkpoint) == before
+
+
+def test_a_frozen_model_is_exported_from_where_it_lies(tmp_path, checkpoint):
+    with loaded(checkpoint, tmp_path / "nvme") as model:
+        infinity.export(model, tmp_path / "out")
+        assert written_nbytes(model) == 0
+    assert_same(
+        load_file(tmp_path / "out" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    )
