@@ -1,4 +1,4 @@
-"""The command line: ``infinity train | resume | runs | verify | export | save | plan | rok | recipe``."""
+"""The command line: ``infinity train | resume | runs | verify | export | save | plan | probe | ...``."""
 
 import argparse
 import io
@@ -140,6 +140,17 @@ def _plan(args: argparse.Namespace) -> None:
     show_plan(args.run, args.budget, _console())
 
 
+def _probe(args: argparse.Namespace) -> None:
+    from infinity.app.machines import describe_machine, probe, write_machine
+    from infinity.core.files import user_path
+
+    machine = probe(args.dir)
+    print(describe_machine(machine))
+    if args.output is not None:
+        write_machine(machine, user_path(args.output, "--output"))
+        print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
+
+
 def _rok(args: argparse.Namespace) -> None:
     from infinity.app.rok import show_rok
 
@@ -260,6 +271,16 @@ def _parser() -> argparse.ArgumentParser:
         help="plan for another budget of device memory for all that a step allocates, such as 2GiB",
     )
     plan.set_defaults(run_command=_plan)
+
+    probe = commands.add_parser(
+        "probe",
+        help="measure this machine, and write a hardware file",
+        description="Measure what computes, host memory and the drives of the given directories, in some "
+        "seconds, and write a hardware file for infinity plan --on.",
+    )
+    probe.add_argument("dir", nargs="*", metavar="DIR", help="a directory on each drive")
+    probe.add_argument("--output", metavar="FILE", help="the hardware file to write, such as here.yaml")
+    probe.set_defaults(run_command=_probe)
 
     rok = commands.add_parser(
         "rok",
