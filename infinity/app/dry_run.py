@@ -33,7 +33,7 @@ from infinity.app.recipe import Recipe
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.comm.ranks import Ranks
-from infinity.core.budget import DeviceBudget, rounded
+from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, piece_nbytes, rounded
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, CheckpointError, library_errors
 from infinity.core.lifecycle import Tier
@@ -48,6 +48,7 @@ from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.planner.clock import StepSetup
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES
 from infinity.planner.prefetch_plan import Event
@@ -96,6 +97,20 @@ class DryRun:
     activations: ActivationPlan
     checkpoint_nbytes: int = 0
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def setup(self) -> StepSetup:
+        """What the clock needs besides the trace."""
+        memory = self.recipe.memory
+        piece = piece_nbytes(self.host_nbytes - self.resident_nbytes)
+        return StepSetup(
+            units=self.units, rates=self.rates, division=self.division, ranks=self.ranks,
+            on_accelerator=self.machine.on_accelerator,
+            micro_batches=self.recipe.train.accumulate, early=memory.versions == 2,
+            clips=self.recipe.optim.max_grad_norm is not None, chunk_numel=self.chunk_numel,
+            staged_chunks=self.staged_chunks, piece_nbytes=piece if self.machine.on_accelerator else None,
+            reduce_itemsize=self.reduce_itemsize,
+        )  # fmt: skip
 
     @property
     def params(self) -> int:
@@ -563,7 +578,7 @@ class _Planner:
             recipe=recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
             units=self.units, trace=trace, division=division, host_nbytes=self.host_nbytes,
             resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
-            staged_chunks=max(4, room // staged), device_nbytes=self.free_nbytes,
+            staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
             reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,
             policy=policy, profile=profile, activations=plan,
             checkpoint_nbytes=made.checkpoint_nbytes, notes=made.notes,

@@ -15,6 +15,7 @@ from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import built
 from infinity.app.views import Views
 from infinity.core.lifecycle import Tier
+from infinity.planner.clock import plan_of, play_step
 
 GPT = ["model.n_layers=4", "model.d_model=64", "model.n_heads=4", "model.seq_len=32", "train.batch_size=2"]
 MACHINE = load_machine("vm-2core")
@@ -96,8 +97,12 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
         overrides += GPT
     recipe = recipe_for(tmp_path, *overrides)
     planned = dry_run(recipe, MACHINE, 1)
-    real, _ = run(recipe)
+    real, moved = run(recipe)
     named = [(u.name, u.shard_numel, u.on_nvme) for u in planned.units]
     assert named == real["units"]
     assert planned.division == real["division"]
     assert micro_batches(planned) == tuple(real["events"])
+    plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
+    assert list(plan.fetched()) == real["fetched"]
+    if real["events"]:
+        assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]
