@@ -2,16 +2,16 @@
 
 [Note: nothing is read and nothing computed]
 The model is built on the meta device, from ``config.json`` alone, and cut by the runtime's own builder. One
-micro-batch then runs on fake tensors, which have shapes and no memory: torch's own operators say what they would
-make, the runtime's own hooks and prefetcher what units they use. So the trace is that of the runtime, whatever
-the model does. A model whose forward depends on values (experts in a Python loop) cannot be recorded.
+micro-batch then runs on fake tensors, which have shapes and no memory: torch's own operators say what they
+would make, the runtime's own hooks and prefetcher what units they use. So the trace is that of the runtime,
+whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot be recorded.
 """
 
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -52,6 +52,7 @@ from infinity.planner.clock import StepSetup
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES
 from infinity.planner.prefetch_plan import Event
+from infinity.planner.simulator import play
 from infinity.planner.step import StepTrace, Stored, UnitShape, choose_homes
 from infinity.shards.storage import Storage
 
@@ -95,8 +96,45 @@ class DryRun:
     policy: str
     profile: Profile
     activations: ActivationPlan
-    checkpoint_nbytes: int = 0
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str]
+    _model: "_Model"
+
+    def changed(
+        self, *, recipe: Recipe | None = None, machine: Machine | None = None, trace: StepTrace | None = None
+    ) -> "DryRun":
+        """Return the same model under another recipe or on another machine.
+
+        Args:
+            recipe: With the same model and policy for activations.
+            machine: With as many devices.
+            trace: That of the recipe; None: recorded anew if other units stream, else the same.
+
+        Raises:
+            BudgetError: A budget is too small for it.
+        """
+        recipe, machine = recipe or self.recipe, machine or self.machine
+        planner = _Planner(recipe, machine, self.ranks, self.dtype, self._model)
+        if [unit.streams for unit in planner.units] != [unit.streams for unit in self.units]:
+            return dry_run(recipe, machine, self.ranks)
+        return planner.result_of(trace or self.trace, self.profile, self.activations)
+
+    def least_host_nbytes(self) -> int:
+        """The least ``memory.host`` with which the model can be trained."""
+        if not self.recipe.memory.nvme:
+            kept = sum(unit.resident_nbytes for unit in self.units)
+            return 2 * kept if self.machine.on_accelerator else kept
+        low, high = 0, self.host_nbytes
+        while high - low > max(4096, high // 256):
+            middle = (low + high) // 2
+            memory = replace(self.recipe.memory, host=max(1, middle), resident=False)
+            try:
+                recipe = replace(self.recipe, memory=memory)
+                _Planner(recipe, self.machine, self.ranks, self.dtype, self._model)
+            except BudgetError:
+                low = middle
+            else:
+                high = middle
+        return high
 
     @property
     def setup(self) -> StepSetup:
@@ -157,12 +195,12 @@ class _Model:
 
     Attributes:
         model: With adapters, if the recipe has them.
-        checkpoint_nbytes: Of the weights in ``model.path``.
+        notes: Lines for people about what is taken for granted.
     """
 
     def __init__(self, recipe: Recipe, ranks: int, dtype: torch.dtype) -> None:
         self.notes: list[str] = []
-        self.checkpoint_nbytes = 0
+        self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.construction = Construction(
             lambda close: UnitBuilder(dtype, 0, ranks, close, recipe.partition.leaf, without_values=True),
             _NoMasters(),
@@ -199,13 +237,34 @@ class _Model:
         if any(path.glob("*.safetensors")):
             with Checkpoint(path) as stored:
                 tensors = len(stored)
-                self.checkpoint_nbytes = sum(
-                    each.shape.numel() * each.dtype.itemsize for each in stored.values()
-                )
         else:
             self.notes.append(f"{path} holds no weights: planned from its config.json")
-        model = build_model(config, None, dtype, tensors)
-        return model
+        return build_model(config, None, dtype, tensors)
+
+    @contextmanager
+    def faked(self) -> Iterator[Any]:
+        """Inside, the model's parameters and buffers are fake tensors; the first time they become so."""
+        with self._mode:
+            if not self._is_fake:
+                self._fake()
+            yield self.model
+
+    def _fake(self) -> None:
+        self._is_fake = True
+        before = [segment.param for _, segment in self.units.segments()]  # as long as ids are compared
+        fakes: dict[int, nn.Parameter] = {}
+        for unit, segment in self.units.segments():
+            param = segment.param
+            segment.param = nn.Parameter(torch.empty(param.shape, dtype=unit.dtype), param.requires_grad)
+            fakes[id(param)] = segment.param
+        for module in self.model.modules():
+            own = {n: p if p is None else fakes.get(id(p), p) for n, p in module._parameters.items()}
+            module.__dict__["_parameters"] = own
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        self.units.replace(list(self.units))
+        del before
 
 
 def _quantisation(path: Path) -> str | None:
@@ -257,7 +316,7 @@ class _Recomputes:
         return None
 
 
-class _Roofline(Profiler):
+class _Roofline(Profiler):  # type: ignore[no-untyped-call]
     """Profiles fake operators: flops and bytes by operator, in place of seconds.
 
     Args:
@@ -274,6 +333,8 @@ class _Roofline(Profiler):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked several times for each operator
+            return args[0].fake_device
         before = len(self._recorded.calls)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self._recorded.calls) > before:
@@ -313,19 +374,17 @@ class _Roofline(Profiler):
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    packet, name = func._overloadpacket, str(func)
+    name = str(func)
     if "_scaled_dot_product_flash_attention_for_cpu" in name:
         query, key, value = args[1:4] if "backward" in name else args[:3]
         b, h, s, d = query.shape
-        pairs = b * h * s * key.shape[2]
-        return (5 if "backward" in name else 2) * pairs * (d + value.shape[3])
+        pairs = float(b * h * s * key.shape[2])
+        return (5 if "backward" in name else 2) * pairs * float(d + value.shape[3])
     if name.startswith("aten._grouped_mm"):
-        mat, other = args[:2]
-        out = result
-        if out.dim() == 2:  # (tokens, in) x (experts, in, out)
-            return 2.0 * out.numel() * mat.shape[-1]
-        return 2.0 * mat.shape[0] * mat.shape[1] * other.shape[-1]  # (in, tokens) x (tokens, out) by expert
-    count = flop_registry.get(packet)
+        (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
+        # tokens x experts' matrices; or, of gradients, columns of both for each expert: the same flops
+        return 2.0 * float(rows) * float(inner) * float(columns)
+    count = flop_registry.get(func._overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 
@@ -470,7 +529,7 @@ class _RecordedHooks(Hooks):
     def _hook_parameters(self) -> None:
         for _, segment in self.units.segments():
             if segment.param.requires_grad:
-                segment.param.register_post_accumulate_grad_hook(self._take_gradient)
+                segment.param.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
 
     def _take_gradient(self, param: nn.Parameter) -> None:
         place = self.units.find(param)
@@ -550,18 +609,16 @@ class _Planner:
         return made
 
     def result(self) -> DryRun:
-        recipe, made = self.recipe, self.made
+        made = self.made
         policy, plan = self.policy, ActivationPlan("keep")
         if policy == "recompute":
             plan = ActivationPlan("recompute")
-        with _fake(made) as model:
+        with made.faked() as model:
             recorded = self._record(model, plan)
             profile = recorded.profile
             if policy in ("plan", "offload"):
                 plan = self._choose(profile)
                 if self.budget.device_nbytes is not None and policy == "plan":
-                    from infinity.planner.simulator import play
-
                     peak = play(profile, plan, self._channels()).peak_nbytes
                     self.budget.divide_beside(peak)
                 if plan.recomputed:
@@ -569,19 +626,23 @@ class _Planner:
         trace = recorded.trace
         if plan.places:
             trace = self._with_stored(trace, recorded.cache, plan)
+        return self.result_of(trace, profile, plan)
+
+    def result_of(self, trace: StepTrace, profile: Profile, plan: ActivationPlan) -> DryRun:
+        """Return the dry run with this trace."""
         division = self.budget.division
         staged = rounded(self.storage.chunk_numel * (self._itemsize()))
         room = 0
         if not self.machine.on_accelerator:
             room = self.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
         return DryRun(
-            recipe=recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
+            recipe=self.recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
             units=self.units, trace=trace, division=division, host_nbytes=self.host_nbytes,
             resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
             reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,
-            policy=policy, profile=profile, activations=plan,
-            checkpoint_nbytes=made.checkpoint_nbytes, notes=made.notes,
+            policy=self.policy, profile=profile, activations=plan, notes=self.made.notes,
+            _model=self.made,
         )  # fmt: skip
 
     def _itemsize(self) -> int:
@@ -589,8 +650,6 @@ class _Planner:
         return layout.weight_nbytes(1) + layout.state_nbytes(1)
 
     def _channels(self) -> Any:
-        from dataclasses import replace
-
         given = self.rates.channels
         if not self.recipe.memory.nvme:
             given = replace(given, read_bytes_per_s=0.0, write_bytes_per_s=0.0, mixed_bytes_per_s=0.0)
@@ -646,7 +705,7 @@ class _Planner:
             targets = torch.zeros_like(tokens)
             with profiler, library_errors(CheckpointError, _WHY):
                 value = loss(tokens, targets)
-                value.backward()
+                value.backward()  # type: ignore[no-untyped-call]
             del value
         positions, flops, nbytes, fp32 = (np.array(column) for column in zip(*profiler.rows, strict=True))
         again = sum(
@@ -670,8 +729,6 @@ class _Planner:
         return _Recorded(trace, profile, cache)
 
     def _with_stored(self, trace: StepTrace, cache: _Cache, plan: ActivationPlan) -> StepTrace:
-        from dataclasses import replace
-
         after = {load.slot: load.after for load in plan.loads}
         stored = []
         for key, place in plan.places.items():
@@ -689,30 +746,6 @@ _WHY = "the model cannot be planned without values, since what its forward does 
 
 def _position(prefetcher: Prefetcher) -> int:
     return prefetcher.training.position
-
-
-@contextmanager
-def _fake(made: _Model) -> Iterator[Any]:
-    """Inside, the model's parameters and buffers are fake tensors."""
-    fakes: dict[int, nn.Parameter] = {}
-    with FakeTensorMode(allow_non_fake_inputs=False):
-        for unit in made.units:
-            for segment in unit.segments:
-                param = segment.param
-                fake = nn.Parameter(torch.empty(param.shape, dtype=unit.dtype), param.requires_grad)
-                fakes[id(param)] = fake
-        olds = [segment.param for _, segment in made.units.segments()]  # their ids stay theirs
-        for module in made.model.modules():
-            own = {n: p if p is None else fakes.get(id(p), p) for n, p in module._parameters.items()}
-            module.__dict__["_parameters"] = own
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        for _, segment in made.units.segments():
-            segment.param = fakes[id(segment.param)]
-        made.units.replace(list(made.units))
-        del olds
-        yield made.model
 
 
 @contextmanager

@@ -1,21 +1,22 @@
 """Plays a whole training step on a clock: what the runtime would do, when, and what waits for what.
 
 [Note: what is played]
-The training thread goes through the runtime's own plan (:mod:`infinity.planner.prefetch_plan`): it computes, waits
-for units, releases and fetches. Beside it move fetches (NVMe to host memory), uploads, gathers, reductions,
-gradients' copies, and the chunks of updates, through the queues that the runtime has: one for each channel, one for
-the collectives, and a bounded number of chunks in staging memory. Device memory is leased and given back as the
-pools do, and a lease that finds no room waits. All ranks do the same, so one is played, with its share of what
-they have in common.
+The training thread goes through the runtime's own plan (:mod:`infinity.planner.prefetch_plan`): it computes,
+waits for units, releases and fetches. Beside it move fetches (NVMe to host memory), uploads, gathers,
+reductions, gradients' copies, and the chunks of updates, through the queues that the runtime has: one for
+each channel, one for the collectives, and a bounded number of chunks in staging memory. Device memory is
+leased and given back as the pools do, and a lease that finds no room waits. All ranks do the same, so one is
+played, with its share of what they have in common.
 
 [Note: the step that repeats]
-Updates lag into the next step. So a few steps are played, and the last one counts. Of many micro-batches those in
-the middle are alike: four are played, and what a fifth would take is the difference between three and four.
+Updates lag into the next step. So a few steps are played, and the last one counts. Of many micro-batches
+those in the middle are alike: four are played, and what a fifth would take is what the fourth took.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from infinity.core.budget import DeviceBudget, rounded
 from infinity.core.lifecycle import Tier
@@ -70,7 +71,7 @@ class StepCost:
 
     Attributes:
         step_s: Its time (s).
-        busy_s: Seconds for which each channel moves, the links gather or reduce, cores update, and the device computes.
+        busy_s: Seconds for which each channel moves, links gather or reduce, cores update, devices compute.
         nbytes: Bytes that each channel moves; of the links, full buffers.
         stall_s: Seconds for which compute waits, by cause.
         device_peak_nbytes: The most that units, gradients and updates take of device memory.
@@ -122,9 +123,10 @@ class _Script:
 
     Attributes:
         compute_s: Seconds of compute before the event.
-        begun: Units whose first gradient comes before it; ``completed`` likewise the last one of a micro-batch
-            that another follows, or of a unit that does not stream.
-        ends: Whether a completed gradient is the step's.
+        begun: Units whose first gradient comes before it.
+        completed: Units whose gradient of a micro-batch is complete, and whether that ends the step's: those
+            that the plan's events do not tell.
+        packs: Activations that leave; ``loads`` and ``asks`` likewise those that are loaded and needed.
     """
 
     plan: Plan
@@ -142,7 +144,7 @@ class _Script:
         last = list(range(len(trace.events) + 1))
         events: list[Event] = []
         script = cls(Plan((), (), (), 0), [])
-        compute: Counter[int] = Counter()
+        compute: defaultdict[int, float] = defaultdict(float)
         for micro in range(micro_batches):
             ends, base = micro + 1 == micro_batches, len(events)
             where = last if ends else places
@@ -240,9 +242,9 @@ class _Clock:
         self.now_s = 0.0
         self._calls: dict[int, Callable[[], None]] = {}
         self._transfers = 0
-        self.busy_s: Counter[str] = Counter()
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.nbytes: Counter[str] = Counter()
-        self.stall_s: Counter[str] = Counter()
+        self.stall_s: defaultdict[str, float] = defaultdict(float)
         self.leased_nbytes = self.peak_nbytes = 0
         self._ready: dict[int, bool] = {}  # units on their way, or there
         self._updates: dict[int, _Update] = {}  # the latest of each unit
@@ -535,17 +537,17 @@ class _Clock:
         now = self._mark()
         return StepCost(
             now[0] - mark[0],
-            {name: now[1][name] - mark[1][name] for name in now[1]},
-            {name: int(now[2][name] - mark[2][name]) for name in now[2]},
-            {name: now[3][name] - mark[3][name] for name in now[3]},
+            {name: s - mark[1].get(name, 0.0) for name, s in now[1].items()},
+            {name: nbytes - mark[2].get(name, 0) for name, nbytes in now[2].items()},
+            {name: s - mark[3].get(name, 0.0) for name, s in now[3].items()},
             self.peak_nbytes,
         )
 
-    def _mark(self) -> tuple[float, Counter[str], Counter[str], Counter[str]]:
-        return self.now_s, Counter(self.busy_s), Counter(self.nbytes), Counter(self.stall_s)
+    def _mark(self) -> tuple[float, dict[str, float], dict[str, int], dict[str, float]]:
+        return self.now_s, dict(self.busy_s), dict(self.nbytes), dict(self.stall_s)
 
     def _weights_at_hand(self) -> dict[int, bool]:
-        """Whether each unit's weights are in memory when its gradients are complete, and stay for the update."""
+        """Whether each unit's weights are in memory when its gradients are complete, for the update."""
         plan, present, found = self.script.plan, set(self.script.plan.begin), {}
         for event, actions in zip(plan.events, plan.actions, strict=True):
             if event.kind is Kind.USE:
@@ -588,7 +590,7 @@ class _Clock:
             self._load(stored)
         for stored in script.asks.get(position, ()):
             if not self._away.get(id(stored), True):
-                self._wait(lambda key=id(stored): self._away[key], "activation")  # type: ignore[misc]
+                self._wait(partial(self._away.__getitem__, id(stored)), "activation")
             self._away.pop(id(stored), None)
 
     def _load(self, stored: Stored) -> None:

@@ -53,7 +53,7 @@ def choose_homes(
 ) -> tuple[UnitShape, ...]:
     """Return the units with their homes, as :class:`infinity.shards.tiers.Tiers` gives them.
 
-    While a model is built it is unknown what will be trained, so each unit that comes has room for moments set
+    While a model is built it is unknown what will be trained, so room for the moments of each unit is set
     aside; when the optimizer is made, what frozen units do not need goes to others, trained ones first.
 
     Raises:
@@ -112,7 +112,8 @@ class StepTrace:
         events: Uses of units in order, as the last micro-batch of a step has them.
         begun: Positions at which a unit's first gradient comes, with the unit.
         completed: Likewise its last one.
-        flops: Of matrix products, by operator; ``nbytes`` read and written; ``fp32``: not in the compute dtype.
+        flops: Of matrix products, by operator; likewise ``nbytes`` read and written.
+        fp32: Whether an operator computes in fp32, in place of the compute dtype.
         model_flops: Of the algorithm, without recomputation.
         tokens: Of the micro-batch.
         peak_nbytes: The most that the step's own storages take of device memory at one time.
