@@ -282,8 +282,8 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="say what a recipe needs and takes on some hardware, or show a run's plan for activations",
         description="Of a recipe: what lies where, the least budgets, bytes and time of a step and what "
-        "bounds it, cost, the drives' life, and what would be faster, without reading a weight. Of a run: its "
-        "plan for activations, block by block, beside alternatives, with a picture. Nothing is trained.",
+        "bounds it, cost, the drives' life, and what would be faster, without reading a weight. Of a run: "
+        "its plan for activations, block by block, beside alternatives, with a picture. Nothing is trained.",
     )
     plan.add_argument(
         "run", metavar="RECIPE|RUN", help="a recipe, as in configs/, or a run's folder, such as runs/mine"

@@ -4,7 +4,7 @@
 The model is built on the meta device, from ``config.json`` alone, and cut by the runtime's own builder. One
 micro-batch then runs on fake tensors, which have shapes and no memory: torch's own operators say what they
 would make, the runtime's own hooks and prefetcher what units they use. So the trace is that of the runtime,
-whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot be recorded.
+whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot.
 """
 
 import gc

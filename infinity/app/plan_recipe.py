@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from infinity.app.machines import describe_machine, load_machine, probe
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.nbytes import format_nbytes
+from infinity.observe.summary import PredictedStep
 from infinity.planner.clock import COMPUTE, StepCost, play_step
 from infinity.planner.machines import Machine
 
@@ -167,6 +168,35 @@ def show_recipe(
         console.print(_change_table(planned, rows))
 
 
+def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None]) -> PredictedStep:
+    """Predict the steps of a run on this machine, which is measured; takes some seconds.
+
+    Args:
+        budgets: Those that the run had, by tier.
+
+    Raises:
+        InfinityError: The run cannot be planned.
+    """
+    policy = recipe.memory.activations or ("keep" if recipe.memory.device is None else "plan")
+    if recipe.train.schedule == "layer":
+        policy = "keep"
+    memory = replace(
+        recipe.memory,
+        host=budgets.get("host") or recipe.memory.host,
+        device=recipe.memory.device or budgets.get("device"),
+        activations=policy,
+    )
+    planned = plan_recipe(replace(recipe, memory=memory), probe(_measurable(memory.nvme)), ranks)
+    best, cost = next(changes(planned), None), planned.cost
+    advice = None
+    if best is not None:
+        advice = f"{best.what}: {best.tokens_per_s / planned.tokens_per_s - 1:+.0%} tokens/s"
+    return PredictedStep(
+        step_s=cost.step_s, nbytes_read=cost.nbytes.get("NVMe read", 0),
+        nbytes_written=cost.nbytes.get("NVMe write", 0), bottleneck=cost.bottleneck, advice=advice,
+    )  # fmt: skip
+
+
 def _measurable(directories: Sequence[str]) -> list[Path]:
     """The directories, or the nearest ones above them that exist."""
     found = []
@@ -276,6 +306,7 @@ def _model_table(planned: PlannedRun) -> Table:
     run = planned.run
     trained = sum(unit.params for unit in run.units if unit.trainable)
     table = _table("", "")
+    table.show_header = False
     table.columns[0].style = "bold"
     table.columns[1].justify = "left"
     table.columns[1].no_wrap = False

@@ -28,13 +28,15 @@ from infinity.planner.step import StepTrace, Stored, UnitShape
 
 #: Steps that are played, and micro-batches at most.
 _STEPS, _MICRO_BATCHES = 3, 4
+#: Of steps with more events fewer are played, and updates in larger chunks.
+_MANY_EVENTS = 20_000
 #: Chunks of staging that are kept for updates whose gradients exist.
 _RESERVE = 2
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
 #: Names of what moves and computes.
 COMPUTE, LINKS, UPDATE = "compute", "links", "update"
-_NVME = (Channel.NVME_READ, Channel.NVME_WRITE)
+_LABELS = [channel.label for channel in Channel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,9 @@ def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
     """Predict what a training step costs; see [Note: what is played]."""
     if setup.micro_batches <= _MICRO_BATCHES:
         return _Clock(_Script.of(trace, setup, setup.micro_batches), setup).run()
-    few, more = (
-        _Clock(_Script.of(trace, setup, n), setup).run() for n in (_MICRO_BATCHES - 1, _MICRO_BATCHES)
-    )
-    return more.plus(more.plus(few, -1.0), setup.micro_batches - _MICRO_BATCHES)
+    most = 3 if len(trace.events) > _MANY_EVENTS else _MICRO_BATCHES
+    few, more = (_Clock(_Script.of(trace, setup, n), setup).run() for n in (most - 1, most))
+    return more.plus(more.plus(few, -1.0), setup.micro_batches - most)
 
 
 # --- the script --------------------------------------------------------------------------------------
@@ -237,6 +238,8 @@ class _Clock:
 
     def __init__(self, script: _Script, setup: StepSetup) -> None:
         self.script, self.setup, self.units = script, setup, setup.units
+        self._many = len(script.plan.events) > _MANY_EVENTS
+        self._chunks = 1 if self._many else _CHUNKS
         self.queues = TransferQueues(setup.rates.channels)
         self.links, self.updater = _Server(), _Server()
         self.now_s = 0.0
@@ -267,9 +270,11 @@ class _Clock:
         """Let time pass until something ends, at most ``most_s``; return the seconds."""
         passed_s = min(most_s, self.queues.next_s(), self.links.left_s, self.updater.left_s)
         for channel in self.queues.moving():
-            self.busy_s[Channel(channel).label] += passed_s
-        self.busy_s[LINKS] += passed_s if self.links.jobs else 0.0
-        self.busy_s[UPDATE] += passed_s if self.updater.jobs else 0.0
+            self.busy_s[_LABELS[channel]] += passed_s
+        if self.links.jobs:
+            self.busy_s[LINKS] += passed_s
+        if self.updater.jobs:
+            self.busy_s[UPDATE] += passed_s
         self.now_s += passed_s
         ended = self.queues.advance(passed_s)
         for server in (self.links, self.updater):
@@ -316,7 +321,7 @@ class _Clock:
     # --- transfers -----------------------------------------------------------------------------
 
     def _move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
-        self.nbytes[channel.label] += nbytes
+        self.nbytes[_LABELS[channel]] += nbytes
         if not self.queues.rates[channel] > 0 or nbytes <= 0:
             then()
             return
@@ -438,7 +443,7 @@ class _Clock:
 
     def _job(self, unit: int) -> _Update:
         shape = self.units[unit]
-        chunks = min(_CHUNKS, -(-shape.shard_numel // self.setup.chunk_numel))
+        chunks = min(self._chunks, -(-shape.shard_numel // self.setup.chunk_numel))
         state, weight = shape.state_nbytes / chunks, shape.weight_nbytes / chunks
         read = state if self._kept.get(unit, False) else state + weight
         return _Update(unit, shape.shard_numel // chunks, chunks, state, read, state + weight)
@@ -447,7 +452,8 @@ class _Clock:
         """Let the states of this step's updates be read ahead."""
         order = [event.unit for event in self.script.plan.events if event.kind is Kind.DONE]
         if not self.setup.early:
-            order = [unit for unit in self._first_uses if unit in set(order)]
+            ended = set(order)
+            order = [unit for unit in self._first_uses if unit in ended]
         self._expected = deque(self._job(unit) for unit in order if self._trains(unit))
 
     def _trains(self, unit: int) -> bool:
@@ -529,7 +535,7 @@ class _Clock:
         plan = self.script.plan
         self._first_uses = list(dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE))
         self._kept = self._weights_at_hand()
-        steps = _STEPS if len(plan.events) < 200_000 else 2
+        steps = 2 if self._many else _STEPS
         mark = self._mark()
         for _ in range(steps):
             mark = self._mark()

@@ -74,16 +74,13 @@ def micro_batches(run: DryRun) -> tuple[Any, ...]:
 
 
 CASES = {
-    "gpt": [],
     "gpt-tied": ["model.tied=true"],
     "gpt-tight": ["memory.device=3MiB", "optim.max_grad_norm=null"],
     "gpt-accumulated": ["train.accumulate=3"],
     "gpt-recomputed": ["memory.activations=recompute"],
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
-    "llama": ["llama"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
     "llama-lora": ["llama", "lora.rank=2"],
-    "llama-lora-recomputed": ["llama", "lora.rank=2", "memory.activations=recompute"],
 }
 
 
