@@ -152,9 +152,9 @@ def memory(quick: bool) -> Iterator[Claim]:
         rows,
     )  # fmt: skip
     print(
-        "\nThe paper's 1.95 GB for 0.1 T is not 16 hd^2 (1.56), as its other rows are. Our peak is that of the"
-        "\nbuilt-in GPT with fused attention: no sequence x sequence matrices, but a gated feed-forward layer,"
-        "\nthe checkpoints of the few planned layers and the largest parameter's gradient."
+        "\nThe paper's 1.95 GB for 0.1 T is not 16 hd^2 (1.56), as its other rows are. Our peak is that of"
+        "\nthe built-in GPT with fused attention: no sequence x sequence matrices, but a gated feed-forward"
+        "\nlayer, the checkpoints of the few planned layers and the largest parameter's gradient."
     )
 
 
@@ -193,7 +193,7 @@ def why(found: Planned, paper: float) -> str:
     """Why a figure is not met."""
     reasons = []
     if found.why:
-        reasons.append(f"weights are not tiled: {found.why[:100]}")
+        reasons.append(f"does not fit: {found.why[:100]}")
     if paper and abs(found.tflops / paper - 1) >= 0.15:
         share = found.cost.busy_s[found.cost.bottleneck] / found.cost.step_s
         if found.cost.bottleneck == "links" and found.run.machine.nodes.count > 1:

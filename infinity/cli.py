@@ -144,15 +144,16 @@ def _report(line: str) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from infinity.app.plan import show_plan
-    from infinity.app.plan_recipe import show_recipe
-
     if Path(args.run).is_file():
+        from infinity.app.plan_recipe import show_recipe
+
         show_recipe(
             args.run, args.overrides, _console(), on=args.on, ranks=args.ranks, budget=args.budget,
             tokens=args.tokens,
         )  # fmt: skip
     else:
+        from infinity.app.plan import show_plan
+
         show_plan(args.run, args.budget, _console())
 
 

@@ -144,11 +144,17 @@ class DryRun:
         return StepSetup(
             units=self.units, rates=self.rates, division=self.division, ranks=self.ranks,
             on_accelerator=self.machine.on_accelerator,
-            micro_batches=self.recipe.train.accumulate, early=memory.versions == 2,
+            micro_batches=self.micro_batches, early=memory.versions == 2,
             clips=self.recipe.optim.max_grad_norm is not None, chunk_numel=self.chunk_numel,
             staged_chunks=self.staged_chunks, piece_nbytes=piece if self.machine.on_accelerator else None,
             reduce_itemsize=self.reduce_itemsize,
         )  # fmt: skip
+
+    @property
+    def micro_batches(self) -> int:
+        """Times that a step goes through the trace; a layer schedule takes all micro-batches at once."""
+        train = self.recipe.train
+        return 1 if train.schedule == "layer" else train.accumulate
 
     @property
     def params(self) -> int:
@@ -626,6 +632,9 @@ class _Planner:
         trace = recorded.trace
         if plan.places:
             trace = self._with_stored(trace, recorded.cache, plan)
+        if self.recipe.train.schedule == "layer":  # each block takes all micro-batches before the next
+            peak = trace.peak_nbytes
+            trace = replace(trace.scaled(self.recipe.train.accumulate), peak_nbytes=peak)
         return self.result_of(trace, profile, plan)
 
     def result_of(self, trace: StepTrace, profile: Profile, plan: ActivationPlan) -> DryRun:

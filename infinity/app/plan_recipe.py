@@ -45,7 +45,7 @@ class PlannedRun:
     @property
     def tokens(self) -> int:
         """Tokens of a step on all ranks."""
-        return int(self.run.trace.tokens * self.run.recipe.train.accumulate * self.run.ranks)
+        return int(self.run.trace.tokens * self.run.micro_batches * self.run.ranks)
 
     @property
     def tokens_per_s(self) -> float:
@@ -54,7 +54,7 @@ class PlannedRun:
     @property
     def model_flops(self) -> float:
         """Flops of a step on one rank, without recomputation."""
-        return float(self.run.trace.model_flops * self.run.recipe.train.accumulate)
+        return float(self.run.trace.model_flops * self.run.micro_batches)
 
     @property
     def flops_per_s(self) -> float:
@@ -321,7 +321,7 @@ def _model_table(planned: PlannedRun) -> Table:
             "step",
             (
                 f"{run.ranks} rank{'s' if run.ranks > 1 else ''}, {run.dtype}, "
-                f"{run.recipe.train.accumulate} x {run.trace.tokens:,} tokens a rank, "
+                f"{run.micro_batches} x {run.trace.tokens:,} tokens a rank, "
                 f"activations: {run.policy}"
             ),
         ),

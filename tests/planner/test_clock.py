@@ -51,23 +51,13 @@ def setup(
 ) -> StepSetup:
     full = 2 * NUMEL
     sizes = {"nbytes": full, "weight_nbytes": full // ranks, "state_nbytes": 10 * NUMEL // ranks}
-    sizes["moments_nbytes"] = 8 * NUMEL // ranks
-    shapes = tuple(
-        UnitShape(
-            f"unit {i}",
-            NUMEL // ranks,
-            moments_nbytes=8 * NUMEL // ranks,
-            params=NUMEL,
-            trainable=True,
-            **sizes,
-        )
-        for i in range(units)
-    )
+    sizes |= {"moments_nbytes": 8 * NUMEL // ranks, "shard_numel": NUMEL // ranks, "params": NUMEL}
+    shapes = tuple(UnitShape(name=f"unit {i}", trainable=True, **sizes) for i in range(units))
     division = DeviceBudget((window + 16) * full, window * full, True, True, 0, 0)
     return StepSetup(
-        units=shapes, rates=rank_rates(machine.with_ranks(ranks), ranks, "fp16"), division=division, ranks=ranks,
-        on_accelerator=True, micro_batches=micro_batches, early=True, clips=False, chunk_numel=2**21,
-        staged_chunks=8, piece_nbytes=2**40, reduce_itemsize=4 if ranks > 1 else 2,
+        units=shapes, rates=rank_rates(machine.with_ranks(ranks), ranks, "fp16"), division=division,
+        ranks=ranks, on_accelerator=True, micro_batches=micro_batches, early=True, clips=False,
+        chunk_numel=2**21, staged_chunks=8, piece_nbytes=2**40, reduce_itemsize=4 if ranks > 1 else 2,
     )  # fmt: skip
 
 
