@@ -1,4 +1,4 @@
-"""The command line: ``infinity train | resume | runs | verify | export | save | plan | rok | recipe``."""
+"""The command line: ``infinity train | resume | runs | verify | export | save | plan | probe | ...``."""
 
 import argparse
 import io
@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from infinity.core.errors import InfinityError
+from infinity.core.errors import InfinityError, RecipeError
 
 #: Exit codes of the signals that stop a command: as a shell reports them, and "try again later" for SIGUSR1,
 #: which schedulers send before the time is up (SLURM: --signal=USR1@60).
@@ -74,6 +75,14 @@ def _say(line: str, error: BaseException) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
+    if args.dry_run:
+        from infinity.app.plan_recipe import show_recipe
+
+        show_recipe(args.recipe, args.overrides, _console(), on=args.on, ranks=args.ranks, tokens=args.tokens)
+        return
+    for name in ("on", "ranks", "tokens"):
+        if getattr(args, name) is not None:
+            raise RecipeError(f"--{name} is for --dry-run, which trains nothing")
     from infinity.app.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
@@ -135,9 +144,28 @@ def _report(line: str) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from infinity.app.plan import show_plan
+    if Path(args.run).is_file():
+        from infinity.app.plan_recipe import show_recipe
 
-    show_plan(args.run, args.budget, _console())
+        show_recipe(
+            args.run, args.overrides, _console(), on=args.on, ranks=args.ranks, budget=args.budget,
+            tokens=args.tokens,
+        )  # fmt: skip
+    else:
+        from infinity.app.plan import show_plan
+
+        show_plan(args.run, args.budget, _console())
+
+
+def _probe(args: argparse.Namespace) -> None:
+    from infinity.app.machines import describe_machine, probe, write_machine
+    from infinity.core.files import user_path
+
+    machine = probe(args.dir)
+    print(describe_machine(machine))
+    if args.output is not None:
+        write_machine(machine, user_path(args.output, "--output"))
+        print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
 
 
 def _rok(args: argparse.Namespace) -> None:
@@ -187,6 +215,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a model with a recipe. On several ranks: torchrun -m infinity train ...",
     )
     _add_recipe(train)
+    train.add_argument(
+        "--dry-run", action="store_true", help="train nothing: say what the run would need and take"
+    )
+    _add_hardware(train)
     train.set_defaults(run_command=_train)
 
     resume = commands.add_parser(
@@ -249,17 +281,33 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="show a run's plan for activations, or plan for another budget",
-        description="Show a run's plan for activations: each block, the step time beside alternatives, and a "
-        "picture. Nothing is trained, even if --budget asks for another plan.",
+        help="say what a recipe needs and takes on some hardware, or show a run's plan for activations",
+        description="Of a recipe: what lies where, the least budgets, bytes and time of a step and what "
+        "bounds it, cost, the drives' life, and what would be faster, without reading a weight. Of a run: "
+        "its plan for activations, block by block, beside alternatives, with a picture. Nothing is trained.",
     )
-    _add_run(plan)
+    plan.add_argument(
+        "run", metavar="RECIPE|RUN", help="a recipe, as in configs/, or a run's folder, such as runs/mine"
+    )
+    _add_overrides(plan, "of a recipe, such as train.batch_size=4 memory.host=100GiB")
+    _add_hardware(plan)
     plan.add_argument(
         "--budget",
         metavar="SIZE",
-        help="plan for another budget of device memory for all that a step allocates, such as 2GiB",
+        help="of a recipe: memory.device; of a run: plan for another budget of device memory for all that a "
+        "step allocates, such as 2GiB",
     )
     plan.set_defaults(run_command=_plan)
+
+    probe = commands.add_parser(
+        "probe",
+        help="measure this machine, and write a hardware file",
+        description="Measure what computes, host memory and the drives of the given directories, in some "
+        "seconds, and write a hardware file for infinity plan --on.",
+    )
+    probe.add_argument("dir", nargs="*", metavar="DIR", help="a directory on each drive")
+    probe.add_argument("--output", metavar="FILE", help="the hardware file to write, such as here.yaml")
+    probe.set_defaults(run_command=_probe)
 
     rok = commands.add_parser(
         "rok",
@@ -284,6 +332,18 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 def _add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=help)
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on",
+        metavar="HARDWARE",
+        help="a hardware file, or a name such as hgx-h100 (configs/hardware); default: this machine",
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks in all (default: one for each device)")
+    parser.add_argument(
+        "--tokens", type=float, metavar="N", help="tokens to train on, such as 1e9 (default: train.steps)"
+    )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

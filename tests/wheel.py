@@ -35,7 +35,8 @@ def run(*command: str | Path, cwd: Path, **options: bool) -> str:
 def check_contents(sdist: Path, wheel: Path) -> None:
     """The wheel holds the package and nothing else; the sdist what the wheel is built from."""
     inside = zipfile.ZipFile(wheel).namelist()
-    ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "infinity").rglob("*.py")}
+    files = (path for path in (ROOT / "infinity").rglob("*") if path.suffix in (".py", ".yaml"))
+    ours = {path.relative_to(ROOT).as_posix() for path in files}
     missing = (ours | {"infinity/py.typed"}) - set(inside)
     foreign = [name for name in inside if name.split("/")[0] != "infinity" and ".dist-info/" not in name]
     if missing or foreign:

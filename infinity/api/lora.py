@@ -59,13 +59,31 @@ def add_lora(
         StateError: The model is not finished, or runs already.
         RecipeError: peft is not installed, or finds no such layers.
     """
-    peft = _peft()
+    _peft()  # without it nothing else matters
     runtime = runtime_of(model)
     if runtime.construction.active or runtime.started:
         raise StateError(
             "add_lora wants a model that is finished and did not run yet: call it after the `with "
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
         )
+    adapted = make_adapters(
+        model, runtime.construction, runtime.ranks.world_size, rank=rank, alpha=alpha,
+        target_modules=target_modules, dropout=dropout,
+    )  # fmt: skip
+    runtime.meet()
+    return adapted
+
+
+def make_adapters(
+    model: nn.Module, construction: Construction, world_size: int, *, rank: int, alpha: float,
+    target_modules: Sequence[str], dropout: float,
+) -> Any:  # fmt: skip
+    """Give a finished model adapters in units of ``construction``; see :func:`add_lora`.
+
+    Raises:
+        RecipeError: peft is not installed, or finds no such layers.
+    """
+    peft = _peft()
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout,
         target_modules=list(target_modules) or _EVERY_LINEAR,
@@ -78,8 +96,7 @@ def add_lora(
             adapted = peft.get_peft_model(model, config)
         except ValueError as error:
             raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
-    _cut_into_units(adapted, runtime.construction, runtime.ranks.world_size)
-    runtime.meet()
+    _cut_into_units(adapted, construction, world_size)
     return adapted
 
 

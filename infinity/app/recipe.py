@@ -17,7 +17,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
@@ -53,6 +53,7 @@ _MOST_LEVELS, _MOST_VALUES = 16, 100_000
 _MOST_PROBLEM_CHARS = 300
 #: The longest name of a run (bytes); files and temporary names beside its folder are a little longer.
 _NAME_NBYTES = 200
+_Sections = TypeVar("_Sections")
 #: Removed keys, and what to do about each.
 _REMOVED = {
     "optim.compile": "updates are always compiled (by numba, which needs no C++ compiler); drop the key",
@@ -209,7 +210,7 @@ class Recipe:
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
     """Describe each key that changes a run's numbers and differs; the dtype ``auto`` is what was chosen."""
     changes = []
-    for section, spec, _ in _settings():
+    for section, spec, _ in _settings(Recipe):
         was, got = (_plain(getattr(getattr(each, section), spec.name)) for each in (before, now))
         chosen = (section, spec.name, got) == ("train", "dtype", "auto")
         if spec.metadata["numeric"] and was != got and not chosen:
@@ -230,7 +231,7 @@ def recipe_table() -> tuple[Row, ...]:
     """Return every key with its type and range, default and meaning, section by section."""
     default = Recipe()
     rows = []
-    for section, spec, hint in _settings():
+    for section, spec, hint in _settings(Recipe):
         value = _plain(getattr(getattr(default, section), spec.name))
         text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
         rows.append(Row(f"{section}.{spec.name}", describe(spec, hint), text, spec.metadata["help"]))
@@ -248,12 +249,17 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         RecipeError: The file does not exist or is not valid YAML, a key is unknown, or a value has the
             wrong type or is out of range. Names the key, where it was written, and what is accepted.
     """
+    return load_sections(Recipe, path, overrides)
+
+
+def load_sections(cls: type[_Sections], path: str | Path | None, overrides: Sequence[str] = ()) -> _Sections:
+    """Load a dataclass whose fields are sections; arguments and errors as :func:`load_recipe`."""
     file = "the defaults" if path is None else str(path)
-    given = {} if path is None else _read(user_path(path, "the recipe"))
+    given = {} if path is None else _read(user_path(path, "the recipe"), cls)
     origin = _Origin(file, [override.partition("=")[0].strip() for override in overrides])
     for override in overrides:
         _put(given, override, origin)
-    return _build(_resolve(given, origin), origin)
+    return _build(_resolve(given, origin), origin, cls)
 
 
 class _Origin(NamedTuple):
@@ -272,7 +278,7 @@ class _Origin(NamedTuple):
 # --- text to plain values ------------------------------------------------------------------------
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, cls: type) -> dict[str, Any]:
     """Read the sections of a file, in which references are not resolved."""
     try:
         given = _parse(read_file(path, _MOST_NBYTES).decode("utf-8"))
@@ -285,7 +291,7 @@ def _read(path: Path) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise RecipeError(f"{path}: got {shown(given)}; wanted sections: {', '.join(_sections())}")
+        raise RecipeError(f"{path}: got {shown(given)}; wanted sections: {', '.join(_sections(cls))}")
     return given
 
 
@@ -393,22 +399,24 @@ def _resolve(given: Mapping[str, Any], origin: _Origin) -> dict[str, Any]:
 # --- plain values to a recipe --------------------------------------------------------------------
 
 
-def _build(merged: Mapping[str, Any], origin: _Origin) -> Recipe:
-    sections = _sections()
-    if translation := translate(merged):
+def _build(merged: Mapping[str, Any], origin: _Origin, cls: type[_Sections]) -> _Sections:
+    sections = _sections(cls)
+    if cls is Recipe and (translation := translate(merged)):
         raise RecipeError(f"{origin.file}: {translation}")
     for name, given in merged.items():
         if name not in sections:
             inner = next(iter(given), None) if isinstance(given, Mapping) else None
-            raise _unknown(f"{name}.{inner}" if inner else str(name), origin)
-    parts = {name: _build_section(name, cls, merged.get(name), origin) for name, cls in sections.items()}
+            raise _unknown(f"{name}.{inner}" if inner else str(name), origin, cls)
+    parts = {
+        name: _build_section(name, part, merged.get(name), origin, cls) for name, part in sections.items()
+    }
     try:
-        return Recipe(**parts)
+        return cls(**parts)
     except SettingError as error:
         raise _invalid(error.key, error.got, error.wanted, origin) from error
 
 
-def _build_section(section: str, cls: type, given: Any, origin: _Origin) -> Any:
+def _build_section(section: str, cls: type, given: Any, origin: _Origin, whole: type) -> Any:
     if given is None:
         return cls()
     if not isinstance(given, Mapping):
@@ -416,21 +424,21 @@ def _build_section(section: str, cls: type, given: Any, origin: _Origin) -> Any:
     known = {spec.name for spec, _ in settings_of(cls)}
     for name in given:
         if name not in known:
-            raise _unknown(f"{section}.{name}", origin)
+            raise _unknown(f"{section}.{name}", origin, whole)
     try:
         return cls(**given)
     except SettingError as error:
         raise _invalid(f"{section}.{error.key}", error.got, error.wanted, origin) from error
 
 
-def _sections() -> dict[str, type]:
-    return {name: hint for name, hint in typing.get_type_hints(Recipe).items() if isinstance(hint, type)}
+def _sections(cls: type) -> dict[str, type]:
+    return {name: hint for name, hint in typing.get_type_hints(cls).items() if isinstance(hint, type)}
 
 
-def _settings() -> Iterator[tuple[str, "Field[Any]", Any]]:
+def _settings(cls: type = Recipe) -> Iterator[tuple[str, "Field[Any]", Any]]:
     """The section, field and type of every key, in order."""
-    for section, cls in _sections().items():
-        for spec, hint in settings_of(cls):
+    for section, part in _sections(cls).items():
+        for spec, hint in settings_of(part):
             yield section, spec, hint
 
 
@@ -438,9 +446,9 @@ def _invalid(key: str, got: object, wanted: str, origin: _Origin) -> RecipeError
     return RecipeError(f"{key} {origin.of(key)}: got {shown(_plain(got))}; wanted {wanted}")
 
 
-def _unknown(key: str, origin: _Origin) -> RecipeError:
+def _unknown(key: str, origin: _Origin, cls: type) -> RecipeError:
     """Suggest the same name in another section, a similar one in this section, or a similar one anywhere."""
-    known = [f"{section}.{spec.name}" for section, spec, _ in _settings()]
+    known = [f"{section}.{spec.name}" for section, spec, _ in _settings(cls)]
     if key in _REMOVED:
         return RecipeError(f"{key} {origin.of(key)}: no longer a key; {_REMOVED[key]}")
     section, _, name = key.rpartition(".")
@@ -448,9 +456,9 @@ def _unknown(key: str, origin: _Origin) -> RecipeError:
     near = (
         [other for other in known if other.endswith(f".{name}")]
         or difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
-        or difflib.get_close_matches(key, [] if siblings else [*known, *_sections()], n=1, cutoff=0.6)
+        or difflib.get_close_matches(key, [] if siblings else [*known, *_sections(cls)], n=1, cutoff=0.6)
     )
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(siblings or _sections())}"
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(siblings or _sections(cls))}"
     return RecipeError(f"{key} {origin.of(key)}: unknown key; {hint}")
 
 

@@ -54,10 +54,12 @@ from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes, usable_cores
 from infinity.observe.metrics import StepReport, read_metrics
-from infinity.observe.summary import Summary, SummaryBuilder, show_summary
+from infinity.observe.summary import PredictedStep, Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
 
+#: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
+_PREDICTED_S = 60.0
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
 _MOST_THREADS_PER_CORE = 8
 _Found = TypeVar("_Found")
@@ -121,6 +123,7 @@ def train(recipe: Recipe) -> Summary | None:
                 world_size=world_size(),
                 budgets=optimizer.budgets,
                 activations=activations.result(),
+                predicted=_predicted(recipe, totals, optimizer.budgets),
                 dtype=runtime.config.dtype,
                 notes=[*runtime.notes, *notes_on_commits(runtime.recorded_every)],
             )
@@ -131,6 +134,20 @@ def train(recipe: Recipe) -> Summary | None:
     if summary is not None and recipe.observe.progress:
         show_summary(summary, Console())
     return summary
+
+
+def _predicted(
+    recipe: Recipe, totals: SummaryBuilder, budgets: Mapping[str, int | None]
+) -> PredictedStep | None:
+    """Return what a plan says of the run's steps; None: the run was short, or cannot be planned."""
+    if totals.total_s < _PREDICTED_S or local_ranks() < world_size():
+        return None
+    from infinity.app.plan_recipe import predict
+
+    try:
+        return predict(recipe, world_size(), budgets)
+    except InfinityError:
+        return None
 
 
 class Loop:

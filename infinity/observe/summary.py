@@ -41,6 +41,23 @@ class ActivationSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """What the plan of a run says of a step on one rank, before it runs.
+
+    Attributes:
+        nbytes_read: Bytes that units read; ``nbytes_written`` likewise.
+        bottleneck: What is busy for the longest part of the step.
+        advice: The change with the largest predicted gain; None: there is none.
+    """
+
+    step_s: float
+    nbytes_read: int
+    nbytes_written: int
+    bottleneck: str
+    advice: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """Figures of a run; bytes are those of one rank, medians are over the planned steps.
 
@@ -74,6 +91,7 @@ class Summary:
     first_perplexity: float | None  # of the held-out tokens
     last_perplexity: float | None
     activations: ActivationSummary | None = None  # None: all were kept
+    predicted: PredictedStep | None = None  # None: the run was short
     dtype: str | None = None  # compute dtype
     notes: Sequence[str] = ()  # fallbacks on rank 0's machine, and the reasons
 
@@ -122,6 +140,11 @@ class SummaryBuilder:
         if report.loss is not None:
             self._losses[1:] = [report.loss]
 
+    @property
+    def total_s(self) -> float:
+        """Time of all steps (s)."""
+        return sum(figures.step_s for figures in self._all)
+
     def evaluated(self, step: int, loss: float) -> None:
         self._held_out[1:] = [loss]
 
@@ -135,6 +158,7 @@ class SummaryBuilder:
         world_size: int,
         budgets: Mapping[str, int | None],
         activations: ActivationSummary | None = None,
+        predicted: PredictedStep | None = None,
         dtype: str | None = None,
         notes: Sequence[str] = (),
     ) -> Summary:
@@ -143,7 +167,7 @@ class SummaryBuilder:
         step_s, tokens_per_s, nbytes_read, nbytes_written, _ = (
             (median(values) for values in zip(*steps)) if steps else (0.0,) * len(_Figures._fields)
         )
-        total_s = sum(figures.step_s for figures in self._all)
+        total_s = self.total_s
         losses = _first_and_last(self._losses)
         held_out = _first_and_last(self._held_out)
         perplexities = [None if loss is None else perplexity(loss) for loss in held_out]
@@ -173,6 +197,7 @@ class SummaryBuilder:
             first_perplexity=perplexities[0],
             last_perplexity=perplexities[1],
             activations=activations,
+            predicted=predicted,
             dtype=dtype,
             notes=list(notes),
         )
@@ -217,6 +242,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"
         rows.append((f"peak {tier}", f"{format_nbytes(nbytes)} ({beside})"))
+    if summary.predicted is not None:
+        rows += predicted_rows(summary, summary.predicted)
     if summary.activations is not None:
         rows += activation_rows(summary.activations)
     causes = ", ".join(f"{cause} {waited_s:.2f} s" for cause, waited_s in summary.stall_s.items() if waited_s)
@@ -226,6 +253,19 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("files", summary.folder),
     ]
     rows += [("machine" if number == 0 else "", note) for number, note in enumerate(summary.notes)]
+    return rows
+
+
+def predicted_rows(summary: Summary, predicted: PredictedStep) -> list[tuple[str, str]]:
+    """Return the rows that compare the run with its plan."""
+    off = summary.step_s / predicted.step_s - 1 if predicted.step_s else 0.0
+    moved = f"{predicted.nbytes_read:,} bytes read, {predicted.nbytes_written:,} written"
+    text = (
+        f"{predicted.step_s:.3g} s per step (measured {off:+.0%}), {moved}, bound by {predicted.bottleneck}"
+    )
+    rows = [("predicted", text)]
+    if predicted.advice is not None:
+        rows.append(("", f"to be faster: {predicted.advice}"))
     return rows
 
 

@@ -47,6 +47,7 @@ class UnitBuilder:
         world_size: Ranks that share each unit.
         close: Called with each unit when it closes, its parameters still whole.
         leaf: Names of classes whose modules are leaves.
+        without_values: Parameters are on the meta device: only their places are wanted.
 
     Attributes:
         units: Those that closed.
@@ -54,8 +55,9 @@ class UnitBuilder:
     """
 
     def __init__(
-        self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = ()
-    ) -> None:
+        self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = (),
+        *, without_values: bool = False,
+    ) -> None:  # fmt: skip
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         self._close = close
         self.units = UnitIndex()
@@ -66,7 +68,7 @@ class UnitBuilder:
         self._blocks: set[type[nn.Module]] = set()
         self._stack: list[nn.Module] = []
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
-        self._leaf = tuple(leaf)
+        self._leaf, self._without_values = tuple(leaf), without_values
         self._in_leaf: tuple[nn.Module, int] | None = None  # the outermost that is built, its first unit
         self._classes: set[str] = set()
 
@@ -120,7 +122,7 @@ class UnitBuilder:
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
         fresh = [(n, p) for n, p in own if id(p) not in self._known and p.is_floating_point()]
         for name, param in fresh:
-            if param.device.type == "meta":
+            if param.device.type == "meta" and not self._without_values:
                 raise StateError(
                     f"{type(module).__name__}.{name} is built on the meta device, without values, as "
                     "from_pretrained of transformers does: inside infinity.Init build the model from its "

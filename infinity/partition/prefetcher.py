@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from infinity.partition.prefetch_plan import Event, Kind, Plan, make_plan
+from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 
 
 class Mover(Protocol):

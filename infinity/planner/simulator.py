@@ -198,6 +198,10 @@ class TransferQueues:
         self._settle()
         return self._next_s
 
+    def moving(self) -> list[int]:
+        """The channels that move bytes now."""
+        return [channel for channel, _, _ in self._settle()]
+
     def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
         """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
         moving, ended = self._settle(), []

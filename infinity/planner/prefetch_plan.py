@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 
@@ -132,6 +133,7 @@ class Memory:
     def __init__(self, runs: Sequence[Run], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
         self.runs, self.nbytes, self.capacity_nbytes = runs, nbytes, capacity_nbytes
         self.present: dict[int, float] = {}  # the index of each unit's next run
+        self._farthest: list[tuple[float, int]] = []  # a heap of those, negative; some are out of date
         self.present_nbytes = 0
         self.pins: Counter[int] = Counter()
         self.index = 0  # runs that have begun
@@ -140,8 +142,12 @@ class Memory:
         return self.present_nbytes + self.nbytes[unit] <= self.capacity_nbytes
 
     def load(self, unit: int, run: float) -> None:
-        self.present[unit] = run
+        self._expect(unit, run)
         self.present_nbytes += self.nbytes[unit]
+
+    def _expect(self, unit: int, run: float) -> None:
+        self.present[unit] = run
+        heappush(self._farthest, (-run, -unit))
 
     def drop(self, unit: int) -> None:
         if self.present.pop(unit, None) is not None:
@@ -157,12 +163,18 @@ class Memory:
     def make_room(self, nbytes: int, held: set[int]) -> list[int]:
         """Drop the farthest next uses until ``nbytes`` fit, or only ``held`` ones are left."""
         dropped: list[int] = []
-        while self.present_nbytes + nbytes > self.capacity_nbytes:
-            free = [(run, other) for other, run in self.present.items() if other not in held]
-            if not free:
-                break
-            dropped.append(max(free)[1])
-            self.drop(dropped[-1])
+        staying: list[tuple[float, int]] = []
+        while self.present_nbytes + nbytes > self.capacity_nbytes and self._farthest:
+            run, unit = heappop(self._farthest)
+            if self.present.get(-unit) != -run:
+                continue  # out of date
+            if -unit in held:
+                staying.append((run, unit))
+            else:
+                dropped.append(-unit)
+                self.drop(-unit)
+        for each in staying:
+            heappush(self._farthest, each)
         return dropped
 
     def note(self, position: int, event: Event) -> None:
@@ -170,7 +182,7 @@ class Memory:
         if event.kind is Kind.USE:
             self.pins[event.unit] += 1
             if self.index < len(self.runs) and self.runs[self.index].first == position:
-                self.present[event.unit] = self.runs[self.index].following
+                self._expect(event.unit, self.runs[self.index].following)
                 self.index += 1
         elif event.kind is Kind.UNPIN and self.pins[event.unit] > 1:
             self.pins[event.unit] -= 1
@@ -186,8 +198,9 @@ class Memory:
         """The next pass begins."""
         self.index = 0
         self.pins.clear()
-        for unit, run in self.present.items():
-            self.present[unit] = run - len(self.runs)
+        self._farthest.clear()
+        for unit, run in list(self.present.items()):
+            self._expect(unit, run - len(self.runs))
 
 
 class Keeping(Memory):

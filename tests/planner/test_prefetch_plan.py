@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.partition.prefetch_plan import LEAD, Event, Kind, Plan, make_plan, runs_of
+from infinity.planner.prefetch_plan import LEAD, Event, Kind, Plan, make_plan, runs_of
 
 fast = settings(deadline=None, max_examples=150)
 

@@ -1,0 +1,192 @@
+"""Hardware files: those that are shipped, and ``infinity probe``, which writes one of this machine."""
+
+import difflib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from infinity.app.recipe import load_sections
+from infinity.core.errors import RecipeError
+from infinity.core.files import user_path, write_file
+from infinity.core.nbytes import format_nbytes
+from infinity.planner.machines import (
+    DevicesConfig,
+    DrivesConfig,
+    HostConfig,
+    LinksConfig,
+    Machine,
+    NodesConfig,
+)
+
+SHIPPED = Path(__file__).parent / "hardware"
+#: Rows and columns of the matrices, and bytes of the copies, that :func:`probe` times.
+_SIZE, _COPIED_NBYTES, _TRIES = 1024, 64 * 2**20, 3
+
+
+def machine_names() -> list[str]:
+    """Names of the hardware files that are shipped."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def load_machine(name: str, overrides: Sequence[str] = ()) -> Machine:
+    """Load a hardware file.
+
+    Args:
+        name: A shipped one's name, such as ``hgx-h100``, or a path.
+        overrides: Changes, as in ``drives.per_node=4``.
+
+    Raises:
+        RecipeError: There is none, or it has an unknown key or an invalid value; names the nearest valid one.
+    """
+    if name in machine_names():
+        return load_sections(Machine, SHIPPED / f"{name}.yaml", overrides)
+    path = user_path(name, "--on")
+    if not path.is_file():
+        near = difflib.get_close_matches(name, machine_names(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(machine_names())}"
+        raise RecipeError(f"--on {name}: no such file, and no hardware file of that name is shipped; {hint}")
+    return load_sections(Machine, path, overrides)
+
+
+def probe(directories: Sequence[str | Path]) -> Machine:
+    """Measure this machine in some seconds: what computes, host memory, and the drives of ``directories``.
+
+    Raises:
+        DirectoryError: A directory cannot be written.
+        DiskError: A file system is full, or a drive reports an error.
+    """
+    import torch
+
+    from infinity.device.machine import total_host_nbytes, usable_cores
+    from infinity.nvme.probe import measure
+
+    cores, device = usable_cores(), torch.device("cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores)
+    try:
+        host_bytes_per_s = _copy_bytes_per_s(device)
+        devices, links = DevicesConfig(name=f"{cores} cores", efficiency=0.8), LinksConfig()
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            devices, links = _accelerators(device)
+        rates: dict[str, Any] = {
+            name: _flops_per_s(getattr(torch, dtype), device) for name, dtype in _DTYPES.items()
+        }
+    finally:
+        torch.set_num_threads(threads)
+    drives = DrivesConfig()
+    if directories:
+        speeds = [measure(Path(directory)) for directory in directories]
+        free = [_free_nbytes(Path(directory)) for directory in directories]
+        n = len(speeds)
+        drives = DrivesConfig(
+            per_node=n,
+            name=", ".join(map(str, directories)),
+            memory=min(free),
+            read_bytes_per_s=_rounded(sum(speed.read_bytes_per_s for speed in speeds) / n),
+            write_bytes_per_s=_rounded(sum(speed.write_bytes_per_s for speed in speeds) / n),
+            mixed_bytes_per_s=_rounded(sum(speed.mixed_bytes_per_s for speed in speeds) / n),
+        )
+    host = HostConfig(cores=cores, memory=total_host_nbytes(), bytes_per_s=_rounded(host_bytes_per_s))
+    return Machine(
+        nodes=NodesConfig(name="this machine"), devices=replace(devices, **rates), links=links, host=host,
+        drives=drives,
+    )  # fmt: skip
+
+
+_DTYPES = {"bf16_flops_per_s": "bfloat16", "fp16_flops_per_s": "float16", "fp32_flops_per_s": "float32"}
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write a hardware file, which :func:`load_machine` reads back to an equal machine."""
+    import yaml  # type: ignore[import-untyped]
+
+    given: dict[str, Any] = asdict(machine)
+    text = "".join(
+        f"{section}:\n" + "".join(f"  {key}: {_text(value, yaml)}\n" for key, value in values.items())
+        for section, values in given.items()
+    )
+    made = time.strftime("%Y-%m-%d")
+    write_file(path, f"# Measured by infinity probe on {made}; see docs/planning.md.\n{text}")
+
+
+def describe_machine(machine: Machine) -> str:
+    """Return a line about what computes, the memory and the drives."""
+    devices, host, drives = machine.devices, machine.host, machine.drives
+    what = f"{devices.per_node} x {devices.name}" if devices.per_node else devices.name
+    nodes = f"{machine.nodes.count} nodes of " if machine.nodes.count > 1 else ""
+    many = "s" if drives.per_node > 1 else ""
+    disks = (
+        f"{drives.per_node} drive{many} ({drives.name}, {drives.read_bytes_per_s / 1e9:.3g} GB/s read, "
+        f"{drives.write_bytes_per_s / 1e9:.3g} GB/s written each)"
+    )
+    return (
+        f"{machine.nodes.name}: {nodes}{what}, {format_nbytes(host.memory)} of host memory, "
+        f"{host.cores} cores, " + (disks if drives.per_node else "no drives")
+    )
+
+
+def _text(value: Any, yaml: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("...\n").strip()
+
+
+def _rounded(number: float) -> float:
+    """Three digits: a measurement has no more."""
+    return float(f"{number:.3g}")
+
+
+def _flops_per_s(dtype: Any, device: Any) -> float:
+    """Flops per second of matrix products, the best of a few; slow dtypes are measured at a small size."""
+    from infinity.device.machine import multiply_s
+
+    size = 128
+    best_s = min(multiply_s(dtype, size, device) for _ in range(_TRIES))
+    if best_s * (_SIZE / size) ** 3 < 2.0:
+        size = _SIZE
+        best_s = min(multiply_s(dtype, size, device) for _ in range(_TRIES))
+    return _rounded(2 * size**3 / best_s)
+
+
+def _copy_bytes_per_s(device: Any) -> float:
+    """Bytes read and written per second by large copies."""
+    import torch
+
+    source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(_TRIES + 1):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        began_s = time.perf_counter()
+        target.copy_(source)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return 2 * _COPIED_NBYTES / best_s
+
+
+def _accelerators(device: Any) -> tuple[DevicesConfig, LinksConfig]:
+    import torch
+
+    from infinity.activations.store import measure_hardware
+
+    found = torch.cuda.get_device_properties(device)
+    link = measure_hardware(device, (), 0).host_bytes_per_s
+    devices = DevicesConfig(
+        per_node=torch.cuda.device_count(),
+        name=found.name,
+        memory=found.total_memory,
+        memory_bytes_per_s=_rounded(_copy_bytes_per_s(device)),
+        efficiency=0.95,  # the figures are reached ones
+    )
+    return devices, LinksConfig(host_bytes_per_s=_rounded(link))
+
+
+def _free_nbytes(directory: Path) -> int:
+    import shutil
+
+    return shutil.disk_usage(directory).free

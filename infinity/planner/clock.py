@@ -1,0 +1,682 @@
+"""Plays a whole training step on a clock: what the runtime would do, when, and what waits for what.
+
+[Note: what is played]
+The training thread goes through the runtime's own plan (:mod:`infinity.planner.prefetch_plan`): it computes,
+waits for units, releases and fetches. Beside it move fetches (NVMe to host memory), uploads, gathers,
+reductions, gradients' copies, and the chunks of updates, through the queues that the runtime has: one for
+each channel, one for the collectives, and a bounded number of chunks in staging memory. Device memory is
+leased and given back as the pools do, and a lease that finds no room waits. All ranks do the same, so one is
+played, with its share of what they have in common.
+
+[Note: the step that repeats]
+Updates lag into the next step. So a few steps are played, and the last one counts. Of many micro-batches
+those in the middle are alike: four are played, and what a fifth would take is what the fourth took.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from infinity.core.budget import DeviceBudget, rounded
+from infinity.core.lifecycle import Tier
+from infinity.planner.channels import Channel
+from infinity.planner.machines import COLLECTIVE_S, RankRates
+from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
+from infinity.planner.simulator import TransferQueues
+from infinity.planner.step import StepTrace, Stored, UnitShape
+
+#: Steps that are played, and micro-batches at most.
+_STEPS, _MICRO_BATCHES = 3, 4
+#: Of steps with more events fewer are played, and updates in larger chunks.
+_MANY_EVENTS = 20_000
+#: Chunks of staging that are kept for updates whose gradients exist.
+_RESERVE = 2
+#: A unit's update is played in at most so many chunks.
+_CHUNKS = 8
+#: Names of what moves and computes.
+COMPUTE, LINKS, UPDATE = "compute", "links", "update"
+_LABELS = [channel.label for channel in Channel]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSetup:
+    """Everything that a step follows from, besides its trace.
+
+    Attributes:
+        division: Of the device budget.
+        micro_batches: Of a step.
+        early: Updates start inside backward.
+        clips: Gradients are kept until the step ends.
+        staged_chunks: Of ``chunk_numel`` elements.
+        piece_nbytes: The largest shard that may stay while it is updated; None: any.
+        reduce_itemsize: Bytes per element of a reduced gradient.
+    """
+
+    units: tuple[UnitShape, ...]
+    rates: RankRates
+    division: DeviceBudget
+    ranks: int
+    on_accelerator: bool
+    micro_batches: int
+    early: bool
+    clips: bool
+    chunk_numel: int
+    staged_chunks: int
+    piece_nbytes: int | None
+    reduce_itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step takes on one rank, once steps repeat.
+
+    Attributes:
+        step_s: Its time (s).
+        busy_s: Seconds for which each channel moves, links gather or reduce, cores update, devices compute.
+        nbytes: Bytes that each channel moves; of the links, full buffers.
+        stall_s: Seconds for which compute waits, by cause.
+        device_peak_nbytes: The most that units, gradients and updates take of device memory.
+    """
+
+    step_s: float
+    busy_s: dict[str, float]
+    nbytes: dict[str, int]
+    stall_s: dict[str, float]
+    device_peak_nbytes: int
+
+    @property
+    def bottleneck(self) -> str:
+        """What is busy for the largest share of the step."""
+        return max(self.busy_s, key=lambda name: self.busy_s[name])
+
+    def plus(self, other: "StepCost", times: float) -> "StepCost":
+        """This cost and ``times`` another one; peaks stay."""
+
+        def added(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+            return {name: a.get(name, 0.0) + times * b.get(name, 0.0) for name in a | b}
+
+        nbytes = {
+            name: round(self.nbytes.get(name, 0) + times * other.nbytes.get(name, 0))
+            for name in self.nbytes | other.nbytes
+        }
+        return StepCost(
+            self.step_s + times * other.step_s, added(self.busy_s, other.busy_s), nbytes,
+            added(self.stall_s, other.stall_s), self.device_peak_nbytes,
+        )  # fmt: skip
+
+
+def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
+    """Predict what a training step costs; see [Note: what is played]."""
+    if setup.micro_batches <= _MICRO_BATCHES:
+        return _Clock(_Script.of(trace, setup, setup.micro_batches), setup).run()
+    most = 3 if len(trace.events) > _MANY_EVENTS else _MICRO_BATCHES
+    few, more = (_Clock(_Script.of(trace, setup, n), setup).run() for n in (most - 1, most))
+    return more.plus(more.plus(few, -1.0), setup.micro_batches - most)
+
+
+# --- the script --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Script:
+    """What the training thread does in one step, by position: before an event, after as many events.
+
+    Attributes:
+        compute_s: Seconds of compute before the event.
+        begun: Units whose first gradient comes before it.
+        completed: Units whose gradient of a micro-batch is complete, and whether that ends the step's: those
+            that the plan's events do not tell.
+        packs: Activations that leave; ``loads`` and ``asks`` likewise those that are loaded and needed.
+    """
+
+    plan: Plan
+    compute_s: list[float]
+    begun: dict[int, list[int]] = field(default_factory=dict)
+    completed: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
+    packs: dict[int, list[Stored]] = field(default_factory=dict)
+    loads: dict[int, list[Stored]] = field(default_factory=dict)
+    asks: dict[int, list[Stored]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: StepTrace, setup: StepSetup, micro_batches: int) -> "_Script":
+        times = trace.times_s(setup.rates)
+        earlier, places = trace.accumulated()
+        last = list(range(len(trace.events) + 1))
+        events: list[Event] = []
+        script = cls(Plan((), (), (), 0), [])
+        compute: defaultdict[int, float] = defaultdict(float)
+        for micro in range(micro_batches):
+            ends, base = micro + 1 == micro_batches, len(events)
+            where = last if ends else places
+            for position, time_s in enumerate(times.tolist()):
+                compute[base + where[position]] += time_s
+            for position, unit in trace.begun:
+                if micro == 0 or setup.ranks > 1:
+                    script.begun.setdefault(base + where[position], []).append(unit)
+            for position, unit in trace.completed:
+                if (not ends and setup.ranks > 1) or (ends and not setup.units[unit].streams):
+                    script.completed.setdefault(base + where[position], []).append((unit, ends))
+            for each in trace.stored:
+                moved = replace(each)
+                script.packs.setdefault(base + where[each.packed_at], []).append(moved)
+                script.loads.setdefault(base + where[each.load_at], []).append(moved)
+                script.asks.setdefault(base + where[each.asked_at], []).append(moved)
+            events += trace.events if ends else earlier
+        script.plan = plan_of(events, setup)
+        script.compute_s = [compute.get(position, 0.0) for position in range(len(events) + 1)]
+        return script
+
+
+def plan_of(events: Sequence[Event], setup: StepSetup) -> Plan:
+    """The plan that the runtime's prefetcher makes from a step's events."""
+    nbytes = {index: rounded(unit.nbytes) for index, unit in enumerate(setup.units) if unit.streams}
+    most = setup.piece_nbytes
+    can_stay = {
+        index
+        for index, unit in enumerate(setup.units)
+        if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
+    }
+    return make_plan(tuple(events), nbytes, setup.division.window, can_stay=can_stay)
+
+
+# --- the clock ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Update:
+    """The update of a unit's shard in one step.
+
+    Attributes:
+        nbytes: Device memory of the gradient; ``weights_nbytes`` of weights that are kept for it.
+        launched: Its gradient is there, and it may run.
+        unread: Chunks whose read has not started; likewise the others.
+        then: Called when it has been computed; ``landed`` when its writes have ended.
+    """
+
+    unit: int
+    chunk_numel: int
+    chunks: int
+    state_itemsize: float
+    read_itemsize: float
+    write_itemsize: float
+    nbytes: int = 0
+    weights_nbytes: int = 0
+    launched: bool = False
+    unread: int = 0
+    waiting: int = 0
+    uncomputed: int = 0
+    unwritten: int = 0
+    then: list[Callable[[], None]] = field(default_factory=list)
+    landed: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.unread = self.uncomputed = self.unwritten = self.chunks
+
+
+class _Server:
+    """Serves jobs one after the other."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[float, Callable[[], None]]] = deque()
+        self.left_s = float("inf")
+
+    def submit(self, time_s: float, then: Callable[[], None]) -> None:
+        self.jobs.append((time_s, then))
+        if len(self.jobs) == 1:
+            self.left_s = time_s
+
+    def end(self) -> Callable[[], None]:
+        """The first job has ended: return what follows."""
+        _, then = self.jobs.popleft()
+        self.left_s = self.jobs[0][0] if self.jobs else float("inf")
+        return then
+
+
+class _Clock:
+    """Plays a script for some steps; see [Note: what is played]."""
+
+    def __init__(self, script: _Script, setup: StepSetup) -> None:
+        self.script, self.setup, self.units = script, setup, setup.units
+        self._many = len(script.plan.events) > _MANY_EVENTS
+        self._chunks = 1 if self._many else _CHUNKS
+        self.queues = TransferQueues(setup.rates.channels)
+        self.links, self.updater = _Server(), _Server()
+        self.now_s = 0.0
+        self._calls: dict[int, Callable[[], None]] = {}
+        self._transfers = 0
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
+        self.nbytes: Counter[str] = Counter()
+        self.stall_s: defaultdict[str, float] = defaultdict(float)
+        self.leased_nbytes = self.peak_nbytes = 0
+        self._ready: dict[int, bool] = {}  # units on their way, or there
+        self._updates: dict[int, _Update] = {}  # the latest of each unit
+        self._next: set[int] = set()  # units whose update belongs to a step that is not committed yet
+        self._kept: dict[int, bool] = {}
+        self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
+        self._arriving = 0  # gradients on their way to updates
+        self._held: list[tuple[int, int]] = []
+        self._expected: deque[_Update] = deque()
+        self._unread: deque[_Update] = deque()  # launched, with chunks to read
+        self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
+        self._weights: dict[int, int] = {}  # device memory of weights that wait for an update
+        self._slots = setup.staged_chunks
+        self._away: dict[int, bool] = {}
+        self._staying: set[int] = set()
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _pass(self, most_s: float) -> float:
+        """Let time pass until something ends, at most ``most_s``; return the seconds."""
+        passed_s = min(most_s, self.queues.next_s(), self.links.left_s, self.updater.left_s)
+        for channel in self.queues.moving():
+            self.busy_s[_LABELS[channel]] += passed_s
+        if self.links.jobs:
+            self.busy_s[LINKS] += passed_s
+        if self.updater.jobs:
+            self.busy_s[UPDATE] += passed_s
+        self.now_s += passed_s
+        ended = self.queues.advance(passed_s)
+        for server in (self.links, self.updater):
+            if server.jobs:
+                server.left_s -= passed_s
+                while server.jobs and server.left_s <= 1e-12:
+                    server.end()()
+        for _, index, _ in ended:
+            assert index is not None
+            self._calls.pop(index)()
+        return passed_s
+
+    def _idle(self) -> bool:
+        return min(self.queues.next_s(), self.links.left_s, self.updater.left_s) == float("inf")
+
+    def _wait(self, until: Callable[[], bool], cause: str) -> None:
+        began_s = self.now_s
+        while not until():
+            if self._idle():
+                break  # a lease beyond the budget: the runtime would give back what is kept in vain
+            self._pass(float("inf"))
+        self.stall_s[cause] += self.now_s - began_s
+
+    def _compute(self, work_s: float) -> None:
+        self.busy_s[COMPUTE] += work_s
+        while work_s > 1e-12:
+            speed = self.queues.speed()
+            if not self.setup.on_accelerator and self.updater.jobs:
+                speed *= 0.5
+            work_s -= speed * self._pass(work_s / speed)
+
+    # --- memory --------------------------------------------------------------------------------
+
+    def _lease(self, nbytes: int) -> None:
+        nbytes = rounded(nbytes)
+        if self.leased_nbytes + nbytes > self.setup.division.total:
+            self._wait(lambda: self.leased_nbytes + nbytes <= self.setup.division.total, "memory")
+        self.leased_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        self.leased_nbytes -= rounded(nbytes)
+
+    # --- transfers -----------------------------------------------------------------------------
+
+    def _move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        self.nbytes[_LABELS[channel]] += nbytes
+        if not self.queues.rates[channel] > 0 or nbytes <= 0:
+            then()
+            return
+        self._transfers += 1
+        self._calls[self._transfers] = then
+        self.queues.submit(channel, self._transfers, nbytes)
+
+    def _gather(self, unit: int, then: Callable[[], None]) -> None:
+        if self.setup.ranks == 1:
+            then()
+            return
+        nbytes = self.units[unit].nbytes
+        self.nbytes[LINKS] += nbytes
+        self.links.submit(nbytes / self.setup.rates.gather_bytes_per_s + COLLECTIVE_S, then)
+
+    # --- units ---------------------------------------------------------------------------------
+
+    def _start(self, unit: int) -> None:
+        """Begin to bring a unit's full values."""
+        shape = self.units[unit]
+        stayed = unit in self._staying
+        if not stayed:
+            self._lease(shape.nbytes)
+        self._staying.discard(unit)
+        self._ready[unit] = False
+
+        def arrived() -> None:
+            self._gather(unit, lambda: self._ready.__setitem__(unit, True))
+
+        def upload() -> None:
+            if self.setup.on_accelerator:
+                self._move(Channel.HOST_TO_DEVICE, shape.weight_nbytes, arrived)
+            else:
+                arrived()
+
+        update = self._updates.get(unit)
+        if stayed:
+            if update is not None and update.uncomputed:
+                update.then.append(upload)
+            else:
+                upload()
+        elif not shape.on_nvme:
+            upload()
+        elif update is not None and update.unwritten and unit not in self._next:
+            update.landed.append(lambda: self._move(Channel.NVME_READ, shape.weight_nbytes, upload))
+        else:
+            self._move(Channel.NVME_READ, shape.weight_nbytes, upload)
+
+    def _release(self, unit: int) -> None:
+        if self._ready.pop(unit, None) is not None:
+            self._give_back(self.units[unit].nbytes)
+
+    def _use(self, unit: int) -> None:
+        if unit not in self._ready:
+            self._start(unit)
+        if not self._ready[unit]:
+            update = self._updates.get(unit)
+            waits = update is not None and bool(update.unwritten) and unit not in self._next
+            home = Tier.NVME if self.units[unit].on_nvme else Tier.HOST
+            cause = "update" if waits else "read" if home is Tier.NVME else "upload"
+            self._wait(lambda: self._ready[unit], cause)
+
+    # --- gradients -----------------------------------------------------------------------------
+
+    def _begin_gradient(self, unit: int) -> None:
+        if unit not in self._gradients:
+            self._gradients[unit] = self.units[unit].nbytes
+            self._lease(self.units[unit].nbytes)
+
+    def _end_gradient(self, unit: int, ends: bool) -> None:
+        """A unit's gradient of a micro-batch is complete."""
+        shape, setup = self.units[unit], self.setup
+        if setup.ranks == 1:
+            if ends:
+                self._hand_over(unit, self._gradients.pop(unit, 0))
+            return
+        full = self._gradients.pop(unit, 0)
+        if not full:
+            self._lease(shape.nbytes)
+            full = shape.nbytes
+        shard = shape.shard_numel * setup.reduce_itemsize
+        self._lease(shape.nbytes)
+        if unit not in self._reduced:
+            self._lease(shard)
+            self._reduced[unit] = shard
+        self._arriving += 1
+
+        def reduced() -> None:
+            self._arriving -= 1
+            self._give_back(full)
+            self._give_back(shape.nbytes)
+            if ends:
+                self._hand_over(unit, self._reduced.pop(unit))
+
+        self.nbytes[LINKS] += shape.nbytes
+        self.links.submit(shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S, reduced)
+
+    def _hand_over(self, unit: int, nbytes: int) -> None:
+        """Give a complete gradient, which takes ``nbytes`` of device memory, to its update."""
+        if not self.setup.on_accelerator:
+            self._add(unit, nbytes)
+            return
+        self._arriving += 1
+
+        def arrived() -> None:
+            self._arriving -= 1
+            self._give_back(nbytes)
+            self._add(unit, 0)
+
+        self._move(Channel.DEVICE_TO_HOST, self.units[unit].shard_numel * self.setup.reduce_itemsize, arrived)
+
+    def _add(self, unit: int, nbytes: int) -> None:
+        if self.units[unit].on_nvme and self.setup.early:
+            self._launch(unit, nbytes)
+        else:
+            self._held.append((unit, nbytes))
+
+    # --- updates -------------------------------------------------------------------------------
+
+    def _job(self, unit: int) -> _Update:
+        shape = self.units[unit]
+        chunks = min(self._chunks, -(-shape.shard_numel // self.setup.chunk_numel))
+        state, weight = shape.state_nbytes / chunks, shape.weight_nbytes / chunks
+        read = state if self._kept.get(unit, False) else state + weight
+        return _Update(unit, shape.shard_numel // chunks, chunks, state, read, state + weight)
+
+    def _expect(self) -> None:
+        """Let the states of this step's updates be read ahead."""
+        order = [event.unit for event in self.script.plan.events if event.kind is Kind.DONE]
+        if not self.setup.early:
+            ended = set(order)
+            order = [unit for unit in self._first_uses if unit in ended]
+        self._expected = deque(self._job(unit) for unit in order if self._trains(unit))
+
+    def _trains(self, unit: int) -> bool:
+        return self.units[unit].on_nvme and self.units[unit].trainable
+
+    def _launch(self, unit: int, nbytes: int) -> None:
+        job = next((each for each in self._expected if each.unit == unit), None)
+        if job is None:
+            job = self._job(unit)
+        else:
+            self._expected.remove(job)
+        job.nbytes, job.weights_nbytes, job.launched = nbytes, self._weights.pop(unit, 0), True
+        self._updates[unit] = job
+        self._next.add(unit)
+        if job.unread:
+            self._unread.append(job)
+        for _ in range(job.waiting):
+            self._update_chunk(job)
+        job.waiting = 0
+        self._pump()
+
+    def _pump(self) -> None:
+        """Start to read chunks for which there is staging memory, those whose gradient exists first."""
+        while self._slots > 0:
+            job = self._unread[0] if self._unread else None
+            if job is None and self._slots > _RESERVE:
+                job = next((each for each in self._expected if each.unread), None)
+                if job is not None:
+                    before = self._updates.get(job.unit)
+                    if before is not None and before.unwritten:
+                        return
+            if job is None:
+                return
+            self._slots -= 1
+            job.unread -= 1
+            if self._unread and not self._unread[0].unread:
+                self._unread.popleft()
+            self._move(Channel.NVME_READ, round(job.read_itemsize), self._reader(job))
+
+    def _reader(self, job: _Update) -> Callable[[], None]:
+        def read() -> None:
+            if job.launched:
+                self._update_chunk(job)
+            else:
+                job.waiting += 1
+
+        return read
+
+    def _update_chunk(self, job: _Update) -> None:
+        gradient = job.chunk_numel * self.setup.reduce_itemsize
+        nbytes = 2 * job.write_itemsize + gradient
+        self.updater.submit(nbytes / self.setup.rates.update_bytes_per_s, lambda: self._computed(job))
+
+    def _computed(self, job: _Update) -> None:
+        job.uncomputed -= 1
+        if not job.uncomputed:
+            self._give_back(job.weights_nbytes)
+            if not (self.setup.clips and job.unit in self._next):
+                self._give_back(job.nbytes)
+                job.nbytes = 0
+            for then in job.then:
+                then()
+            job.then.clear()
+        self._move(Channel.NVME_WRITE, round(job.write_itemsize), lambda: self._written(job))
+
+    def _written(self, job: _Update) -> None:
+        job.unwritten -= 1
+        self._slots += 1
+        if not job.unwritten:
+            for then in job.landed:
+                then()
+            job.landed.clear()
+        self._pump()
+
+    # --- the step ------------------------------------------------------------------------------
+
+    def run(self) -> StepCost:
+        """Play some steps and return what the last one took."""
+        plan = self.script.plan
+        self._first_uses = list(dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE))
+        self._kept = self._weights_at_hand()
+        steps = 2 if self._many else _STEPS
+        mark = self._mark()
+        for _ in range(steps):
+            mark = self._mark()
+            self._play()
+        now = self._mark()
+        return StepCost(
+            now[0] - mark[0],
+            {name: s - mark[1].get(name, 0.0) for name, s in now[1].items()},
+            {name: nbytes - mark[2].get(name, 0) for name, nbytes in now[2].items()},
+            {name: s - mark[3].get(name, 0.0) for name, s in now[3].items()},
+            self.peak_nbytes,
+        )
+
+    def _mark(self) -> tuple[float, dict[str, float], dict[str, int], dict[str, float]]:
+        return self.now_s, dict(self.busy_s), dict(self.nbytes), dict(self.stall_s)
+
+    def _weights_at_hand(self) -> dict[int, bool]:
+        """Whether each unit's weights are in memory when its gradients are complete, for the update."""
+        plan, present, found = self.script.plan, set(self.script.plan.begin), {}
+        for event, actions in zip(plan.events, plan.actions, strict=True):
+            if event.kind is Kind.USE:
+                present.add(event.unit)
+            elif event.kind is Kind.DONE:
+                stays = event.unit in plan.stays
+                found[event.unit] = event.unit in present and (self.setup.division.hold_weights or stays)
+                if not stays:
+                    present.discard(event.unit)
+            present.difference_update(actions.release)
+            present.update(actions.fetch)
+        return found
+
+    def _play(self) -> None:
+        """One step, from its first fetch to its commit."""
+        script, plan = self.script, self.script.plan
+        for unit in plan.begin:
+            if unit not in self._ready or unit in self._staying:
+                self._start(unit)
+        self._expect()
+        self._pump()
+        for position, compute_s in enumerate(script.compute_s):
+            self._before(position)
+            if compute_s:
+                self._compute(compute_s)
+            self._after(position)
+            if position < len(plan.events):
+                self._event(plan.events[position])
+                for unit in plan.actions[position].release:
+                    self._release(unit)
+                for unit in plan.actions[position].fetch:
+                    if unit not in self._ready:
+                        self._start(unit)
+        self._wait(lambda: not self._arriving, LINKS)
+        self._commit()
+
+    def _before(self, position: int) -> None:
+        script = self.script
+        for stored in script.loads.get(position, ()):
+            self._load(stored)
+        for stored in script.asks.get(position, ()):
+            if not self._away.get(id(stored), True):
+                self._wait(partial(self._away.__getitem__, id(stored)), "activation")
+            self._away.pop(id(stored), None)
+
+    def _load(self, stored: Stored) -> None:
+        self._away[id(stored)] = False
+
+        def there() -> None:
+            self._away[id(stored)] = True
+
+        def upload() -> None:
+            if self.setup.on_accelerator:
+                self._move(Channel.HOST_TO_DEVICE, stored.nbytes, there)
+            else:
+                there()
+
+        if stored.on_nvme:
+            self._move(Channel.NVME_READ, stored.nbytes, upload)
+        else:
+            upload()
+
+    def _after(self, position: int) -> None:
+        script = self.script
+        for stored in script.packs.get(position, ()):
+
+            def write(stored: Stored = stored) -> None:
+                if stored.on_nvme:
+                    self._move(Channel.NVME_WRITE, stored.nbytes, lambda: None)
+
+            if self.setup.on_accelerator:
+                self._move(Channel.DEVICE_TO_HOST, stored.nbytes, write)
+            else:
+                write()
+        for unit in script.begun.get(position, ()):
+            self._begin_gradient(unit)
+        for unit, ends in script.completed.get(position, ()):
+            self._end_gradient(unit, ends)
+
+    def _event(self, event: Event) -> None:
+        if event.kind is Kind.USE:
+            self._use(event.unit)
+        elif event.kind is Kind.DONE:
+            unit = event.unit
+            shape = self.units[unit]
+            if unit in self._ready:
+                stays, kept = unit in self.script.plan.stays, self._kept[unit] and shape.on_nvme
+                if stays:
+                    self._staying.add(unit)
+                elif kept and self.setup.ranks == 1 and not self.setup.on_accelerator:
+                    del self._ready[unit]  # the update has the full buffer
+                    self._weights[unit] = shape.nbytes
+                else:
+                    self._release(unit)
+                if kept and self.setup.on_accelerator:
+                    self._move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
+                elif kept and not stays and self.setup.ranks > 1:
+                    self._lease(shape.weight_nbytes)
+                    self._weights[unit] = shape.weight_nbytes
+            if shape.trainable:
+                self._end_gradient(unit, True)
+
+    def _commit(self) -> None:
+        """``optimizer.step()``: publish updates, start those that waited, update what is in host memory."""
+        self._next.clear()
+        for job in self._updates.values():
+            if job.nbytes and not job.uncomputed:
+                self._give_back(job.nbytes)
+                job.nbytes = 0
+        held, self._held = self._held, []
+        rank = {unit: at for at, unit in enumerate(self._first_uses)}
+        for unit, nbytes in sorted(held, key=lambda each: rank.get(each[0], each[0])):
+            shape = self.units[unit]
+            if shape.on_nvme:
+                self._launch(unit, nbytes)
+            else:
+                moved = 2 * (shape.weight_nbytes + shape.state_nbytes)
+                moved += shape.shard_numel * self.setup.reduce_itemsize
+                time_s = moved / self.setup.rates.update_bytes_per_s
+                self.busy_s[UPDATE] += time_s
+                self.stall_s[UPDATE] += time_s
+                left_s = time_s
+                while left_s > 1e-12:
+                    left_s -= self._pass(left_s)
+                self._give_back(nbytes)
+        self._next.clear()

@@ -1,0 +1,249 @@
+"""Hardware that a plan is made for, as a hardware file has it: nodes, devices, links, host memory, drives.
+
+Figures are those of one direction. The rates of one rank follow from them by symmetry: every rank has a
+device of its own, and an equal share of its node's host memory, cores, drives and network.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.plan import Hardware
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+_RATE = Valid(least=1.0, most=1e18)
+_COUNT = Valid(least=0, most=10**6)
+#: A dtype of 16 bits is chosen for ``train.dtype=auto`` where it is multiplied at this share of fp32's speed.
+_FAST = 0.7
+#: Submitting a transfer to its first byte (s); of a collective, its header and its launch.
+LATENCY_S, COLLECTIVE_S = 1e-4, 5e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesConfig:
+    """The machine as a whole."""
+
+    name: str = setting("this machine", "name in tables")
+    count: int = setting(1, "nodes", valid=Valid(least=1, most=10**5))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """The accelerators of a node. Without any, the cores compute, and the device tier is host memory."""
+
+    per_node: int = setting(0, "accelerators in a node; 0: the cores compute", valid=_COUNT)
+    name: str = setting("cores", "what computes")
+    memory: int | None = setting(
+        None, "memory of each; null: host memory", nbytes=True, valid=Valid(least=1, most=2**60)
+    )
+    memory_bytes_per_s: float | None = setting(
+        None, "bandwidth of that memory; null: that of host memory", valid=_RATE
+    )
+    bf16_flops_per_s: float | None = setting(
+        None, "of dense bf16 matrix products, each device or all cores; null: emulated", valid=_RATE
+    )
+    fp16_flops_per_s: float | None = setting(None, "likewise of fp16", valid=_RATE)
+    fp32_flops_per_s: float = setting(1e11, "likewise of fp32", valid=_RATE)
+    efficiency: float = setting(
+        0.6, "share of those that large matrix products of a model reach", valid=Valid(above=0, most=1)
+    )
+    operator_s: float = setting(5e-6, "least time of an operator (s)", valid=Valid(least=0, most=1))
+    watts: float = setting(0.0, "power of each, busy; 0: not known", valid=Valid(least=0, most=10**6))
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.per_node and self.memory is None:
+            raise SettingError("memory", None, "a size, since devices.per_node is not 0")
+
+    def flops_per_s(self, dtype: Dtype) -> float:
+        """Flops per second that a model's matrix products reach in ``dtype``; emulated ones are slow."""
+        given = {
+            "bf16": self.bf16_flops_per_s,
+            "fp16": self.fp16_flops_per_s,
+            "fp32": self.fp32_flops_per_s,
+        }
+        return self.efficiency * (given[dtype] or self.fp32_flops_per_s / 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksConfig:
+    """What moves bytes between devices and host memory, devices, and nodes; each way."""
+
+    host_bytes_per_s: float | None = setting(
+        None, "between each device and host memory; null: no accelerator", valid=_RATE
+    )
+    node_host_bytes_per_s: float | None = setting(
+        None, "between all devices of a node and host memory; null: no further limit", valid=_RATE
+    )
+    device_bytes_per_s: float | None = setting(
+        None, "from each device to the others of its node; null: through host memory", valid=_RATE
+    )
+    network_bytes_per_s: float | None = setting(
+        None, "between a node and the others; null: one node", valid=_RATE
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """Cores and memory of a node."""
+
+    cores: int = setting(1, "cores of a node", valid=Valid(least=1, most=10**5))
+    memory: int = setting(2**30, "host memory of a node", nbytes=True, valid=Valid(least=1, most=2**60))
+    bytes_per_s: float = setting(1e10, "bandwidth of that memory", valid=_RATE)
+    core_bytes_per_s: float = setting(
+        8e9, "bytes that one core reads and writes in an optimizer's update", valid=_RATE
+    )
+    watts: float = setting(
+        0.0, "power of a node without its devices; 0: not known", valid=Valid(least=0, most=10**7)
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrivesConfig:
+    """The NVMe drives of a node; all figures are of one drive."""
+
+    per_node: int = setting(0, "drives in a node", valid=_COUNT)
+    name: str = setting("NVMe", "name in tables")
+    memory: int = setting(2**40, "capacity", nbytes=True, valid=Valid(least=1, most=2**60))
+    read_bytes_per_s: float = setting(1e9, "reads alone", valid=_RATE)
+    write_bytes_per_s: float = setting(1e9, "writes alone, sustained", valid=_RATE)
+    mixed_bytes_per_s: float | None = setting(
+        None, "reads and writes together; null: the mean of both", valid=_RATE
+    )
+    written_bytes: float | None = setting(
+        None, "endurance: bytes that may be written (TBW x 1e12); null: not known", valid=_RATE
+    )
+    price: float | None = setting(None, "price", valid=Valid(least=0, most=10**7))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def both_bytes_per_s(self) -> float:
+        """Reads and writes together."""
+        return self.mixed_bytes_per_s or (self.read_bytes_per_s + self.write_bytes_per_s) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """All sections of a hardware file."""
+
+    nodes: NodesConfig = field(default_factory=NodesConfig)
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
+    host: HostConfig = field(default_factory=HostConfig)
+    drives: DrivesConfig = field(default_factory=DrivesConfig)
+
+    def __post_init__(self) -> None:
+        if self.devices.per_node and self.links.host_bytes_per_s is None:
+            raise SettingError(
+                "links.host_bytes_per_s", None, "bytes per second, since devices.per_node is not 0"
+            )
+        if self.nodes.count > 1 and self.links.network_bytes_per_s is None:
+            raise SettingError(
+                "links.network_bytes_per_s", None, "bytes per second, since nodes.count is above 1"
+            )
+
+    @property
+    def on_accelerator(self) -> bool:
+        return self.devices.per_node > 0
+
+    @property
+    def devices_in_all(self) -> int:
+        """Devices of all nodes; 1 where the cores compute."""
+        return max(1, self.devices.per_node) * self.nodes.count
+
+    def choose_dtype(self) -> Dtype:
+        """The dtype that ``train.dtype=auto`` stands for."""
+        bf16 = self.devices.bf16_flops_per_s or 0.0
+        return "bf16" if bf16 >= _FAST * self.devices.fp32_flops_per_s else "fp32"
+
+    def with_ranks(self, ranks: int) -> "Machine":
+        """Return the same machine with as many nodes as ``ranks`` take, and no idle device.
+
+        Raises:
+            SettingError: Ranks do not fill nodes.
+        """
+        each = self.devices.per_node or ranks
+        if ranks > each and ranks % each:
+            raise SettingError("ranks", ranks, f"a number up to {each}, or a multiple of it: whole nodes")
+        devices = replace(self.devices, per_node=min(ranks, each)) if self.on_accelerator else self.devices
+        return replace(self, nodes=replace(self.nodes, count=max(1, ranks // each)), devices=devices)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRates:
+    """The channels and the compute of one rank.
+
+    Attributes:
+        channels: Of this rank's share of the drives, and of its link to host memory.
+        gather_bytes_per_s: Bytes of a unit's full values per second of an all-gather; infinite with one rank.
+        reduce_bytes_per_s: Bytes of a unit's full gradient per second of a reduction by all-to-all.
+        update_bytes_per_s: Bytes that the update of a shard reads and writes per second.
+        flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
+        memory_bytes_per_s: Of the memory that operators read and write.
+        operator_s: Least time of an operator (s).
+    """
+
+    channels: Hardware
+    gather_bytes_per_s: float
+    reduce_bytes_per_s: float
+    update_bytes_per_s: float
+    flops_per_s: float
+    fp32_flops_per_s: float
+    memory_bytes_per_s: float
+    operator_s: float
+
+    def operator_time_s(self, flops: float, nbytes: float, *, fp32: bool) -> float:
+        """Seconds of one operator by the roofline."""
+        rate = self.fp32_flops_per_s if fp32 else self.flops_per_s
+        return max(flops / rate, nbytes / self.memory_bytes_per_s, self.operator_s)
+
+
+def rank_rates(machine: Machine, ranks: int, dtype: Dtype) -> RankRates:
+    """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring."""
+    devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
+    local = max(1, ranks // machine.nodes.count)
+    link = links.host_bytes_per_s or 0.0
+    if links.node_host_bytes_per_s is not None:
+        link = min(link, links.node_host_bytes_per_s / local)
+    cores = max(1.0, host.cores / local)
+    share = 1.0 if machine.on_accelerator else 1 / local  # of what computes
+    channels = Hardware(
+        read_bytes_per_s=drives.per_node * drives.read_bytes_per_s / local,
+        write_bytes_per_s=drives.per_node * drives.write_bytes_per_s / local,
+        mixed_bytes_per_s=drives.per_node * drives.both_bytes_per_s / local,
+        host_bytes_per_s=link,
+        latency_s=LATENCY_S,
+    )
+    between = links.device_bytes_per_s or (link if machine.on_accelerator else host.bytes_per_s / 4 / local)
+    gather = reduce = float("inf")
+    if ranks > 1:
+        away = (ranks - 1) / ranks  # of a unit's bytes, each rank has the others'
+        gather = reduce = between / away
+        if machine.nodes.count > 1:
+            assert links.network_bytes_per_s is not None
+            # A ring crosses each node's border once; in an all-to-all every rank sends to every other node.
+            gather = min(gather, links.network_bytes_per_s / away)
+            crossing = local * (ranks - local) / ranks
+            reduce = min(reduce, links.network_bytes_per_s / crossing)
+    return RankRates(
+        channels=channels,
+        gather_bytes_per_s=gather,
+        reduce_bytes_per_s=reduce,
+        update_bytes_per_s=min(host.bytes_per_s / local, cores * host.core_bytes_per_s),
+        flops_per_s=share * devices.flops_per_s(dtype),
+        fp32_flops_per_s=share * devices.flops_per_s("fp32"),
+        memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),
+        operator_s=devices.operator_s,
+    )

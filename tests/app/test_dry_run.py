@@ -1,0 +1,105 @@
+"""A dry run is the runtime's own: its units, homes, budgets and trace, without values."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.app.dry_run import DryRun, dry_run
+from infinity.app.machines import load_machine
+from infinity.app.models.causal import CausalLoss
+from infinity.app.recipe import Recipe, load_recipe
+from infinity.app.train import built
+from infinity.app.views import Views
+from infinity.core.lifecycle import Tier
+from infinity.planner.clock import plan_of, play_step
+
+GPT = ["model.n_layers=4", "model.d_model=64", "model.n_heads=4", "model.seq_len=32", "train.batch_size=2"]
+MACHINE = load_machine("vm-2core")
+
+
+def recipe_for(folder: Path, *overrides: str) -> Recipe:
+    return load_recipe(None, [
+        f"memory.nvme=[{folder / 'nvme'}]", "train.dtype=bf16", "memory.host=64MiB", "memory.device=64MiB",
+        "memory.activations=keep", "observe.progress=false", *overrides,
+    ])  # fmt: skip
+
+
+def llama(folder: Path) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    return f"model.path={folder / 'llama'}"
+
+
+def run(
+    recipe: Recipe, steps: int = 4
+) -> tuple[dict[str, Any], list[tuple[int | None, int | None, int, int]]]:
+    """Train ``recipe`` for some steps; what the runtime decided, and bytes planned and moved by step."""
+    with built(recipe, None, Views()) as (model, optimizer):
+        model.train()
+        loss, moved = CausalLoss(model), []
+        tokens = torch.randint(256, (recipe.train.batch_size, recipe.model.seq_len))
+        runtime = optimizer.runtime
+        for _ in range(steps):
+            for micro in range(recipe.train.accumulate):
+                last = micro + 1 == recipe.train.accumulate
+                with contextlib.nullcontext() if last else infinity.no_sync(model):
+                    loss(tokens, tokens).backward()
+            optimizer.step()
+            report = optimizer.report()
+            planned = report.planned_nbytes_read, report.planned_nbytes_written
+            moved.append((*planned, report.nbytes_read, report.nbytes_written))
+        executor = runtime.executor()
+        plan = executor.prefetcher.training.plan
+        return {
+            "units": [(u.name, u.numel, u.home is Tier.NVME) for u in runtime.units],
+            "division": executor.budget.division,
+            "events": () if plan is None else plan.events,
+            "fetched": [] if plan is None else list(plan.fetched()),
+        }, moved
+
+
+def micro_batches(run: DryRun) -> tuple[Any, ...]:
+    """The events of a whole step."""
+    accumulated = run.trace.accumulated()[0]
+    return accumulated * (run.recipe.train.accumulate - 1) + run.trace.events
+
+
+CASES = {
+    "gpt-tied": ["model.tied=true"],
+    "gpt-tight": ["memory.device=3MiB", "optim.max_grad_norm=null"],
+    "gpt-accumulated": ["train.accumulate=3"],
+    "gpt-recomputed": ["memory.activations=recompute"],
+    "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
+    "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
+    "llama-lora": ["llama", "lora.rank=2"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
+    overrides = ["memory.resident=false", *CASES[case]]
+    if "llama" in overrides:
+        overrides.remove("llama")
+        overrides += [llama(tmp_path), "model.seq_len=32", "train.batch_size=2"]
+    else:
+        overrides += GPT
+    recipe = recipe_for(tmp_path, *overrides)
+    planned = dry_run(recipe, MACHINE, 1)
+    real, moved = run(recipe)
+    named = [(u.name, u.shard_numel, u.on_nvme) for u in planned.units]
+    assert named == real["units"]
+    assert planned.division == real["division"]
+    assert micro_batches(planned) == tuple(real["events"])
+    plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
+    assert list(plan.fetched()) == real["fetched"]
+    if real["events"]:
+        assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]

@@ -1,0 +1,167 @@
+"""``infinity plan RECIPE`` and ``infinity train --dry-run``: what they say, and that they write nothing."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from infinity.app import plan_recipe as module
+from infinity.app.machines import load_machine
+from infinity.app.plan_recipe import changes, plan_recipe, predict, show_recipe
+from infinity.app.recipe import load_recipe
+from infinity.cli import main
+from infinity.core.errors import BudgetError, CheckpointError
+from infinity.observe.summary import PredictedStep
+
+SMALL = ["model.n_layers=2", "model.d_model=64", "model.n_heads=2", "model.seq_len=64", "train.batch_size=2"]
+RECIPE = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
+
+
+def shown(*overrides: str, on: str = "hgx-h100", **given: object) -> str:
+    out = io.StringIO()
+    show_recipe(RECIPE, [*SMALL, *overrides], Console(file=out, width=200), on=on, **given)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def test_a_plan_says_what_lies_where_what_a_step_takes_and_what_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = shown(tokens=1e9)
+    for words in (
+        r"^model +a new GPT: 140 K parameters, in \d units",
+        r"^machine +HGX H100: 8 x H100 80 GB, 2 TiB of host memory, 112 cores, 8 drives",
+        r"^step +8 ranks, bf16, 1 x 128 tokens a rank, activations: keep",
+        r"^device .* of activations .* 79 GiB$",
+        r"^host +0 .* of states +\d",
+        r"^NVMe +\d +140 K +\d.*TiB$",
+        r"<- bottleneck",
+        r"^a step takes .* tokens/s, .* Tflop/s a rank, MFU .*% of the ideal step",
+        r"^compute waits for: ",
+        r"^1 B tokens take .* kWh$",
+        r"are written to a node's drives a day, .* drive writes per day; the drives last ",
+        r"^planned in .* s, without reading a weight$",
+        r"^to be faster +tokens/s +gain +bottleneck then$",
+        r"^a larger batch \(train.batch_size=4\) .*\+\d+%",
+    ):
+        assert re.search(words, text, re.M), f"{words} is not in\n{text}"
+    assert list(tmp_path.iterdir()) == []  # nothing was made
+
+
+def test_train_with_dry_run_says_the_same_and_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", RECIPE, *SMALL, "--dry-run", "--on", "vm-2core"]) == 0
+    assert "a step takes" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert main(["train", RECIPE, "--on", "vm-2core"]) == 1
+    assert "--on is for --dry-run" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_planned_from_its_config_alone_also_a_quantised_one(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 512,
+        "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "quantization_config": {"quant_method": "fp8"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = shown("model.n_layers=6", "model.d_model=384", "model.n_heads=6", f"model.path={tmp_path}")
+    assert "the checkpoint is quantised (fp8): planned as if its weights were torch.bfloat16" in text
+    assert "holds no weights: planned from its config.json" in text
+    assert re.search("^a step takes .* tokens/s", text, re.M)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        shown("model.n_layers=6", "model.d_model=384", "model.n_heads=6", f"model.path={tmp_path}")
+
+
+def test_a_budget_that_is_too_small_is_an_error_with_the_arithmetic() -> None:
+    with pytest.raises(BudgetError, match=r"memory.device is 64 KiB; at least .* is required"):
+        shown("memory.activations=keep", budget="64KiB")
+    with pytest.raises(BudgetError, match=r"give memory.nvme one or more directories"):
+        shown("memory.nvme=[]", "memory.host=64KiB", "memory.resident=true")
+
+
+def test_the_least_budgets_are_enough_and_less_is_not() -> None:
+    machine = load_machine("vm-2core")
+    planned = plan_recipe(load_recipe(RECIPE, SMALL), machine, 1)
+    run = planned.run
+    least_device, least_host = run.division.least, run.least_host_nbytes()
+    enough = [f"memory.device={least_device}", f"memory.host={least_host}", "memory.activations=keep"]
+    again = plan_recipe(load_recipe(RECIPE, [*SMALL, *enough]), machine, 1)
+    assert again.cost.step_s >= planned.cost.step_s
+    for less in (f"memory.device={least_device - 4096}", f"memory.host={least_host // 2}"):
+        with pytest.raises(BudgetError):
+            plan_recipe(load_recipe(RECIPE, [*SMALL, *enough, less]), machine, 1)
+
+
+def test_changes_are_plans_of_their_own_and_only_those_that_gain() -> None:
+    machine = load_machine("hgx-h100", ["drives.read_bytes_per_s=1e6", "drives.write_bytes_per_s=1e6"])
+    planned = plan_recipe(load_recipe(RECIPE, SMALL), machine, 8)
+    assert planned.cost.bottleneck.startswith("NVMe")
+    found = {change.what.partition(" in each")[0]: change for change in changes(planned)}
+    gains = [change.tokens_per_s for change in changes(planned)]
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) > planned.tokens_per_s
+    more = replace(machine, drives=replace(machine.drives, per_node=9))
+    alone = plan_recipe(load_recipe(RECIPE, SMALL), more, 8)
+    assert found["one more drive"].tokens_per_s == pytest.approx(alone.tokens_per_s, rel=1e-6)
+    assert 1.05 < alone.tokens_per_s / planned.tokens_per_s < 9.1 / 8
+
+
+def test_a_plan_for_activations_keeps_the_budget_and_stores_what_it_says() -> None:
+    more = ["train.batch_size=16", "model.seq_len=128", "memory.activations=offload"]
+    planned = plan_recipe(load_recipe(RECIPE, [*SMALL, *more]), load_machine("vm-2core"), 1)
+    stored = sum(each.nbytes for each in planned.run.trace.stored)
+    assert stored > 0
+    assert planned.cost.nbytes["NVMe write"] == stored + sum(
+        unit.weight_nbytes + unit.state_nbytes for unit in planned.run.units
+    )
+
+
+def test_a_long_run_is_compared_with_its_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.app import train as program
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "_PREDICTED_S", 0.0)
+    (tmp_path / "text.txt").write_text("the quick brown fox\n" * 400)
+    recipe = load_recipe(RECIPE, [
+        *SMALL, "train.steps=4", "train.eval_every=null", "data.files=[text.txt]", "observe.progress=false",
+        "memory.host=64MiB", "train.threads=1",
+    ])  # fmt: skip
+    summary = program.train(recipe)
+    assert summary is not None
+    assert isinstance(summary.predicted, PredictedStep)
+    assert summary.predicted.nbytes_read == summary.planned_nbytes_read == summary.nbytes_read
+    assert summary.predicted.nbytes_written == summary.planned_nbytes_written
+    assert summary.predicted.step_s > 0
+    rows = dict(module_rows(summary))
+    assert re.match(r".* s per step \(measured [+-]\d+%\), .* bound by \w+", rows["predicted"])
+
+
+def module_rows(summary: object) -> list[tuple[str, str]]:
+    from infinity.observe.summary import summary_rows
+
+    return summary_rows(summary)  # type: ignore[arg-type]
+
+
+def test_a_prediction_uses_the_budgets_that_the_run_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def planned(recipe: object, machine: object, ranks: int) -> object:
+        seen.append(recipe)
+        raise BudgetError("enough")
+
+    monkeypatch.setattr(module, "plan_recipe", planned)
+    monkeypatch.setattr(module, "probe", lambda directories: None)
+    with pytest.raises(BudgetError, match="enough"):
+        predict(load_recipe(RECIPE, SMALL), 1, {"device": 123_456, "host": 654_321})
+    assert (seen[0].memory.device, seen[0].memory.host) == (123_456, 654_321)
+    assert seen[0].memory.activations == "keep"  # as without memory.device

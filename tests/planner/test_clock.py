@@ -1,0 +1,162 @@
+"""The clock: bytes are exact, a step is never faster than what it needs, and cost grows like the model."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from infinity.core.budget import DeviceBudget
+from infinity.planner import clock
+from infinity.planner.clock import COMPUTE, LINKS, UPDATE, StepSetup, play_step
+from infinity.planner.machines import (
+    DevicesConfig,
+    DrivesConfig,
+    HostConfig,
+    LinksConfig,
+    Machine,
+    NodesConfig,
+    rank_rates,
+)
+from infinity.planner.prefetch_plan import Event, Kind
+from infinity.planner.step import StepTrace, Stored, UnitShape
+
+NUMEL = 2048 * 4096
+MACHINE = Machine(
+    devices=DevicesConfig(per_node=2, memory=2**35, fp16_flops_per_s=1e14, memory_bytes_per_s=1e12),
+    links=LinksConfig(host_bytes_per_s=1e10, device_bytes_per_s=1e11),
+    host=HostConfig(cores=8, memory=2**38, bytes_per_s=1e11),
+    drives=DrivesConfig(per_node=2, read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.5e9),
+)
+
+
+def trace(units: int, *, flops: float = 1e12, stored: tuple[Stored, ...] = ()) -> StepTrace:
+    """Forward through all units, and backward through them."""
+    events: list[Event] = []
+    for unit in range(units):
+        events += [Event(Kind.USE, unit), Event(Kind.UNPIN, unit)]
+    done = []
+    for unit in reversed(range(units)):
+        events.append(Event(Kind.USE, unit))
+        done.append((len(events), unit))
+        events.append(Event(Kind.DONE, unit))
+    n = len(events) + 1
+    return StepTrace(
+        tuple(events), tuple(done), tuple(done), np.arange(n), np.full(n, flops), np.zeros(n),
+        np.zeros(n, bool), flops * n, 1024, 0, stored,
+    )  # fmt: skip
+
+
+def setup(
+    units: int, *, ranks: int = 1, window: int = 4, micro_batches: int = 1, machine: Machine = MACHINE
+) -> StepSetup:
+    full = 2 * NUMEL
+    sizes = {"nbytes": full, "weight_nbytes": full // ranks, "state_nbytes": 10 * NUMEL // ranks}
+    sizes |= {"moments_nbytes": 8 * NUMEL // ranks, "shard_numel": NUMEL // ranks, "params": NUMEL}
+    shapes = tuple(UnitShape(name=f"unit {i}", trainable=True, **sizes) for i in range(units))
+    division = DeviceBudget((window + 16) * full, window * full, True, True, 0, 0)
+    return StepSetup(
+        units=shapes, rates=rank_rates(machine.with_ranks(ranks), ranks, "fp16"), division=division,
+        ranks=ranks, on_accelerator=True, micro_batches=micro_batches, early=True, clips=False,
+        chunk_numel=2**21, staged_chunks=8, piece_nbytes=2**40, reduce_itemsize=4 if ranks > 1 else 2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("window", [3, 40])
+def test_each_byte_of_a_step_is_moved_once(ranks: int, window: int) -> None:
+    units = 12
+    made = setup(units, ranks=ranks, window=window)
+    cost = play_step(trace(units), made)
+    shard = NUMEL // ranks
+    assert cost.nbytes["NVMe write"] == units * 12 * shard
+    read = cost.nbytes["NVMe read"]
+    if window == 40:  # all weights stay
+        assert read == units * 10 * shard
+    else:
+        assert units * 12 * shard < read <= units * 14 * shard
+    assert cost.nbytes["device to host"] >= units * shard * made.reduce_itemsize
+    if ranks > 1:
+        assert cost.nbytes[LINKS] >= 2 * units * 2 * NUMEL
+
+
+def test_a_step_takes_at_least_what_its_busiest_part_needs() -> None:
+    for flops in (1e9, 1e12, 1e14):
+        cost = play_step(trace(8, flops=flops), setup(8, window=3))
+        assert cost.step_s >= 0.999 * max(cost.busy_s.values())
+        assert cost.step_s <= sum(cost.busy_s.values())
+    assert cost.bottleneck == COMPUTE
+    assert cost.step_s == pytest.approx(cost.busy_s[COMPUTE], rel=0.05)  # all else is hidden
+    assert cost.device_peak_nbytes <= setup(8, window=3).division.total
+
+
+def test_a_faster_drive_a_link_and_more_memory_never_make_a_step_slower() -> None:
+    slow = play_step(trace(12), setup(12, window=3)).step_s
+    drives = replace(MACHINE, drives=replace(MACHINE.drives, per_node=4))
+    link = replace(MACHINE, links=replace(MACHINE.links, host_bytes_per_s=4e10))
+    assert play_step(trace(12), setup(12, window=3, machine=drives)).step_s < slow
+    assert play_step(trace(12), setup(12, window=3, machine=link)).step_s <= 1.001 * slow
+    assert play_step(trace(12), setup(12, window=40)).step_s <= 1.001 * slow
+
+
+def test_many_micro_batches_cost_what_the_last_ones_do() -> None:
+    few = [play_step(trace(6), setup(6, window=3, micro_batches=n)) for n in (3, 4)]
+    many = play_step(trace(6), setup(6, window=3, micro_batches=64))
+    each = few[1].step_s - few[0].step_s
+    assert many.step_s == pytest.approx(few[1].step_s + 60 * each)
+    assert many.nbytes["NVMe write"] == few[0].nbytes["NVMe write"]
+    read = few[1].nbytes["NVMe read"] - few[0].nbytes["NVMe read"]
+    assert many.nbytes["NVMe read"] == few[1].nbytes["NVMe read"] + 60 * read
+
+
+def test_activations_that_leave_move_their_bytes_and_hold_backward_until_they_are_back() -> None:
+    plain = play_step(trace(8), setup(8, window=40))
+    nbytes = 10**9
+    # packed after the first unit, loaded when the last unit's backward begins, needed right then
+    away = (Stored(nbytes, packed_at=2, load_at=16, asked_at=16, on_nvme=True),)
+    cost = play_step(trace(8, stored=away), setup(8, window=40))
+    for channel in ("NVMe write", "NVMe read", "device to host", "host to device"):
+        assert cost.nbytes[channel] - plain.nbytes.get(channel, 0) == nbytes
+    assert cost.stall_s["activation"] > 0.2  # at 4 GB/s from two drives, and over the link
+    assert cost.step_s > plain.step_s
+
+
+def test_units_in_host_memory_move_nothing_to_drives() -> None:
+    made = setup(6, window=3)
+    made = replace(made, units=tuple(replace(unit, on_nvme=False) for unit in made.units))
+    cost = play_step(trace(6), made)
+    assert "NVMe read" not in cost.nbytes
+    assert cost.nbytes["host to device"] >= 6 * 2 * NUMEL
+    assert cost.busy_s[UPDATE] > 0
+
+
+def test_cost_grows_like_the_model() -> None:
+    """Counted in events of the clock, since times of a busy machine say nothing."""
+    counts = []
+    for units in (50, 100, 200):
+        made = setup(units, window=units // 5, micro_batches=2)
+        queues: list[int] = []
+
+        class Counted(clock.TransferQueues):
+            def advance(
+                self, passed_s: float, queues: list[int] = queues
+            ) -> list[tuple[int, int | None, float]]:
+                queues.append(1)
+                return super().advance(passed_s)
+
+        before, clock.TransferQueues = clock.TransferQueues, Counted  # type: ignore[misc]
+        try:
+            play_step(trace(units), made)
+        finally:
+            clock.TransferQueues = before  # type: ignore[misc]
+        counts.append(len(queues))
+    assert counts[2] / counts[1] < 1.2 * 2
+    assert counts[1] / counts[0] < 1.2 * 2
+
+
+def test_512_ranks_are_played_as_one() -> None:
+    machine = replace(
+        MACHINE, nodes=NodesConfig(count=256), links=replace(MACHINE.links, network_bytes_per_s=1e11)
+    )
+    made = replace(setup(8, ranks=2), rates=rank_rates(machine, 512, "fp16"), ranks=512)
+    cost = play_step(trace(8), made)
+    assert 0 < cost.step_s < 60
