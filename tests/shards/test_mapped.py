@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mxfp4Config
@@ -405,6 +406,34 @@ def test_weights_that_are_written_are_the_runs_own(tmp_path, checkpoint):
         assert_same(changed, {key: value for key, value in weights.items() if key != name})
         assert_same(weights_of(model), weights)
     assert content(checkpoint) == before
+
+
+def save_and_thaw(checkpoint: Path, tmp_path: Path, *, background: bool) -> dict[str, torch.Tensor]:
+    """What a portable checkpoint has that was begun before frozen units were thawed and trained."""
+    _, batch = models.build("llama", 1)
+    out = tmp_path / f"saved-{background}"
+    with loaded(checkpoint, tmp_path / "nvme", "memory.device=1MiB") as model:
+        for name, param in model.train().named_parameters():
+            param.requires_grad_("layers.1" in name)
+        optimizer = infinity.AdamW(model, lr=1e-2, params=[{"params": list(model.parameters())}])
+        for step in range(4):
+            if step == 2:
+                assert mapped(model)
+                saving = infinity.save_checkpoint(model, optimizer, out, background=background)
+                model.requires_grad_(True)
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+        saving.wait()
+        assert mapped(model) == []
+        weights = {name: torch.empty(param.shape) for name, param in model.named_parameters()}
+    dcp.load(weights, checkpoint_id=out, no_dist=True)
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_save_in_the_background_has_the_base_as_it_was_when_it_is_thawed_meanwhile(tmp_path, checkpoint):
+    expected = save_and_thaw(checkpoint, tmp_path, background=False)
+    assert_same(save_and_thaw(checkpoint, tmp_path, background=True), expected)
 
 
 def test_a_frozen_model_is_exported_from_where_it_lies(tmp_path, checkpoint):
