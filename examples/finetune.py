@@ -66,8 +66,8 @@ SMALL = Scale(
     width=32,
     layers=2,
     heads=2,
-    base_steps=40,
-    tuning_steps=24,
+    base_steps=26,
+    tuning_steps=16,
 )
 
 

@@ -1,5 +1,6 @@
 """What every test stands on: few threads, fixed seeds, no accelerator unless it is asked for."""
 
+import gc
 import os
 import random
 import sys
@@ -14,6 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # rewrites the assertions of all tests again: a third of the suite's processor time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A million objects of imported modules live until the end: they are never looked at for garbage.
+gc.disable()
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -43,6 +47,12 @@ def seeded() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

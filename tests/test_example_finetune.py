@@ -89,7 +89,7 @@ def test_a_small_fine_tune_learns_and_transformers_loads_its_result(tmp_path, th
     folder = tmp_path / "made"
     half = ["train.batch_size=4", "train.eval_batches=48"]  # in every step; all of the test's text and chats
     example["main"](folder, example["SMALL"], ["train.threads=1", *half])
-    assert_it_learned(folder, {"base": 0.6, "full": 0.95, "lora": 0.99})
+    assert_it_learned(folder, {"base": 0.65, "full": 0.95, "lora": 0.995})
     assert_transformers_agrees(folder)
     table = capsys.readouterr().out.splitlines()[-3:]
     for line, name in zip(table, ("base", "full", "lora"), strict=True):
