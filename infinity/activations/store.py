@@ -29,6 +29,7 @@ from torch import Tensor
 from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.plan import Hardware, Place
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.device.accelerator import synchronize
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
 
@@ -162,14 +163,14 @@ def measure_hardware(device: torch.device, directories: Sequence[str | Path], ho
 def _host_bytes_per_s(device: torch.device) -> float:
     """The slower of the two directions between an accelerator and pinned memory."""
     there = torch.empty(64 * _MIB, dtype=torch.uint8, device=device)
-    here = torch.empty(64 * _MIB, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(64 * _MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
     slowest = float("inf")
     for target, source in ((here, there), (there, here)):
         target.copy_(source)
-        torch.cuda.synchronize(device)
+        synchronize(device)
         began_s = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize(device)
+        synchronize(device)
         slowest = min(slowest, here.numel() / (time.perf_counter() - began_s))
     return slowest
 
@@ -212,7 +213,7 @@ class _Direct(StoredActivation):
         return self._hold(storage, self._engine.write(self._extent, source[self._head : end]))
 
     def load(self) -> Loading:
-        storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8).untyped_storage()
+        storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8, device="cpu").untyped_storage()
         offset = -(storage.data_ptr() + self._head) % BLOCK_NBYTES
         target, end = _memory(storage, offset, self._nbytes), self._head + self._body
         assert self._ends is not None
@@ -245,13 +246,13 @@ class CopyThread:
     def __init__(self, name: str, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"infinity-{name}")
         self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device.type != "cpu":
+            self._stream = torch.Stream(device)
 
     def run(self, move: Callable[["CopyThread"], None]) -> Transfer:
         """Start ``move(self)`` after all work that the calling thread has given its stream."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         transfer = _Copy(partial(move, self))
         self._thread.submit(transfer.perform)
         return transfer
@@ -266,7 +267,7 @@ class CopyThread:
         if self._stream is None:
             target.copy_(source)
             return
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             target.copy_(source, non_blocking=True)
         self._stream.synchronize()
 

@@ -51,6 +51,7 @@ from infinity.core.errors import (
 )
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes, usable_cores
 from infinity.observe.metrics import StepReport, read_metrics
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
@@ -347,7 +348,7 @@ class RankMean:
     def __call__(self, value: float) -> float:
         if self._group is None:
             return value
-        total = torch.tensor(value, dtype=torch.float64)
+        total = torch.tensor(value, dtype=torch.float64, device="cpu")
         try:
             dist.all_reduce(total, group=self._group)
         except RuntimeError as error:
@@ -441,7 +442,7 @@ def check_sizes(recipe: Recipe) -> None:
     model, train, host = recipe.model, recipe.train, total_host_nbytes()
     if model.path is not None:
         return
-    device = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else host
+    device = memory_nbytes(here)[1] if (here := torch.accelerator.current_accelerator()) else host
     ways = "the embedding", "the feed-forward weights", "the attention's weights"
     numels = model.vocab_size * model.d_model, model.ff_width * model.d_model, 3 * model.d_model**2
     numel, what = max(zip(numels, ways))

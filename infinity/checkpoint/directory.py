@@ -283,7 +283,7 @@ class FileTensor:
         if self.dtype == out.dtype:
             self._file.read(offset, out)
         else:
-            raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype)
+            raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype, device="cpu")
             for part in torch.split(out, _PIECE_NUMEL):
                 piece = raw[: len(part)]
                 self._file.read(offset, piece)

@@ -49,6 +49,7 @@ from torch import Tensor
 from infinity.comm.peers import Peers
 from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied, first_line
 from infinity.core.transfer import Transfer
+from infinity.device.accelerator import use_own_stream
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 #: Once another rank has left, what it still takes part in ends within this time (s).
@@ -110,7 +111,7 @@ class Collectives:
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._group = self._control
         if device.type != "cpu":
-            self._group = dist.new_group(backend="nccl", timeout=timeout)
+            self._group = dist.new_group(backend=dist.get_default_backend_for_device(device), timeout=timeout)
         self.step = 0  # calls of the optimizer's step; equal on all ranks
         self._count = 0
         self._closed = False
@@ -190,7 +191,7 @@ class Collectives:
         nbytes = int(self._exchange("share", [len(mine)], where)[0])
 
         def issue(_: bool) -> bytes:
-            given = torch.zeros(nbytes, dtype=torch.uint8)
+            given = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             if self.rank == 0:
                 given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
@@ -207,7 +208,7 @@ class Collectives:
         """Every rank's values, ``(world_size, len(values))``, float64."""
 
         def issue(_: bool) -> Tensor:
-            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64))
+            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64, device="cpu"))
 
         result: Tensor = self._submit(kind, len(values), where, issue).value()
         return result
@@ -323,7 +324,7 @@ class Collectives:
             DivergenceError: They differ.
             PeerError: A rank failed.
         """
-        headers = self._of_all_ranks(torch.tensor([*what, int(failure is not None), digest]))
+        headers = self._of_all_ranks(torch.tensor([*what, int(failure is not None), digest], device="cpu"))
         self._count += 1
         same, digests = (headers == headers[0]).all(0)[:-1], headers[:, -1]
         failed = [r for r in range(self.world_size) if int(headers[r, -2])]
@@ -348,7 +349,7 @@ class Collectives:
 
     def _of_all_ranks(self, mine: Tensor) -> Tensor:
         """Every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``."""
-        everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
+        everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype, device="cpu")
         self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
         return everyone.view(self.world_size, -1)
 
@@ -368,13 +369,10 @@ class Collectives:
 
     def _settle(self) -> None:
         if self.device.type != "cpu":
-            torch.cuda.current_stream(self.device).synchronize()  # this thread only
+            torch.accelerator.current_stream(self.device).synchronize()  # this thread only
 
     def _run(self) -> None:
-        if self.device.type != "cpu":
-            torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            torch.cuda.set_stream(stream)  # gathers beside compute
+        use_own_stream(self.device)  # gathers beside compute
         while (job := self._queue.get()) is not None:
             job()
             del job  # while nothing comes, no model is held

@@ -21,7 +21,7 @@ import mmap
 import threading
 import time
 from collections import OrderedDict
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -29,15 +29,11 @@ from torch import Tensor
 from infinity.core.budget import HUGE_NBYTES, rounded
 from infinity.core.errors import BudgetError, StateError, copied
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import page_lock, page_unlock
 
 #: Of Linux 4.14; the module mmap has no name for it.
 _MADV_WIPEONFORK = 18
 _SLICE_S = 0.5
-
-
-def _cudart() -> Any:
-    cuda: Any = torch.cuda
-    return cuda.cudart()
 
 
 class Buffer(Protocol):
@@ -59,11 +55,12 @@ class HostBuffer:
 
     Args:
         nbytes: As :func:`rounded` gives it.
-        pin: Page-lock it for the accelerator.
+        device: Page-lock it for this accelerator; the CPU, or None: leave it as it is.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self.nbytes, self._pinned = nbytes, False
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
+        self.nbytes = nbytes
+        self._pinned_for: torch.device | None = None
         huge = nbytes >= HUGE_NBYTES
         # Older kernels put a mapping anywhere: one spare huge page of addresses, never touched,
         # leaves room to start on a multiple of 2 MiB.
@@ -79,8 +76,8 @@ class HostBuffer:
             start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % HUGE_NBYTES
         self._memory = memoryview(self._map)[start : start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
-        if pin:
-            self._register()
+        if device is not None and device.type != "cpu":
+            self._register(device)
 
     @property
     def memory(self) -> memoryview:
@@ -92,19 +89,19 @@ class HostBuffer:
         except (OSError, AttributeError):  # a kernel without them: slower, and right
             return
 
-    def _register(self) -> None:
-        code = int(_cudart().cudaHostRegister(self.tensor.data_ptr(), self.nbytes, 0))
+    def _register(self, device: torch.device) -> None:
+        code = page_lock(self.tensor.data_ptr(), self.nbytes, device)
         if code != 0:
             raise BudgetError(
-                f"CUDA could not page-lock {format_nbytes(self.nbytes)} of host memory (error {code}); "
+                f"{device} could not page-lock {format_nbytes(self.nbytes)} of host memory (error {code}); "
                 "lower memory.host, or raise the limit of locked memory (ulimit -l)"
             )
-        self._pinned = True
+        self._pinned_for = device
 
     def close(self) -> None:
-        if self._pinned:
-            _cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._pinned = False
+        if self._pinned_for is not None:
+            page_unlock(self.tensor.data_ptr(), self._pinned_for)
+            self._pinned_for = None
         # The pages go now; the addresses go with the last view of them, so that a view that
         # outlives its lease reads zeros and never another buffer's memory.
         self._map.madvise(mmap.MADV_DONTNEED)
@@ -344,18 +341,23 @@ class HostPool(BufferPool):
     Args:
         capacity_nbytes: As for :class:`BufferPool`.
         key: As for :class:`BufferPool`.
-        pin: Page-lock the buffers for an accelerator.
+        device: Page-lock the buffers for this accelerator.
         patience_s: As for :class:`BufferPool` (s).
     """
 
     def __init__(
-        self, capacity_nbytes: int, *, key: str = "memory.host", pin: bool = False, patience_s: float = 30.0
+        self,
+        capacity_nbytes: int,
+        *,
+        key: str = "memory.host",
+        device: torch.device | None = None,
+        patience_s: float = 30.0,
     ) -> None:
         super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
-        self._pin = pin
+        self._device = device
 
     def _make(self, nbytes: int) -> Buffer:
-        return HostBuffer(nbytes, pin=self._pin)
+        return HostBuffer(nbytes, self._device)
 
 
 class DevicePool(BufferPool):

@@ -19,6 +19,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
@@ -86,7 +87,7 @@ class StepExecutor:
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
             host = storage.host_pool if ranks.on_accelerator else None
-            staging = None if host is None else Staging(host, storage.piece_nbytes)
+            staging = None if host is None else Staging(host, storage.piece_nbytes, ranks.device)
             order = StepOrder()
             self.updates = _make_updates(
                 tiers, units, order, timeline, clips, config.durability.every, on_failure, stack
@@ -287,7 +288,7 @@ def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 def _ceiling_nbytes(ranks: Ranks) -> int:
     """The most that a device budget may be if the recipe has none (bytes)."""
     if ranks.on_accelerator:
-        return torch.cuda.mem_get_info(ranks.device)[0] // 2
+        return memory_nbytes(ranks.device)[0] // 2
     return free_host_nbytes() // 2
 
 

@@ -42,7 +42,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """
     if max_norm is None:
         return 1.0
-    return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32))
+    return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
 
 
 def _sums(flat: Tensor) -> list[float]:

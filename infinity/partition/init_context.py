@@ -373,7 +373,7 @@ class Construction:
             self._stow()
         for unit in self.builder.units:
             for s in unit.segments:
-                s.param.data = placeholder(s.shape, unit.dtype, self.device)
+                _move(s.param, placeholder(s.shape, unit.dtype, self.device))
         self._finished = len(self.builder.units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
@@ -400,6 +400,15 @@ class Construction:
         return [root for root in roots if id(root) not in inner]
 
 
+def _move(param: nn.Parameter, data: Tensor) -> None:
+    """Let ``param`` have ``data``, which may be on another device."""
+    if torch._has_compatible_shallow_copy_type(param, data):
+        param.data = data
+    else:  # a back end outside torch: the parameter stays the same object, and becomes one of that back end
+        swap_tensors: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+        swap_tensors(param, nn.Parameter(data, param.requires_grad))
+
+
 def _created_nbytes(unit: Unit) -> int:
     """Bytes of a unit's parameters in the dtype in which the model created them."""
     return sum(s.numel * s.created_dtype.itemsize for s in unit.segments)
@@ -411,7 +420,7 @@ def _module_classes(module: nn.Module) -> list[type]:
 
 def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
     """Elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
-    out = torch.zeros(stop - start, dtype=torch.float32)
+    out = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
     for s in segments:
         low, high = max(start, s.offset), min(stop, s.stop)
         if low < high:

@@ -45,8 +45,10 @@ from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError, copied
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.device.accelerator import use_own_stream
 from infinity.partition.unit import Unit
 
+_CPU = torch.device("cpu")
 #: Starts to read a shard's bytes, from the given one on, into memory.
 Fetch = Callable[[memoryview, int], Transfer]
 #: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
@@ -59,10 +61,11 @@ class Staging:
     Args:
         pool: In host memory.
         piece_nbytes: The most that one buffer takes: whole blocks (bytes).
+        device: Where shards go.
     """
 
-    def __init__(self, pool: Pool, piece_nbytes: int) -> None:
-        self.pool, self.piece_nbytes = pool, piece_nbytes
+    def __init__(self, pool: Pool, piece_nbytes: int, device: torch.device = _CPU) -> None:
+        self.pool, self.piece_nbytes, self.device = pool, piece_nbytes, device
         self._without = 0  # shards on their way that have no buffer
         self._lock = threading.Lock()
 
@@ -228,10 +231,10 @@ class UnitMover:
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Callable[[], object]] = {}
         self._staying: dict[int, Staying] = {}
-        self._freed: dict[int, torch.cuda.Event] = {}  # by the address of the buffer's storage
+        self._freed: dict[int, torch.Event] = {}  # by the address of the buffer's storage
         self._uploads: ThreadPoolExecutor | None = None
         if staging is not None and collectives is None:
-            self._uploads = ThreadPoolExecutor(1, "infinity-upload", self._on_own_stream)
+            self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (staging.device,))
 
     @_never_inference
     def start(self, index: int) -> None:
@@ -289,17 +292,12 @@ class UnitMover:
         if own.device.type == "cpu":
             own.copy_(shard)
             return
-        stream = torch.cuda.current_stream(own.device)
+        stream = torch.accelerator.current_stream(own.device)
         freed = self._freed.pop(own.untyped_storage().data_ptr(), None)
         if freed is not None:
             stream.wait_event(freed)  # see [Note: a buffer that compute still reads]
         own.copy_(shard, non_blocking=True)
         stream.synchronize()  # the pinned buffer is free, and compute may read
-
-    def _on_own_stream(self) -> None:
-        """This thread's uploads run beside compute."""
-        if torch.cuda.is_available():
-            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     @_never_inference
     def finish(self, index: int) -> None:
@@ -355,7 +353,7 @@ class UnitMover:
             if unit.flat is not None:
                 address = unit.flat.untyped_storage().data_ptr()
                 if unit.flat.device.type != "cpu":
-                    self._freed[address] = torch.cuda.current_stream().record_event()
+                    self._freed[address] = torch.accelerator.current_stream().record_event()
                 del self.attached[address]
                 unit.detach()
         except StateError:  # a parameter was written: the stored values are fetched when they are used next

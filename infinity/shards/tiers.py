@@ -261,7 +261,7 @@ class Tiers:
         """Return full values on the CPU, ``(numel,)``, from every rank's ``shard``. Every rank must call."""
         if self._ranks.collectives is None:
             return shard
-        full = torch.empty(unit.numel, dtype=shard.dtype)
+        full = torch.empty(unit.numel, dtype=shard.dtype, device="cpu")
         unit.shard_of(full).copy_(shard)
         full = full.to(self._ranks.device)
         self._ranks.collectives.gather(unit.index, unit.name, full, lambda: None).wait()
@@ -269,7 +269,7 @@ class Tiers:
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
-        out = [torch.empty(unit.shard_numel) for _ in range(1 + _MOMENTS)]
+        out = [torch.empty(unit.shard_numel, device="cpu") for _ in range(1 + _MOMENTS)]
         for start, chunk in self.chunk_fields(unit):
             for field, values in zip(out, chunk, strict=True):
                 field[start : start + len(values)] = values
@@ -326,7 +326,7 @@ class Tiers:
         missing = self.layout.fields[len(resident.state) :]
         for start in range(0, unit.shard_numel, self.chunk_numel):
             stop = min(start + self.chunk_numel, unit.shard_numel)
-            zeros = (torch.zeros(stop - start, dtype=field.dtype) for field in missing)
+            zeros = (torch.zeros(stop - start, dtype=field.dtype, device="cpu") for field in missing)
             yield start, resident.weight[start:stop], (*(f[start:stop] for f in resident.state), *zeros)
 
     def _each_stored_chunk(
@@ -362,8 +362,8 @@ class Tiers:
     def _each_missing_chunk(self, unit: Unit) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
         """Zeros: while a model is built some code reads values, which count for nothing then."""
         for start, numel in self._store.places(unit.shard_numel):
-            state = (torch.zeros(numel, dtype=field.dtype) for field in self.layout.fields)
-            yield start, torch.zeros(numel, dtype=unit.dtype), tuple(state)
+            state = (torch.zeros(numel, dtype=field.dtype, device="cpu") for field in self.layout.fields)
+            yield start, torch.zeros(numel, dtype=unit.dtype, device="cpu"), tuple(state)
 
     def _awaits(self, unit: Unit) -> bool:
         """Whether the unit's states will come from an interrupted run."""

@@ -223,7 +223,7 @@ def test_many_threads_share_a_pool_without_sharing_bytes() -> None:
 
 @pytest.mark.gpu
 def test_pinned_buffers_are_page_locked_and_exact() -> None:
-    pool = HostPool(16 * MIB, pin=True)
+    pool = HostPool(16 * MIB, device=torch.accelerator.current_accelerator())
     with pool.lease(5 * MIB, who="a") as lease:
         assert lease.tensor.is_pinned()
         assert pool.leased_nbytes == 6 * MIB
