@@ -9,6 +9,7 @@ streams. A thread that moves bytes has a stream of its own, so that copies overl
 what one thread makes for another one travels with an event.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,17 @@ def use_own_stream(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-        torch.accelerator.set_stream(torch.Stream(device))
+        torch.accelerator.set_stream(torch.Stream(device))  # which belongs to this thread, as the device does
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """Return a new stream; None on the CPU."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Return a context in which the calling thread works on ``stream``; None: where it works already."""
+    return nullcontext() if stream is None else stream
 
 
 def record(device: torch.device) -> torch.Event | None:

@@ -108,6 +108,7 @@ class StepExecutor:
                 self.prefetcher, pins, self.mover, self.updates, pool, host, ranks.collectives, reduce_dtype,
                 hold_weights=self.budget.division.hold_weights,
             )  # fmt: skip
+            stack.callback(self.gradients.close)
             self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
             self.hooks.connect(
                 self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward

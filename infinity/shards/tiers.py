@@ -39,14 +39,22 @@ class Resident:
     """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
 
     Attributes:
+        dtype: Of the weights.
         state: Without the moments while the unit was never trained.
+        leases: The first is of the weights, which an accelerator copies.
         set_aside: The host budget has room for its moments.
     """
 
-    weight: Tensor
+    dtype: torch.dtype
     state: tuple[Tensor, ...]
     leases: tuple[Lease, ...]
     set_aside: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights, after copies of them that are in flight."""
+        weight: Tensor = self.leases[0].tensor.view(self.dtype)
+        return weight
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +159,7 @@ class Tiers:
         if self._exact.fields:
             leases.append(self.pool.lease(self._exact.state_nbytes(n), who=who))
             exact = self._exact.views(leases[1].tensor, n)
-        weight = leases[0].tensor.view(unit.dtype)
-        self.residents[unit.index] = Resident(weight, exact, tuple(leases), set_aside)
+        self.residents[unit.index] = Resident(unit.dtype, exact, tuple(leases), set_aside)
         unit.home = Tier.HOST
         unit.lifecycle.state = UnitState.ON_HOST
 
@@ -264,7 +271,7 @@ class Tiers:
         full = torch.empty(unit.numel, dtype=shard.dtype, device="cpu")
         unit.shard_of(full).copy_(shard)
         full = full.to(self._ranks.device)
-        self._ranks.collectives.gather(unit.index, unit.name, full, lambda: None).wait()
+        self._ranks.collectives.gather(unit.index, unit.name, lambda: full).wait()
         return full.cpu()
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:

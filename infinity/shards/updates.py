@@ -42,11 +42,9 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
-from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
@@ -268,7 +266,7 @@ class Updates:
         two_versions: Updates may start inside backward: see [Note: when an update starts].
         clips: The step may scale gradients, so they are kept until then: see [Note: speculation].
         commits: Writes the commit record; None if no process could go on with the run.
-        on_failure: Called with the error of an update, on the pipeline's thread.
+        on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
 
     Attributes:
@@ -287,7 +285,7 @@ class Updates:
         self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
         self.predictor = Predictor()
         self.speculated = self.rolled_back = 0
-        self.commits, self._on_failure = commits, on_failure
+        self.commits, self.on_failure = commits, on_failure
         self._commit: Commit | None = None  # what is not recorded yet
         self._state = b""  # the small state of the last record, and its step
         self._state_step = 0
@@ -298,7 +296,7 @@ class Updates:
         if commits is not None:
             tiers.before_write = self._before_write
         self._expecting = False
-        self._incoming: list[Pending] = []  # reductions whose gradients will be added
+        self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers, self.steps = StepHypers(), 0
         self.ready: dict[int, PendingUpdate] = {}
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
@@ -307,27 +305,29 @@ class Updates:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def announce(self, reduction: Pending) -> None:
-        """Expect a gradient that its reduction over ranks will :meth:`add`."""
-        self._incoming.append(reduction)
+    def announce(self, incoming: Transfer) -> None:
+        """Expect a gradient that will have been given to :meth:`add` when ``incoming`` ends; any thread."""
+        self._incoming.append(incoming)
 
     def wait_for_gradients(self) -> None:
         """Block until every announced gradient has been added."""
-        for reduction in self._incoming:
-            reduction.wait()
+        for incoming in self._incoming:  # a reduction announces what follows it
+            incoming.wait()
         self._incoming.clear()
 
     def add(
-        self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights, used: tuple[Segment, ...]
-    ) -> None:
-        """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
+        self, unit: Unit, grad: Tensor, squares: float, lease: Lease, weights: Weights,
+        used: tuple[Segment, ...],
+    ) -> None:  # fmt: skip
+        """Take in a shard's complete gradient, ``(shard_numel,)``, in host memory; any thread.
 
         Args:
+            squares: The sum of its squares.
             lease: Held for ``grad``, given back when the update has read it.
             weights: Those that the update starts from.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
-        squares, lifecycle = sum_of_squares(grad), Lifecycle(f"update of {unit.name}", UpdateState.HELD)
+        lifecycle = Lifecycle(f"update of {unit.name}", UpdateState.HELD)
         ready = PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle)
         self.hypers.begin_step()
         with self._lock:
@@ -585,13 +585,13 @@ class Updates:
             return self.tiers.read_weight(unit, memory, start)
         return ChainedTransfer(future, lambda: self.tiers.read_weight(unit, memory, start))
 
-    def resident(self, unit: Unit) -> Tensor | None:
-        """Return the shard of a unit that lives in host memory; None for others."""
+    def resident(self, unit: Unit) -> Lease | None:
+        """Return what holds the shard of a unit that lives in host memory; None for others."""
         resident = self.tiers.residents.get(unit.index)
-        return None if resident is None else resident.weight
+        return None if resident is None else resident.leases[0]
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """Return a wait for the new weights of a unit that stayed; without an update there is none."""
+        """Return a wait for the new weights of a unit where they were; without an update there is none."""
         future = self._futures.get(unit.index)
         return (lambda: None) if future is None else future.wait_computed
 
@@ -678,7 +678,7 @@ class Updates:
     def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
         """The end of an update; on the pipeline's thread."""
         if error is not None:
-            self._on_failure(error)
+            self.on_failure(error)
         future.finish(error)
 
     def _sizes(self, unit: Unit) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
-from tests.helpers.fakes import FakeEngine, FakePool
+from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
 
 class FakeShards:
@@ -17,7 +17,7 @@ class FakeShards:
 
     def __init__(self) -> None:
         self.fetches: list[tuple[int, memoryview, Transfer]] = []
-        self.residents: dict[int, torch.Tensor] = {}
+        self.residents: dict[int, FakeLease] = {}
 
     def fetch(self, unit, memory, start=0):
         self.fetches.append((unit.index, memory, Transfer()))
@@ -28,6 +28,9 @@ class FakeShards:
 
     def fetch_waits_for(self, unit):
         return "read"
+
+    def updated_in_place(self, unit):
+        return lambda: None
 
     def arrive(self, value: float = 1.0, error: Exception | None = None) -> None:
         """The oldest fetch ends."""
@@ -125,7 +128,8 @@ def test_what_is_taken_stays_leased_until_its_taker_gives_it_back(parts):
 def test_a_shard_in_host_memory_is_copied_and_goes_back_home(parts):
     mover, units, shards, _, _ = parts
     units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
-    shards.residents[0] = torch.full((units[0].shard_numel,), 5.0, dtype=torch.bfloat16)
+    shards.residents[0] = FakePool(2**20).lease(units[0].shard_nbytes, who="a shard")
+    shards.residents[0].tensor.view(torch.bfloat16).fill_(5)
     mover.start(0)
     assert units[0].state is UnitState.UPLOADING
     mover.finish(0)
