@@ -74,6 +74,7 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
 
 def page_lock(address: int, nbytes: int, device: torch.device) -> int:
     """Page-lock host memory for ``device``; return 0, or the error code of its driver."""
+    torch.accelerator.set_device_index(device)  # a thread that has none would begin to use the first device
     if device.type == "cuda":
         return int(_module(device).cudart().cudaHostRegister(address, nbytes, 0))
     register = getattr(_module(device), "host_register", None)

@@ -373,7 +373,7 @@ class Construction:
             self._stow()
         for unit in self.builder.units:
             for s in unit.segments:
-                _move(s.param, placeholder(s.shape, unit.dtype, self.device))
+                s.param.data = placeholder(s.shape, unit.dtype, self.device)
         self._finished = len(self.builder.units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
@@ -398,15 +398,6 @@ class Construction:
         roots = self.roots
         inner = {id(m) for root in roots for m in root.modules() if m is not root}
         return [root for root in roots if id(root) not in inner]
-
-
-def _move(param: nn.Parameter, data: Tensor) -> None:
-    """Let ``param`` have ``data``, which may be on another device."""
-    if torch._has_compatible_shallow_copy_type(param, data):
-        param.data = data
-    else:  # a back end outside torch: the parameter stays the same object, and becomes one of that back end
-        swap_tensors: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
-        swap_tensors(param, nn.Parameter(data, param.requires_grad))
 
 
 def _created_nbytes(unit: Unit) -> int:
