@@ -8,6 +8,7 @@ says otherwise has another one made, before the first step. Modules keep their h
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -303,8 +304,11 @@ def _make_updates(
     tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, clips: bool, every: int | None,
     on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
-    """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
-    storage, pipeline = tiers.storage, None
+    """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
+    storage, pipeline, beside = tiers.storage, None, None
+    if storage.on_accelerator:
+        beside = ThreadPoolExecutor(1, "infinity-resident")
+        stack.callback(beside.shutdown)
     if storage.units_engine is not None:
         background = AdamWRule(storage.layout.dtype)
         timed: Any = TimedRule(background, timeline) if timeline.enabled else background
@@ -314,6 +318,6 @@ def _make_updates(
         stack.callback(pipeline.close)
     rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
     return Updates(
-        tiers, rule, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
+        tiers, rule, beside, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
         commits=storage.commits, on_failure=on_failure, every=every,
     )  # fmt: skip

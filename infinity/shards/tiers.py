@@ -23,7 +23,7 @@ from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.core.transfer import ChainedTransfer, Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.shared_base import SharedBase
@@ -58,7 +58,7 @@ class Resident:
 
     @property
     def nbytes(self) -> int:
-        return sum(values.nbytes for values in (self.weight, *self.state))
+        return self.leases[0].nbytes + sum(values.nbytes for values in self.state)
 
 
 class Tiers:
@@ -460,8 +460,11 @@ class Tiers:
         kept = (index for index in self.residents if index not in self.from_base)
         return [index for index in kept if index in updated or index not in self._recorded]
 
-    def store_resident(self, unit: Unit) -> list[Transfer]:
+    def store_resident(self, unit: Unit, updated: Transfer | None = None) -> list[Transfer]:
         """Start to write a unit in host memory into its next version on NVMe, which becomes the unit's.
+
+        Args:
+            updated: Ends when its values are there; None: they are.
 
         Raises:
             DiskError: The file system is full.
@@ -476,7 +479,12 @@ class Tiers:
         elif self._exact.fields:
             store.add_all_exact(unit.index)
         self._recorded.add(unit.index)
-        return self._move_resident(unit, self._engine.write)
+        if updated is None or updated.done():
+            return self._move_resident(unit, self._engine.write)
+        return self._move_resident(
+            unit,
+            lambda extent, memory: ChainedTransfer(updated, lambda: self._engine.write(extent, memory)),
+        )
 
     def _move_resident(self, unit: Unit, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:
         """Read or write a unit in host memory, where its committed version has the same fields."""

@@ -23,8 +23,10 @@ next version is overwritten by the next update. A unit in host memory has one pl
 ``step``.
 
 [Note: shards in host memory]
-A unit in host memory is updated in its place. For a commit it is written to NVMe, too, into its next
-version, while the next step computes; its next update waits until the bytes have left.
+A unit in host memory is updated in its place, at ``step``. For a commit it is written to NVMe, too, into its
+next version, while the next step computes; its next update waits until the bytes have left. On an accelerator
+the shard is not what compute reads, so it is updated on a thread beside the next forward, whose upload of the
+unit waits for that.
 
 [Note: step counts]
 The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
@@ -36,6 +38,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -259,7 +262,8 @@ class Updates:
 
     Args:
         tiers: Where shards live.
-        rule: Updates shards in host memory, on the training thread.
+        rule: Updates shards in host memory.
+        beside: Runs their updates, one after another; None: the training thread does.
         pipeline: Updates the others; None when everything is resident.
         units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
@@ -277,11 +281,12 @@ class Updates:
     """
 
     def __init__(
-        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, units: Sequence[Unit],
-        order: StepOrder, *, two_versions: bool, clips: bool, commits: Commits | None,
+        self, tiers: Tiers, rule: AdamWRule, beside: ThreadPoolExecutor | None,
+        pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, *,
+        two_versions: bool, clips: bool, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
-        self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
+        self.tiers, self.rule, self._beside, self.pipeline = tiers, rule, beside, pipeline
         self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
         self.predictor = Predictor()
         self.speculated = self.rolled_back = 0
@@ -438,7 +443,8 @@ class Updates:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
         for index in self.tiers.changed_residents(self.ready):
             self._pass_barrier()
-            self._stored[index] = self.tiers.store_resident(self.units[index])
+            updated = self._futures.get(index)
+            self._stored[index] = self.tiers.store_resident(self.units[index], updated)
             self.planned_written += self.tiers.residents[index].nbytes
 
     def _make_commit(self) -> "Commit":
@@ -613,6 +619,9 @@ class Updates:
         """Block until every update that was started has landed."""
         if self.pipeline is not None:
             self.pipeline.drain()
+        for index in self.tiers.residents:
+            if index in self._futures:
+                self._futures[index].wait()
         if self.commits is not None:
             self.commits.wait()
 
@@ -631,15 +640,25 @@ class Updates:
             self._update_resident(ready, grad_scale)
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
-        for transfer in self._stored.pop(ready.unit.index, ()):
-            transfer.wait()
-        resident = self.tiers.residents[ready.unit.index]
-        for run in self.hypers.runs(ready.unit, ready.used, grad_scale):
-            part = slice(run.start, run.stop)
-            state = tuple(f[part] for f in resident.state)
-            weight = resident.weight[part]
-            self.rule.update(weight, ready.grad[part], state, weight, run.hyper)
-        ready.release()
+        """Update a unit in its place: see [Note: shards in host memory]."""
+        index, stored = ready.unit.index, self._stored.pop(ready.unit.index, ())
+        resident, runs = self.tiers.residents[index], self.hypers.runs(ready.unit, ready.used, grad_scale)
+
+        def update() -> None:
+            for transfer in stored:
+                transfer.wait()
+            weights = resident.weight
+            for run in runs:
+                part = slice(run.start, run.stop)
+                state = tuple(f[part] for f in resident.state)
+                self.rule.update(weights[part], ready.grad[part], state, weights[part], run.hyper)
+            ready.release()
+
+        if self._beside is None:
+            update()
+            return
+        ready.future = self._futures[index] = UpdateFuture()
+        self._beside.submit(ready.future.run, update)
 
     def _launch(self, ready: PendingUpdate, grad_scale: float, state: UpdateState) -> None:
         assert self.pipeline is not None
