@@ -38,6 +38,7 @@ from infinity.device.accelerator import (
     wait_on_host,
     wait_on_stream,
 )
+from infinity.device.memory import HostBuffer
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
 
@@ -170,16 +171,18 @@ def measure_hardware(device: torch.device, directories: Sequence[str | Path], ho
 
 def _host_bytes_per_s(device: torch.device) -> float:
     """The slower of the two directions between an accelerator and pinned memory."""
-    there = torch.empty(64 * _MIB, dtype=torch.uint8, device=device)
-    here = torch.empty(64 * _MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
-    slowest = float("inf")
-    for target, source in ((here, there), (there, here)):
-        target.copy_(source)
-        synchronize(device)
-        began_s = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        slowest = min(slowest, here.numel() / (time.perf_counter() - began_s))
+    there, buffer = torch.empty(64 * _MIB, dtype=torch.uint8, device=device), HostBuffer(64 * _MIB, device)
+    here, slowest = buffer.tensor, float("inf")
+    try:
+        for target, source in ((here, there), (there, here)):
+            target.copy_(source)
+            synchronize(device)
+            began_s = time.perf_counter()
+            target.copy_(source)
+            synchronize(device)
+            slowest = min(slowest, here.numel() / (time.perf_counter() - began_s))
+    finally:
+        buffer.close()
     return slowest
 
 

@@ -139,7 +139,8 @@ class HostBuffer:
 
     def wait(self) -> None:
         for event in self.events:
-            event.synchronize()
+            if not event.query():
+                event.synchronize()
         self.events.clear()
 
     def close(self) -> None:
@@ -283,8 +284,10 @@ class BufferPool:
 
     @property
     def leased_nbytes(self) -> int:
-        """Bytes that are leased now, in whole pages."""
-        return self._leased_nbytes
+        """Bytes that are leased now, in whole pages; also those that copies still use."""
+        with self._changed:
+            self._collect_ended()
+            return self._leased_nbytes
 
     @property
     def kept_nbytes(self) -> int:
