@@ -10,8 +10,8 @@ that begins at the same place of a block, so that alignment, which some kernels 
 Other ways go through host memory, pinned beside an accelerator, or past it with GPUDirect Storage. One thread
 stores and another one loads, each in the order of the calls and each on a stream of its own: copies out
 overlap with copies in, and both with compute. A copy waits for what compute had been given when its tensor
-was packed, or its memory allocated, and for nothing after that. A thread waits for its copies before it ends
-a transfer, so a thread that waits for a transfer need not wait for streams.
+was packed, or its memory allocated, and for nothing after that. Compute may use the bytes of a load as soon
+as the copies are on their way, since its stream waits for them. Memory is held until they have ended.
 """
 
 import ctypes
@@ -32,6 +32,7 @@ from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.plan import Hardware, Place
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.device.accelerator import (
+    StreamTransfer,
     record,
     synchronize,
     use_own_stream,
@@ -258,18 +259,11 @@ class CopyThread:
         self._device = device
         self._thread = ThreadPoolExecutor(1, f"infinity-{name}", use_own_stream, (device,))
 
-    def run(self, move: Callable[[], None], after: torch.Event | None) -> Transfer:
+    def run(self, move: Callable[[], None], after: torch.Event | None) -> "Copy":
         """Start ``move()``, whose work on the accelerator comes after an event."""
-        transfer = _Copy(partial(self._move, move, after))
-        self._thread.submit(transfer.perform)
-        return transfer
-
-    def _move(self, move: Callable[[], None], after: torch.Event | None) -> None:
-        wait_on_stream(after, self._device)
-        try:
-            move()
-        finally:
-            self.synchronize()
+        copy = Copy(move)
+        self._thread.submit(copy.perform, after, self._device)
+        return copy
 
     def synchronize(self) -> None:
         """Return when all that this thread's stream was given has been done; call on this thread."""
@@ -280,24 +274,33 @@ class CopyThread:
         self._thread.shutdown()
 
 
-class _Copy(Transfer):
-    """A move of a copy thread; once it has ended it holds nothing of what it moved."""
+class Copy(Transfer):
+    """A move of a copy thread; once it has ended it holds nothing of what it moved.
 
-    __slots__ = ("_move",)
+    Attributes:
+        issued: Ends earlier: when the copies are on their way.
+    """
+
+    __slots__ = ("_move", "issued")
 
     def __init__(self, move: Callable[[], None]) -> None:
         super().__init__()
         self._move: Callable[[], None] | None = move
+        self.issued = StreamTransfer()
 
-    def perform(self) -> None:
+    def perform(self, after: torch.Event | None, device: torch.device) -> None:
         move, self._move = self._move, None
         assert move is not None
+        wait_on_stream(after, device)
         error = None
         try:
             move()
         except BaseException as raised:  # surfaces at wait
             error = raised.with_traceback(None)
         del move
+        self.issued.record(device)
+        self.issued.finish(error)
+        wait_on_host(record(device))
         self.finish(error)
 
 
@@ -349,8 +352,9 @@ class _Staged(StoredActivation):
     def load(self) -> Loading:
         target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
         allocated = record(self._device)
-        storage, transfer = target.untyped_storage(), self.loading.run(lambda: self.get(target), allocated)
-        return Loading(storage, 0, self._hold(storage, transfer))
+        storage, copy = target.untyped_storage(), self.loading.run(lambda: self.get(target), allocated)
+        self._hold(storage, copy)
+        return Loading(storage, 0, copy.issued)
 
     def put(self, source: Tensor) -> None:
         """Begin to copy all of ``source`` away, on the thread that stores."""

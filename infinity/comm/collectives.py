@@ -56,8 +56,7 @@ from torch import Tensor
 
 from infinity.comm.peers import Peers
 from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied, first_line
-from infinity.core.transfer import Transfer
-from infinity.device.accelerator import record, use_own_stream, wait_on_stream
+from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 #: Once another rank has left, what it still takes part in ends within this time (s).
@@ -69,7 +68,7 @@ _SLICE_S = 0.25
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Pending(Transfer):
+class Pending(StreamTransfer):
     """A collective in flight on this rank.
 
     ``wait`` raises ``DivergenceError`` if ranks asked for different things, ``PeerError`` if another rank
@@ -80,19 +79,12 @@ class Pending(Transfer):
         failure: Returns the error that a wait for ``what`` must raise; None: it may go on.
     """
 
-    __slots__ = ("_failure", "_what", "device", "event", "result")
+    __slots__ = ("_failure", "_what", "result")
 
     def __init__(self, what: str, failure: Callable[[str], BaseException | None]) -> None:
         super().__init__()
         self._what, self._failure = what, failure
         self.result: Any = None  # once it has ended well
-        self.event: torch.Event | None = None  # after its work on the accelerator, which goes on
-        self.device = torch.device("cpu")
-
-    def wait(self) -> None:
-        """Return when every byte has moved; on an accelerator the calling thread's stream waits for it."""
-        super().wait()
-        wait_on_stream(self.event, self.device)
 
     def value(self) -> Any:
         """Wait, and return the result."""
@@ -296,7 +288,7 @@ class Collectives:
                     result = self._attempt(kind, index, step, where, issue, ready, digest)
                     if then is not None:
                         then(result)
-                    pending.event, pending.device = record(self.device), self.device
+                    pending.record(self.device)
                     pending.result = result
                     pending.finish()
             except BaseException as error:  # nothing may end this thread

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from infinity.core.transfer import Transfer
+
 
 def use_own_stream(device: torch.device) -> None:
     """Let the calling thread work on ``device``, on a new stream; on the CPU do nothing.
@@ -50,6 +52,26 @@ def wait_on_host(event: torch.Event | None) -> None:
     """Block until ``event`` has happened."""
     if event is not None:
         event.synchronize()
+
+
+class StreamTransfer(Transfer):
+    """A move that ends when a stream was given the last of it: who waits lets its own stream wait, too."""
+
+    __slots__ = ("_device", "_given")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: torch.Event | None = None
+        self._device = torch.device("cpu")
+
+    def record(self, device: torch.device) -> None:
+        """What the calling thread has given its stream until now is the move; call before :meth:`finish`."""
+        self._given, self._device = record(device), device
+
+    def wait(self) -> None:
+        """Return when the calling thread may give its stream work on what was moved."""
+        super().wait()
+        wait_on_stream(self._given, self._device)
 
 
 def timed_event(device: torch.device) -> torch.Event:
