@@ -96,7 +96,7 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
 
 def page_lock(address: int, nbytes: int, device: torch.device) -> int:
     """Page-lock host memory for ``device``; return 0, or the error code of its driver."""
-    torch.accelerator.set_device_index(device)  # a thread that has none would begin to use the first device
+    torch.accelerator.set_device_index(device)  # a thread without one would begin to use the first
     if device.type == "cuda":
         return int(_module(device).cudart().cudaHostRegister(address, nbytes, 0))
     register = getattr(_module(device), "host_register", None)
@@ -105,6 +105,7 @@ def page_lock(address: int, nbytes: int, device: torch.device) -> int:
 
 def page_unlock(address: int, device: torch.device) -> None:
     """Undo :func:`page_lock`."""
+    torch.accelerator.set_device_index(device)
     if device.type == "cuda":
         _module(device).cudart().cudaHostUnregister(address)
     elif (unregister := getattr(_module(device), "host_unregister", None)) is not None:

@@ -236,11 +236,6 @@ class BufferLease:
             raise StateError(f"{self.who}: its lease of {format_nbytes(self._nbytes)} was released")
         return buffer
 
-    def record_last_use(self) -> None:
-        """The same, unless the lease was released."""
-        if self._buffer is not None:
-            self.record_use()
-
     def release(self) -> None:
         """Give the buffer back; see [Note: order lives in the lease]."""
         self._pool._take_back(self)
@@ -404,8 +399,10 @@ class BufferPool:
         return self._leased_nbytes + size <= self.capacity_nbytes
 
     def _take_kept(self, size: int) -> Buffer | None:
-        # The newest of its size: its pages are the likeliest to be in the caches.
-        buffer = next((kept for kept in reversed(self._kept) if kept.nbytes == size), None)
+        # The newest of its size: its pages are the likeliest to be in the caches. Of an accelerator's the
+        # oldest: the streams that used it are the likeliest to be done.
+        kept = iter(self._kept) if self._lends_at_once else reversed(self._kept)
+        buffer = next((each for each in kept if each.nbytes == size), None)
         if buffer is not None:
             del self._kept[buffer]
             self._kept_nbytes -= size
@@ -519,7 +516,8 @@ class DevicePool(BufferPool):
         return DeviceBuffer(nbytes, self._device, self._stream)
 
     def _take_back(self, lease: BufferLease) -> None:
-        lease.record_last_use()
+        if lease._buffer is not None:
+            lease.record_use()
         super()._take_back(lease)
 
     def unmap_leased(self) -> None:
