@@ -209,7 +209,8 @@ class BufferLease:
             StateError: The lease was released.
         """
         buffer = self._held()
-        buffer.wait()
+        if buffer.events:
+            buffer.wait()
         return buffer.tensor[: self._nbytes]
 
     @property
@@ -220,7 +221,8 @@ class BufferLease:
             StateError: The lease was released, or the buffer is not in host memory.
         """
         buffer = self._held()
-        buffer.wait()
+        if buffer.events:
+            buffer.wait()
         return buffer.memory[: self._nbytes]
 
     def record_use(self) -> None:
@@ -308,6 +310,9 @@ class BufferPool:
             StateError: The pool is closed.
             BaseException: It would have to wait, after :meth:`fail`.
         """
+        return self.try_lease(nbytes, who=who) or self._await_lease(nbytes, who)
+
+    def _await_lease(self, nbytes: int, who: str) -> BufferLease:
         size = rounded(max(1, nbytes))
         if size > self.capacity_nbytes:
             raise BudgetError(
@@ -338,7 +343,8 @@ class BufferPool:
         """The same without blocking: None when it does not fit now."""
         size = rounded(max(1, nbytes))
         with self._changed:
-            self._collect_ended()
+            if self._ending:
+                self._collect_ended()
             if not self._fits(size):
                 return None
             buffer, unmapped = self._take_kept(size), list[Buffer]()
