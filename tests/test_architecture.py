@@ -1,7 +1,7 @@
 """The house: imports point down only, floor by floor, and never in a circle."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +142,84 @@ def _cycles_of(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_imports_point_down_only() -> None:
     assert violations(ROOT) == []
+
+
+#: Where a kind of accelerator may be named.
+KNOW_ACCELERATORS = ("device/", "nvme/engines/gds_engine.py")
+#: A model's own parameters are made where the user says (``with torch.device``).
+MAKE_PARAMETERS = ("app/models/",)
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+    "randn", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+KINDS = {"cuda", "xpu", "mps", "hpu"}
+
+
+def named_accelerators(tree: ast.AST) -> list[int]:
+    """Lines that are about one kind of accelerator: ``torch.cuda``, ``x.is_cuda``, ``d.type == "cuda"``."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+            if (of_torch and node.attr in KINDS) or node.attr in {f"is_{kind}" for kind in KINDS}:
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            items = [item for side in sides for item in getattr(side, "elts", [side])]
+            if any(getattr(side, "attr", "") == "type" for side in sides) and any(
+                getattr(item, "value", None) in KINDS for item in items
+            ):
+                lines.append(node.lineno)
+    return lines
+
+
+def factories_without_device(tree: ast.AST) -> list[int]:
+    """Lines that make a tensor on whatever device ``with torch.device(...)`` around them says."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in FACTORIES) == ("torch", True)
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("find", "exempt"),
+    [(named_accelerators, KNOW_ACCELERATORS), (factories_without_device, MAKE_PARAMETERS)],
+)
+def test_one_room_knows_accelerators_and_every_tensor_is_made_where_it_belongs(
+    find: Callable[[ast.AST], list[int]], exempt: tuple[str, ...]
+) -> None:
+    files = [(file, str(file.relative_to(ROOT))) for file in sorted(ROOT.rglob("*.py"))]
+    found = [
+        f"{name}:{line}"
+        for file, name in files
+        if not name.startswith(exempt)
+        for line in find(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("find", "source", "wrong"),
+    [
+        (named_accelerators, "torch.cuda.synchronize()", True),
+        (named_accelerators, "if tensor.device.type in ('cpu', 'cuda'): ...", True),
+        (named_accelerators, "if 'xpu' == device.type: ...", True),
+        (named_accelerators, "tensor.is_cuda", True),
+        (named_accelerators, "if device.type == 'cpu': ...", False),
+        (factories_without_device, "torch.empty(3)", True),
+        (factories_without_device, "torch.empty(3, device=device)", False),
+        (factories_without_device, "torch.from_numpy(a)", False),
+    ],
+)  # fmt: skip
+def test_a_named_accelerator_and_a_tensor_without_device_are_caught(
+    find: Callable[[ast.AST], list[int]], source: str, wrong: bool
+) -> None:
+    assert bool(find(ast.parse(source))) is wrong
 
 
 def unsaid_encodings(tree: ast.AST) -> list[int]:

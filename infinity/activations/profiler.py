@@ -43,6 +43,7 @@ from infinity.core.profile import (
     StorageUse,
     Traffic,
 )
+from infinity.device.accelerator import synchronize, timed_event
 
 #: The number of the autograd node outside backward.
 _NO_NODE = -1
@@ -277,7 +278,7 @@ class _Signature(NamedTuple):
 class Profiler(TorchDispatchMode):
     """Records the operators inside ``with``: one micro-batch, with its update or without.
 
-    CPU operators are timed by the clock, CUDA operators by events, which are read in :meth:`finish`.
+    CPU operators are timed by the clock, those of an accelerator by events, which are read in :meth:`finish`.
     The autograd engine carries the mode into its own threads. Other threads are not recorded. Marks come
     from the tensor cache, in the order of execution.
 
@@ -297,7 +298,8 @@ class Profiler(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._states = list(weights), list(states)
-        self._cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
+        self._on_cpu = self._device.type == "cpu"
         self._recorded = _Recording()
         self._signatures: dict[Any, _Signature] = {}
         self._pauses = 0
@@ -338,7 +340,7 @@ class Profiler(TorchDispatchMode):
             outputs = tuple(dict.fromkeys((*written, *made)))
             phase = self._recorded.phase
             self._recorded.calls.append(_Call(signature.name, times, read, outputs, phase, region, node))
-        self._own_s += time.perf_counter() - came_s - (0.0 if self._cuda else times[1] - times[0])
+        self._own_s += time.perf_counter() - came_s - (times[1] - times[0] if self._on_cpu else 0.0)
         return result
 
     # --- marks -------------------------------------------------------------------------------
@@ -463,22 +465,17 @@ class Profiler(TorchDispatchMode):
         return tuple(found)
 
     def _now_s(self) -> float:
-        if self._cuda:
-            torch.cuda.synchronize()
+        synchronize(self._device)
         return time.perf_counter()
 
     def _tick(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return time.perf_counter() if self._on_cpu else timed_event(self._device)
 
     def _seconds(self) -> list[float]:
         """How long each operator took."""
-        if not self._cuda:
+        if self._on_cpu:
             return [call.times[1] - call.times[0] for call in self._recorded.calls]
-        torch.cuda.synchronize()
+        synchronize(self._device)
         return [call.times[0].elapsed_time(call.times[1]) / 1e3 for call in self._recorded.calls]
 
 

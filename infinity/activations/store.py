@@ -9,13 +9,15 @@ that begins at the same place of a block, so that alignment, which some kernels 
 [Note: staging]
 Other ways go through host memory, pinned beside an accelerator, or past it with GPUDirect Storage. One thread
 stores and another one loads, each in the order of the calls and each on a stream of its own: copies out
-overlap with copies in, and both with compute. A thread waits for its copies, so a thread that waits for a
-transfer need not wait for streams.
+overlap with copies in, and both with compute. A copy waits for what compute had been given when its tensor
+was packed, or its memory allocated, and for nothing after that. Compute may use the bytes of a load as soon
+as the copies are on their way, since its stream waits for them. Memory is held until they have ended.
 """
 
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -29,6 +31,15 @@ from torch import Tensor
 from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.plan import Hardware, Place
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.device.accelerator import (
+    StreamTransfer,
+    record,
+    synchronize,
+    use_own_stream,
+    wait_on_host,
+    wait_on_stream,
+)
+from infinity.device.memory import HostBuffer
 from infinity.nvme.probe import measure
 from infinity.nvme.volume import Volume
 
@@ -167,16 +178,18 @@ def measure_hardware(device: torch.device, directories: Sequence[str | Path], ho
 
 def _host_bytes_per_s(device: torch.device) -> float:
     """The slower of the two directions between an accelerator and pinned memory."""
-    there = torch.empty(64 * _MIB, dtype=torch.uint8, device=device)
-    here = torch.empty(64 * _MIB, dtype=torch.uint8, pin_memory=True)
-    slowest = float("inf")
-    for target, source in ((here, there), (there, here)):
-        target.copy_(source)
-        torch.cuda.synchronize(device)
-        began_s = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize(device)
-        slowest = min(slowest, here.numel() / (time.perf_counter() - began_s))
+    there, buffer = torch.empty(64 * _MIB, dtype=torch.uint8, device=device), HostBuffer(64 * _MIB, device)
+    here, slowest = buffer.tensor, float("inf")
+    try:
+        for target, source in ((here, there), (there, here)):
+            target.copy_(source)
+            synchronize(device)
+            began_s = time.perf_counter()
+            target.copy_(source)
+            synchronize(device)
+            slowest = min(slowest, here.numel() / (time.perf_counter() - began_s))
+    finally:
+        buffer.close()
     return slowest
 
 
@@ -220,7 +233,7 @@ class _Direct(StoredActivation):
         return self._hold(storage, self._engine.write(self._extent, source[self._head : end]))
 
     def load(self) -> Loading:
-        storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8).untyped_storage()
+        storage = torch.empty(self._nbytes + BLOCK_NBYTES, dtype=torch.uint8, device="cpu").untyped_storage()
         offset = -(storage.data_ptr() + self._head) % BLOCK_NBYTES
         target, end = _memory(storage, offset, self._nbytes), self._head + self._body
         assert self._ends is not None
@@ -251,56 +264,51 @@ class CopyThread:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"infinity-{name}")
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, f"infinity-{name}", use_own_stream, (device,))
 
-    def run(self, move: Callable[["CopyThread"], None]) -> Transfer:
-        """Start ``move(self)`` after all work that the calling thread has given its stream."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        transfer = _Copy(partial(move, self))
-        self._thread.submit(transfer.perform)
-        return transfer
+    def run(self, move: Callable[[], None], after: torch.Event | None) -> "Copy":
+        """Start ``move()``, whose work on the accelerator comes after an event."""
+        copy = Copy(move)
+        self._thread.submit(copy.perform, after, self._device)
+        return copy
 
     def synchronize(self) -> None:
-        """Return when the work that streams were given before this move has been computed."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Return when ``target`` has the bytes of ``source``; call on this thread."""
-        if self._stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
+        """Return when all that this thread's stream was given has been done; call on this thread."""
+        wait_on_host(record(self._device))
 
     def close(self) -> None:
         """Finish all moves."""
         self._thread.shutdown()
 
 
-class _Copy(Transfer):
-    """A move of a copy thread; once it has ended it holds nothing of what it moved."""
+class Copy(Transfer):
+    """A move of a copy thread; once it has ended it holds nothing of what it moved.
 
-    __slots__ = ("_move",)
+    Attributes:
+        issued: Ends earlier: when the copies are on their way.
+    """
+
+    __slots__ = ("_move", "issued")
 
     def __init__(self, move: Callable[[], None]) -> None:
         super().__init__()
         self._move: Callable[[], None] | None = move
+        self.issued = StreamTransfer()
 
-    def perform(self) -> None:
+    def perform(self, after: torch.Event | None, device: torch.device) -> None:
         move, self._move = self._move, None
         assert move is not None
+        wait_on_stream(after, device)
         error = None
         try:
             move()
         except BaseException as raised:  # surfaces at wait
             error = raised.with_traceback(None)
         del move
+        self.issued.record(device)
+        self.issued.finish(error)
+        wait_on_host(record(device))
         self.finish(error)
 
 
@@ -343,24 +351,27 @@ class _Staged(StoredActivation):
 
     def __init__(self, store: StagedStore, storage: Storage, give_back: Callable[[], None]) -> None:
         super().__init__(give_back)
-        self._storing, self._loading = store.storing, store.loading
+        self.storing, self.loading = store.storing, store.loading
         self._nbytes, self._device = storage.nbytes(), storage.device
+        self._packed = record(storage.device)  # a store may be started later, by another thread
 
     def store(self, storage: Storage) -> Transfer:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return self._hold(storage, self._storing.run(lambda thread: self.put(thread, source)))
+        return self._hold(storage, self.storing.run(lambda: self.put(source), self._packed))
 
     def load(self) -> Loading:
         target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        storage, transfer = target.untyped_storage(), self._loading.run(lambda t: self.get(t, target))
-        return Loading(storage, 0, self._hold(storage, transfer))
+        allocated = record(self._device)
+        storage, copy = target.untyped_storage(), self.loading.run(lambda: self.get(target), allocated)
+        self._hold(storage, copy)
+        return Loading(storage, 0, copy.issued)
 
-    def put(self, thread: CopyThread, source: Tensor) -> None:
-        """Copy all of ``source`` away, on the thread."""
+    def put(self, source: Tensor) -> None:
+        """Begin to copy all of ``source`` away, on the thread that stores."""
         raise NotImplementedError
 
-    def get(self, thread: CopyThread, target: Tensor) -> None:
-        """Copy all of it back, on the thread."""
+    def get(self, target: Tensor) -> None:
+        """Begin to copy all of it back, on the thread that loads."""
         raise NotImplementedError
 
 
@@ -371,11 +382,13 @@ class _InHost(_Staged):
         super().__init__(store, storage, lease.release)
         self._lease = lease
 
-    def put(self, thread: CopyThread, source: Tensor) -> None:
-        thread.copy(self._lease.tensor, source)
+    def put(self, source: Tensor) -> None:
+        self._lease.tensor.copy_(source, non_blocking=True)
+        self._lease.record_use()
 
-    def get(self, thread: CopyThread, target: Tensor) -> None:
-        thread.copy(target, self._lease.tensor)
+    def get(self, target: Tensor) -> None:
+        target.copy_(self._lease.tensor, non_blocking=True)
+        self._lease.record_use()
 
 
 class _OnDisk(_Staged):
@@ -395,18 +408,31 @@ class _OnDisk(_Staged):
             self.free()
             raise
 
-    def put(self, thread: CopyThread, source: Tensor) -> None:
-        """Copy the next piece while those before it are written."""
+    def put(self, source: Tensor) -> None:
+        """Copy the next piece while the one before it is copied, and those before that are written."""
         with ExitStack() as held:  # also after an error nothing is in flight at the end
+            copied: deque[tuple[Lease, Extent]] = deque()
             for piece, extent in zip(torch.split(source, self._piece_nbytes), self._extents, strict=True):
-                lease = self._pool.lease(extent.nbytes, who=self._who)
+                lease = self._pool.try_lease(extent.nbytes, who=self._who)
+                if lease is None:
+                    self._write(copied, held)
+                    lease = self._pool.lease(extent.nbytes, who=self._who)
                 held.callback(lease.release)
-                thread.copy(lease.tensor[: len(piece)], piece)
-                write = self._engine.write(extent, lease.memory)
-                held.callback(write.wait)
-                write.then(lease.release)
+                lease.tensor[: len(piece)].copy_(piece, non_blocking=True)
+                lease.record_use()
+                self._write(copied, held)
+                copied.append((lease, extent))
+            self._write(copied, held)
 
-    def get(self, thread: CopyThread, target: Tensor) -> None:
+    def _write(self, copied: deque[tuple[Lease, Extent]], held: ExitStack) -> None:
+        """Start to write what was copied."""
+        while copied:
+            lease, extent = copied.popleft()
+            write = self._engine.write(extent, lease.memory)
+            held.callback(write.wait)
+            write.then(lease.release)
+
+    def get(self, target: Tensor) -> None:
         """Read the next piece while the one before it is copied."""
         pieces = torch.split(target, self._piece_nbytes)
         with ExitStack() as held:
@@ -416,7 +442,8 @@ class _OnDisk(_Staged):
                 if number + 1 < len(pieces):
                     following = self._read(number + 1, held)
                 transfer.wait()
-                thread.copy(piece, lease.tensor[: len(piece)])
+                piece.copy_(lease.tensor[: len(piece)], non_blocking=True)
+                lease.record_use()
                 lease.release()
 
     def _read(self, number: int, held: ExitStack) -> tuple[Lease, Transfer]:
@@ -438,10 +465,10 @@ class _Gds(_Staged):
         super().__init__(store, storage, partial(volume.free, extent))
         self._engine, self._extent = engine, extent  # its engine takes tensors
 
-    def put(self, thread: CopyThread, source: Tensor) -> None:
-        thread.synchronize()
+    def put(self, source: Tensor) -> None:
+        self.storing.synchronize()  # the drive knows no stream
         self._engine.write(self._extent.head(len(source)), source).wait()
 
-    def get(self, thread: CopyThread, target: Tensor) -> None:
-        thread.synchronize()
+    def get(self, target: Tensor) -> None:
+        self.loading.synchronize()
         self._engine.read(self._extent.head(len(target)), target).wait()

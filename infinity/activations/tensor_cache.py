@@ -268,7 +268,7 @@ def is_plain(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.device.type in ("cpu", "cuda")
+        and tensor.device.type != "meta"
     )
 
 

@@ -265,7 +265,7 @@ class AdamW(torch.optim.Optimizer):
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if state and not any("master" in each for each in state.values()):
             for i in missing:  # torch's AdamW begins a state with the first gradient
-                zeros = torch.zeros(params[i].shape)
+                zeros = torch.zeros(params[i].shape, device="cpu")
                 state[i] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
         elif missing:
             raise StateError(

@@ -122,7 +122,7 @@ def _open_cache(
     for line in notes if rank == 0 else ():
         log.info("%s", line)
     stack.callback(engine.close)
-    pool = stack.enter_context(contextlib.closing(HostPool(host_nbytes, pin=device.type != "cpu")))
+    pool = stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
     stores = open_stores(device, pool, piece_nbytes(host_nbytes), volume, engine)
     return TensorCache(device, stores, lambda wait: wait())
 

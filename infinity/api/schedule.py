@@ -222,7 +222,9 @@ class Cut:
         Raises:
             ValueError: As many rows as tokens: a mask ``(s, s)`` cannot be told from one ``(b, s)``.
         """
-        inputs, *others = [leaf for leaf in tree_leaves(args) if _has(leaf, self.rows)] or [torch.empty(0)]
+        inputs, *others = [leaf for leaf in tree_leaves(args) if _has(leaf, self.rows)] or [
+            torch.empty(0, device="cpu")
+        ]
         square = self.slices > 1 and inputs.dim() > 1 and inputs.shape[1] == self.rows
         if square and any(other.dim() < 3 for other in others):
             raise ValueError(

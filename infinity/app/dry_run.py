@@ -563,14 +563,13 @@ class _Planner:
     def __init__(self, recipe: Recipe, machine: Machine, ranks: int, dtype: Dtype, made: _Model) -> None:
         self.recipe, self.machine, self.ranks, self.dtype, self.made = recipe, machine, ranks, dtype, made
         memory, local = recipe.memory, max(1, ranks // machine.nodes.count)
-        on_gpu = machine.on_accelerator
-        device = torch.device("cuda" if on_gpu else "cpu")
+        device = torch.device("cuda" if machine.on_accelerator else "cpu")
         self._ranks = Ranks(0, ranks, device)
         self.host_nbytes = memory.host or machine.host.memory // local // 2
-        self.storage = Storage(memory, self.host_nbytes, DTYPES[dtype], on_gpu=on_gpu)
+        self.storage = Storage(memory, self.host_nbytes, DTYPES[dtype], device)
         self.storage.close()  # only its arithmetic is wanted
         self.free_nbytes = (machine.devices.memory or 0) - CONTEXT_NBYTES
-        if not on_gpu:
+        if not machine.on_accelerator:
             self.free_nbytes = machine.host.memory // local
         layered = recipe.train.schedule == "layer"
         self.policy = memory.activations or ("keep" if memory.device is None or layered else "plan")

@@ -68,8 +68,9 @@ def probe(directories: Sequence[str | Path]) -> Machine:
     try:
         host_bytes_per_s = _copy_bytes_per_s(device)
         devices, links = DevicesConfig(name=f"{cores} cores", efficiency=0.8), LinksConfig()
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None:
+            device = torch.device(found.type, torch.accelerator.current_device_index())
             devices, links = _accelerators(device)
         rates: dict[str, Any] = {
             name: _flops_per_s(getattr(torch, dtype), device) for name, dtype in _DTYPES.items()
@@ -174,12 +175,13 @@ def _accelerators(device: Any) -> tuple[DevicesConfig, LinksConfig]:
 
     from infinity.activations.store import measure_hardware
 
-    found = torch.cuda.get_device_properties(device)
+    from infinity.device.accelerator import memory_nbytes
+
     link = measure_hardware(device, (), 0).host_bytes_per_s
     devices = DevicesConfig(
-        per_node=torch.cuda.device_count(),
-        name=found.name,
-        memory=found.total_memory,
+        per_node=torch.accelerator.device_count(),
+        name=str(torch.get_device_module(device).get_device_name(device)),
+        memory=memory_nbytes(device)[1],
         memory_bytes_per_s=_rounded(_copy_bytes_per_s(device)),
         efficiency=0.95,  # the figures are reached ones
     )

@@ -52,6 +52,7 @@ from infinity.core.errors import (
 )
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes, usable_cores
 from infinity.observe.metrics import StepReport, read_metrics
 from infinity.observe.summary import PredictedStep, Summary, SummaryBuilder, show_summary
@@ -180,6 +181,7 @@ class Loop:
         self._summed_loss = CausalLoss(model, packed=data.packed)
         self._mean = RankMean(optimizer, recipe.partition.timeout_s)
         self._has_run = False  # the model, forward
+        self._copied: list[torch.Tensor] = []  # page-locked, while copies of it to the device are in flight
         self.step = 0
         self.division = Division(recipe.train.batch_size, recipe.train.accumulate, world_size())
         self.before = self.division
@@ -255,11 +257,23 @@ class Loop:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss summed over this rank's targets."""
-        positions, mask = (each if each is None else each.to(self._device) for each in batch[2:4])
+        positions, mask = (each if each is None else self._to_device(each) for each in batch[2:4])
+        tokens, targets = self._to_device(batch.tokens), self._to_device(batch.targets)
         with self._first_forward():
-            return self._summed_loss(
-                batch.tokens.to(self._device), batch.targets.to(self._device), positions, mask
-            )
+            return self._summed_loss(tokens, targets, positions, mask)
+
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy a part of a batch to the device; does not wait for an accelerator."""
+        if self._device.type == "cpu":
+            return values
+        self._copied.append(values.pin_memory())
+        return self._copied[-1].to(self._device, non_blocking=True)
+
+    def _value(self, loss: torch.Tensor) -> float:
+        """Wait for a loss and return it; what was copied to the device until now is there."""
+        value = float(loss)
+        self._copied.clear()
+        return value
 
     @contextmanager
     def _first_forward(self) -> Iterator[None]:
@@ -289,7 +303,7 @@ class Loop:
             total = backward(batches, targets_per_rank)
         self._optimizer.step()
         self._scheduler.step()
-        return float(total)
+        return self._value(total)
 
     def _step_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
         """Run forward and backward of each micro-batch and return the sum of their losses."""
@@ -324,7 +338,7 @@ class Loop:
         try:
             for batch in held_out.batches(self._recipe.train.eval_batches):
                 with enough_memory(self._recipe):
-                    total += float(self.loss(batch))
+                    total += self._value(self.loss(batch))
                 count += batch.target_count
         finally:
             self._model.train()
@@ -376,7 +390,7 @@ class RankMean:
     def __call__(self, value: float) -> float:
         if self._group is None:
             return value
-        total = torch.tensor(value, dtype=torch.float64)
+        total = torch.tensor(value, dtype=torch.float64, device="cpu")
         try:
             dist.all_reduce(total, group=self._group)
         except RuntimeError as error:
@@ -470,7 +484,7 @@ def check_sizes(recipe: Recipe) -> None:
     model, train, host = recipe.model, recipe.train, total_host_nbytes()
     if model.path is not None:
         return
-    device = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else host
+    device = memory_nbytes(here)[1] if (here := torch.accelerator.current_accelerator()) else host
     ways = "the embedding", "the feed-forward weights", "the attention's weights"
     numels = model.vocab_size * model.d_model, model.ff_width * model.d_model, 3 * model.d_model**2
     numel, what = max(zip(numels, ways))

@@ -370,7 +370,7 @@ def _without_aliases(model: Any, named: Mapping[str, Tensor]) -> Iterable[str]:
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     ignored = set(model._keys_to_ignore_on_save or ())
-    stand_ins = {id(tensor): torch.empty(1) for tensor in named.values()}
+    stand_ins = {id(tensor): torch.empty(1, device="cpu") for tensor in named.values()}
     alike = {name: stand_ins[id(tensor)] for name, tensor in named.items() if name not in ignored}
     try:
         kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(alike, model)

@@ -310,7 +310,7 @@ class FileTensor:
         if self.dtype == out.dtype:
             read_part(self._file, offset, out)
         else:
-            raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype)
+            raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype, device="cpu")
             for part in torch.split(out, _PIECE_NUMEL):
                 piece = raw[: len(part)]
                 read_part(self._file, offset, piece)

@@ -210,7 +210,7 @@ class ChunkedTensor:
         if out.is_contiguous():
             self._sources[number].fill(first, out.view(-1))
         else:
-            values = torch.empty(wanted.numel, dtype=out.dtype)
+            values = torch.empty(wanted.numel, dtype=out.dtype, device="cpu")
             self._sources[number].fill(first, values)
             out.copy_(values.view(wanted.sizes))
 

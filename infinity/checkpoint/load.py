@@ -223,7 +223,7 @@ def _converted_dtype(source: Stored) -> torch.dtype:
 
 
 def _whole(source: Stored) -> Tensor:
-    values = torch.empty(source.shape.numel(), dtype=_converted_dtype(source))
+    values = torch.empty(source.shape.numel(), dtype=_converted_dtype(source), device="cpu")
     source.fill(0, values)
     return values.view(source.shape)
 
@@ -305,7 +305,7 @@ class CheckpointValues:
         self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
         self._initialising: set[int] = set()  # ids of parameters
         self._done_nbytes = self._total_nbytes = 0
-        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def prepare(self, model: Any) -> None:
         """Plan, when ``model`` is built.
@@ -352,7 +352,7 @@ class CheckpointValues:
         with torch.no_grad():
             for _, tensor in named_targets(self._model):
                 if id(tensor) in self._values and id(tensor) not in in_units:
-                    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+                    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
                     self._values[id(tensor)][0][1].fill(0, flat)
                     tensor.copy_(flat.view(tensor.shape))
         self._initialise()
@@ -373,7 +373,7 @@ class CheckpointValues:
         In fp32, or in bf16 where the files and the model have nothing else.
         """
         if len(self._scratch) < stop - start:  # one for all: new memory for each would be touched anew
-            self._scratch = torch.empty(stop - start, dtype=torch.float32)
+            self._scratch = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         out = self._scratch.view(self._dtype(unit))[: stop - start].zero_()
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)

@@ -137,7 +137,9 @@ class Contents:
             self._add_object(value, (OPTIMIZER, *path))
         for segment in sharded.values():
             if not segment.numel:  # no shard has a part of it
-                self.whole += [(torch.empty(segment.shape), keys) for keys in self.keys(segment)]
+                self.whole += [
+                    (torch.empty(segment.shape, device="cpu"), keys) for keys in self.keys(segment)
+                ]
 
     def keys(self, segment: Segment) -> list[tuple[str, ...]]:
         """The keys of a parameter's exact weight and, if it has an optimizer's state, of its moments."""
@@ -156,12 +158,12 @@ class Contents:
                 )
                 steps.setdefault(segment.steps, []).append((*path, "step"))
         for count, paths in steps.items():
-            step = torch.tensor(float(count))
+            step = torch.tensor(float(count), device="cpu")
             self.whole.append((step, self._add_tensor(step.dtype, step.shape, *paths)))
 
     def _add_group(self, index: int, group: Mapping[str, Any], names: list[str]) -> None:
         """Add the numbers of a parameter group, in both forms: see [Note: names]."""
-        usual = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+        usual = torch.optim.AdamW([torch.zeros(1, device="cpu")]).param_groups[0]
         numbers = {**usual, "initial_lr": group["lr"], **group}
         del numbers["params"]
         groups = "param_groups"
@@ -414,11 +416,11 @@ class _ShardReader:
 
     def __init__(self, chunks: Iterator[tuple[int, tuple[Tensor, ...]]]) -> None:
         self._chunks = chunks
-        self._start, self._fields = 0, tuple[Tensor, ...]((torch.empty(0),))
+        self._start, self._fields = 0, tuple[Tensor, ...]((torch.empty(0, device="cpu"),))
 
     def read(self, start: int, numel: int, fields: int) -> list[Tensor]:
         """Return the first ``fields`` fields of elements from ``start`` on, in memory of their own."""
-        values, done = [torch.empty(numel) for _ in range(fields)], 0
+        values, done = [torch.empty(numel, device="cpu") for _ in range(fields)], 0
         while done < numel:
             while start + done >= self._start + len(self._fields[0]):
                 self._start, self._fields = next(self._chunks)
@@ -614,7 +616,7 @@ class PortableValues:
 
     def _count(self, key: str) -> int:
         """A count of steps that was saved as a number, or as a tensor."""
-        value: Any = torch.zeros(1)
+        value: Any = torch.zeros(1, device="cpu")
         if key in self._checkpoint.objects:
             value = self._checkpoint.value(key)
         elif key not in self._checkpoint:
@@ -640,7 +642,7 @@ class PortableValues:
         return lambda start, stop: [self._range(unit, field, start, stop) for field in (1, 2)]
 
     def _range(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
-        out = torch.zeros(stop - start)
+        out = torch.zeros(stop - start, device="cpu")
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             fields = self._fields.get(id(s.param), ())
@@ -657,7 +659,7 @@ class PortableValues:
         with torch.no_grad():
             for tensor, _ in self._named:
                 if id(tensor) not in self._sharded:
-                    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+                    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
                     self._fields[id(tensor)][0].fill(0, flat)
                     tensor.copy_(flat.view(tensor.shape))
 

@@ -23,6 +23,13 @@ Gradients travel in the compute dtype, one slice to each owner, and the owner ad
 the order of ranks. A ring would move as many bytes, but would add in an order that depends on
 where an element lies in the unit, and would travel in fp32 for the same exactness.
 
+[Note: on an accelerator]
+The thread issues a collective on a stream of its own and goes on with the next: only headers are waited
+for. Who waits for a :class:`Pending` lets its stream wait for the collective. A rank that dies inside one
+would let the others' accelerators wait for ever, and all that waits for these. So the thread looks after what
+it has issued, and aborts it when a rank is known to be gone, or silent for too long: streams go on, with
+values that are not used, since the next wait raises.
+
 [Note: no thread stays behind]
 A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
 SIGABRT as soon as it wakes, which it does when the peers' connections close. So the thread waits in
@@ -37,6 +44,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -48,7 +56,7 @@ from torch import Tensor
 
 from infinity.comm.peers import Peers
 from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied, first_line
-from infinity.core.transfer import Transfer
+from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 #: Once another rank has left, what it still takes part in ends within this time (s).
@@ -60,7 +68,7 @@ _SLICE_S = 0.25
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Pending(Transfer):
+class Pending(StreamTransfer):
     """A collective in flight on this rank.
 
     ``wait`` raises ``DivergenceError`` if ranks asked for different things, ``PeerError`` if another rank
@@ -110,7 +118,7 @@ class Collectives:
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._group = self._control
         if device.type != "cpu":
-            self._group = dist.new_group(backend="nccl", timeout=timeout)
+            self._group = dist.new_group(backend=dist.get_default_backend_for_device(device), timeout=timeout)
         self.step = 0  # calls of the optimizer's step; equal on all ranks
         self._count = 0
         self._closed = False
@@ -120,41 +128,42 @@ class Collectives:
         self._left: tuple[str, float] | None = None  # what a rank that left said, and when we heard it
         self.peers = Peers(self.rank, self.world_size, self._heard)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._issued: deque[tuple[Any, float]] = deque()  # of accelerators, until when; the thread's
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
     # --- what the training thread calls ----------------------------------------------------
 
-    def gather(self, index: int, where: str, full: Tensor, ready: Callable[[], object]) -> Pending:
-        """Start the all-gather of unit ``index`` into ``full``, ``(numel,)``, in place.
+    def gather(self, index: int, where: str, bring: Callable[[], Tensor]) -> Pending:
+        """Start the all-gather of unit ``index``.
 
         Args:
             index: The unit.
             where: The unit's name and its use, for the error when ranks differ.
-            full: Holds this rank's shard in its own slice once ``ready`` has returned.
-            ready: Waits for that shard (and moves it to the device); may raise.
+            bring: Waits for this rank's shard and returns the full buffer, ``(numel,)``, which has it in its
+                own slice; called on the collectives' thread; may raise.
         """
+        brought: list[Tensor] = []
 
         def issue(_: bool) -> Tensor:
+            full = brought.pop()
             shard = full.chunk(self.world_size)[self.rank]
             self._end(_all_gather(full, shard, group=self._group, async_op=True), self._group)
-            self._settle()
             return full
 
-        return self._submit("gather", index, where, issue, ready)
+        return self._submit("gather", index, where, issue, lambda: brought.append(bring()))
 
     def reduce(
-        self, index: int, where: str, full: Tensor, spare: Tensor, out: Tensor, used: bytes,
+        self, index: int, where: str, buffers: Callable[[], tuple[Tensor, Tensor, Tensor]], used: bytes,
         then: Callable[[bytes], None], ready: Callable[[], object] | None = None,
     ) -> Pending:  # fmt: skip
         """Start the reduction of a unit's gradients: the mean over ranks of this rank's slice.
 
         Args:
-            full: The local gradients, ``(numel,)``.
-            spare: Same shape and dtype, overwritten: the slices that arrive.
-            out: ``(numel / world_size,)``: the mean; its dtype is that of the additions. Not written if no
-                rank used a parameter.
-            used: For each parameter of the unit 1 if it has a gradient, 0 if ``full`` is zero there.
+            buffers: Called on the collectives' thread, if any rank used a parameter. Returns the local
+                gradients, ``(numel,)``; as much memory of the same dtype, for the slices that arrive; and
+                ``(numel / world_size,)`` for the mean, whose dtype is that of the additions.
+            used: For each parameter of the unit 1 if it has a gradient, 0 if the local one is zero there.
             then: Called with ``used`` of all ranks together, on the collectives' thread.
             ready: Waits for what every rank must have done before any goes on; may raise.
         """
@@ -163,6 +172,7 @@ class Collectives:
             by_any = used if same else self._unite(used)
             if not any(by_any):
                 return by_any
+            full, spare, out = buffers()
             work = dist.all_to_all_single(spare, full, group=self._group, async_op=True)
             self._end(work, self._group)
             arrived = spare.view(self.world_size, -1)
@@ -170,7 +180,6 @@ class Collectives:
             for other in arrived[1:]:
                 out.add_(other)
             out.div_(self.world_size)
-            self._settle()
             return by_any
 
         digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest())
@@ -190,7 +199,7 @@ class Collectives:
         nbytes = int(self._exchange("share", [len(mine)], where)[0])
 
         def issue(_: bool) -> bytes:
-            given = torch.zeros(nbytes, dtype=torch.uint8)
+            given = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             if self.rank == 0:
                 given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             self._end(dist.broadcast(given, src=0, group=self._control, async_op=True), self._control)
@@ -207,7 +216,7 @@ class Collectives:
         """Every rank's values, ``(world_size, len(values))``, float64."""
 
         def issue(_: bool) -> Tensor:
-            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64))
+            return self._of_all_ranks(torch.tensor(list(values), dtype=torch.float64, device="cpu"))
 
         result: Tensor = self._submit(kind, len(values), where, issue).value()
         return result
@@ -279,6 +288,7 @@ class Collectives:
                     result = self._attempt(kind, index, step, where, issue, ready, digest)
                     if then is not None:
                         then(result)
+                    pending.record(self.device)
                     pending.result = result
                     pending.finish()
             except BaseException as error:  # nothing may end this thread
@@ -323,7 +333,7 @@ class Collectives:
             DivergenceError: They differ.
             PeerError: A rank failed.
         """
-        headers = self._of_all_ranks(torch.tensor([*what, int(failure is not None), digest]))
+        headers = self._of_all_ranks(torch.tensor([*what, int(failure is not None), digest], device="cpu"))
         self._count += 1
         same, digests = (headers == headers[0]).all(0)[:-1], headers[:, -1]
         failed = [r for r in range(self.world_size) if int(headers[r, -2])]
@@ -348,7 +358,7 @@ class Collectives:
 
     def _of_all_ranks(self, mine: Tensor) -> Tensor:
         """Every rank's ``mine``, ``(n,)`` on the CPU, as ``(world_size, n)``."""
-        everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
+        everyone = torch.empty(self.world_size * len(mine), dtype=mine.dtype, device="cpu")
         self._end(_all_gather(everyone, mine, group=self._control, async_op=True), self._control)
         return everyone.view(self.world_size, -1)
 
@@ -364,20 +374,35 @@ class Collectives:
             if not work.is_completed() and self._overdue("its last collectives") is not None:
                 _never_destroy(group)
                 raise RuntimeError("given up")
-        work.wait()
-
-    def _settle(self) -> None:
-        if self.device.type != "cpu":
-            torch.cuda.current_stream(self.device).synchronize()  # this thread only
+        work.wait()  # the stream of this thread does, where the group's work is an accelerator's
+        if group is not self._control:
+            self._issued.append((work, time.monotonic() + self.timeout_s))
 
     def _run(self) -> None:
-        if self.device.type != "cpu":
-            torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            torch.cuda.set_stream(stream)  # gathers beside compute
-        while (job := self._queue.get()) is not None:
+        use_own_stream(self.device)  # gathers beside compute
+        while (job := self._next()) is not None:
             job()
             del job  # while nothing comes, no model is held
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next job; meanwhile look after what was issued: see [Note: on an accelerator]."""
+        while True:
+            while self._issued and self._issued[0][0].is_completed():
+                self._issued.popleft()
+            try:
+                return self._queue.get(timeout=_SLICE_S if self._issued else None)
+            except queue.Empty:
+                self._look_after(self._issued[0][1])
+
+    def _look_after(self, deadline: float) -> None:
+        """Abort what was issued if it will not end: another rank failed, died, left or stalled."""
+        if self._failure is None and time.monotonic() > deadline:
+            self.fail(self.peer_error("a collective of the accelerators"))
+        if self._overdue("a collective of the accelerators") is not None:
+            self._issued.clear()
+            backend = self._group._get_backend(self.device)
+            if hasattr(backend, "abort"):
+                backend.abort()
 
 
 def _never_destroy(group: Any) -> None:

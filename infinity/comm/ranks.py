@@ -71,14 +71,14 @@ class Ranks:
 def join_ranks(timeout_s: float) -> torch.device:
     """Initialise torch.distributed from the launcher's environment; return this rank's device."""
     device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        device = torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        backend, timeout = (
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            timedelta(seconds=timeout_s),
-        )
+        backend, timeout = "gloo", timedelta(seconds=timeout_s)
+        if device.type != "cpu":
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         with peer_errors("meeting the other ranks"):
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -157,19 +157,26 @@ class TransferEngine(Protocol):
 
 
 class Lease(Protocol):
-    """Holding one buffer of a pool. A context manager; ``release`` may be called twice."""
+    """Holding one buffer of a pool. A context manager; ``release`` may be called twice.
+
+    On an accelerator a lease keeps the order of those who use its buffer: see :mod:`infinity.device.memory`.
+    """
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def tensor(self) -> Any:
-        """The buffer as a ``torch.uint8`` tensor, ``(nbytes,)``, sharing one storage."""
+        """The buffer as a ``torch.uint8`` tensor, ``(nbytes,)``, sharing one storage; after earlier uses."""
         ...
 
     @property
     def memory(self) -> memoryview:
-        """The buffer for an engine, page-aligned; only of pools in host memory."""
+        """The buffer for an engine, page-aligned, after earlier uses; only of pools in host memory."""
+        ...
+
+    def record_use(self) -> None:
+        """Let the next use wait for what the calling thread has given its stream until now."""
         ...
 
     def release(self) -> None: ...

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity.device.accelerator import generator_state, set_generator_state
+
 
 def generator_states(device: torch.device) -> dict[str, Any]:
     """Return the states as tensors, numbers and text."""
@@ -16,7 +18,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
         "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)],
     }
     if device.type != "cpu":
-        states["device"] = torch.cuda.get_rng_state(device)
+        states["device"] = generator_state(device)
     return states
 
 
@@ -28,4 +30,4 @@ def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     if device.type != "cpu" and "device" in states:
-        torch.cuda.set_rng_state(states["device"], device)
+        set_generator_state(states["device"], device)

@@ -9,6 +9,25 @@ The kernel pins a buffer's pages for every direct request: 2 MiB pages make that
 512. Only private anonymous mappings get them by MADV_HUGEPAGE. A mapping is also given back to the
 system at once, which an allocator does when it pleases, and is exactly as large as was asked.
 
+[Note: order lives in the lease]
+An accelerator works long after the call that gave it work. So a buffer carries the events of what was begun
+with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread, for
+host memory the thread itself, as it reads and writes at once. Whoever gave a stream work on a buffer that
+another thread or stream uses next calls ``record_use``; giving back accelerator memory does so by itself.
+There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it wait for
+what it records.
+
+A buffer of accelerator memory is lent again at once, with its events. One of host memory is given back when
+its copies have ended: what is lent can be read into and written at once.
+
+[Note: memory of an accelerator]
+torch's allocator gives memory to the stream that was current when it was asked, and takes it back in that
+stream's order. A pool asks on a stream of its own, on which nothing else runs: its memory does not mix with
+that of activations, a new buffer waits for what had the memory before, and a buffer that goes is first waited
+for there. It is not one arena: leases of many sizes come and go, and one that fits by bytes would find no gap
+that is large enough. Nor is page-locked memory, for the same reason. Both are kept for the next lease of
+their size, and made and locked outside of the pool's lock.
+
 [Note: forked children]
 A child finds zeros in place of a buffer (MADV_WIPEONFORK). Otherwise every worker of a ``DataLoader`` would,
 page by page as training writes on, keep a second copy of the whole pool, and huge pages would be broken up.
@@ -20,8 +39,8 @@ import ctypes
 import mmap
 import threading
 import time
-from collections import OrderedDict
-from typing import Any, Protocol, Self
+from collections import OrderedDict, deque
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -29,25 +48,40 @@ from torch import Tensor
 from infinity.core.budget import HUGE_NBYTES, rounded
 from infinity.core.errors import BudgetError, StateError, copied
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import (
+    new_stream,
+    on_stream,
+    page_lock,
+    page_unlock,
+    record,
+    synchronize,
+    wait_on_stream,
+)
 
 #: Of Linux 4.14; the module mmap has no name for it.
 _MADV_WIPEONFORK = 18
 _SLICE_S = 0.5
 
 
-def _cudart() -> Any:
-    cuda: Any = torch.cuda
-    return cuda.cudart()
-
-
 class Buffer(Protocol):
-    """Memory of one buffer; ``tensor`` is uint8 and spans all of it."""
+    """Memory of one buffer; ``tensor`` is uint8 and spans all of it.
+
+    Attributes:
+        device: Of the streams that use it.
+        events: What the next user waits for.
+    """
 
     nbytes: int
     tensor: Tensor
+    device: torch.device
+    events: list[torch.Event]
 
     @property
     def memory(self) -> memoryview: ...
+
+    def wait(self) -> None:
+        """Let the next user wait for what is in flight: see [Note: order lives in the lease]."""
+        ...
 
     def close(self) -> None:
         """Give the memory back; it must not be used any more."""
@@ -59,11 +93,13 @@ class HostBuffer:
 
     Args:
         nbytes: As :func:`rounded` gives it.
-        pin: Page-lock it for the accelerator.
+        device: Page-lock it for this accelerator; the CPU, or None: leave it as it is.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self.nbytes, self._pinned = nbytes, False
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
+        self.nbytes, self.device = nbytes, device or torch.device("cpu")
+        self.events: list[torch.Event] = []
+        self._is_locked = False
         huge = nbytes >= HUGE_NBYTES
         # Older kernels put a mapping anywhere: one spare huge page of addresses, never touched,
         # leaves room to start on a multiple of 2 MiB.
@@ -79,8 +115,8 @@ class HostBuffer:
             start = -ctypes.addressof(ctypes.c_char.from_buffer(self._map)) % HUGE_NBYTES
         self._memory = memoryview(self._map)[start : start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start)
-        if pin:
-            self._register()
+        if self.device.type != "cpu":
+            self._lock()
 
     @property
     def memory(self) -> memoryview:
@@ -92,37 +128,60 @@ class HostBuffer:
         except (OSError, AttributeError):  # a kernel without them: slower, and right
             return
 
-    def _register(self) -> None:
-        code = int(_cudart().cudaHostRegister(self.tensor.data_ptr(), self.nbytes, 0))
+    def _lock(self) -> None:
+        code = page_lock(self.tensor.data_ptr(), self.nbytes, self.device)
         if code != 0:
             raise BudgetError(
-                f"CUDA could not page-lock {format_nbytes(self.nbytes)} of host memory (error {code}); "
-                "lower memory.host, or raise the limit of locked memory (ulimit -l)"
+                f"{self.device} could not page-lock {format_nbytes(self.nbytes)} of host memory "
+                f"(error {code}); lower memory.host, or raise the limit of locked memory (ulimit -l)"
             )
-        self._pinned = True
+        self._is_locked = True
+
+    def wait(self) -> None:
+        for event in self.events:
+            if not event.query():
+                event.synchronize()
+        self.events.clear()
 
     def close(self) -> None:
-        if self._pinned:
-            _cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._pinned = False
+        self.wait()
+        if self._is_locked:
+            page_unlock(self.tensor.data_ptr(), self.device)
+            self._is_locked = False
         # The pages go now; the addresses go with the last view of them, so that a view that
         # outlives its lease reads zeros and never another buffer's memory.
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class DeviceBuffer:
-    """Accelerator memory, from torch's allocator."""
+    """Accelerator memory, from torch's allocator: see [Note: memory of an accelerator].
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    Args:
+        nbytes: As :func:`rounded` gives it.
+        device: Whose memory.
+        stream: Of the pool.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, stream: torch.Stream | None) -> None:
+        self.nbytes, self.device, self._stream = nbytes, device, stream
+        with on_stream(stream):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            event = record(device)
+        self.events = [] if event is None else [event]
 
     @property
     def memory(self) -> memoryview:
         raise StateError(f"a buffer on {self.tensor.device} has no host memory; use its tensor")
 
+    def wait(self) -> None:
+        events, self.events = self.events, []
+        for event in events:
+            wait_on_stream(event, self.device)
+
     def close(self) -> None:
-        """Nothing: torch's allocator takes the memory with the last reference."""
+        """Let the memory's next owner wait; torch's allocator takes it with the last reference."""
+        with on_stream(self._stream):
+            self.wait()
 
 
 __all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]
@@ -144,12 +203,15 @@ class BufferLease:
 
     @property
     def tensor(self) -> Tensor:
-        """``(nbytes,)`` uint8; every lease of one buffer shares one storage.
+        """``(nbytes,)`` uint8, after earlier uses; every lease of one buffer shares one storage.
 
         Raises:
             StateError: The lease was released.
         """
-        return self._held().tensor[: self._nbytes]
+        buffer = self._held()
+        if buffer.events:
+            buffer.wait()
+        return buffer.tensor[: self._nbytes]
 
     @property
     def memory(self) -> memoryview:
@@ -158,7 +220,17 @@ class BufferLease:
         Raises:
             StateError: The lease was released, or the buffer is not in host memory.
         """
-        return self._held().memory[: self._nbytes]
+        buffer = self._held()
+        if buffer.events:
+            buffer.wait()
+        return buffer.memory[: self._nbytes]
+
+    def record_use(self) -> None:
+        """Let the next use wait for what the calling thread has given its stream until now."""
+        buffer = self._held()
+        event = record(buffer.device)
+        if event is not None:
+            buffer.events.append(event)
 
     def _held(self) -> Buffer:
         buffer = self._buffer
@@ -167,7 +239,7 @@ class BufferLease:
         return buffer
 
     def release(self) -> None:
-        """Give the buffer back; it may be lent again at once."""
+        """Give the buffer back; see [Note: order lives in the lease]."""
         self._pool._take_back(self)
 
     def __enter__(self) -> Self:
@@ -186,12 +258,18 @@ class BufferPool:
         patience_s: How long a lease waits without anything being given back (s).
     """
 
+    #: Whether a buffer that is in use by a stream can be lent again.
+    _lends_at_once = False
+
     def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float = 30.0) -> None:
         self.capacity_nbytes, self.key, self.patience_s = capacity_nbytes, key, patience_s
         self._changed = threading.Condition()  # guards what follows
         self._leased_nbytes = self._kept_nbytes = self._peak_nbytes = 0
         self._held: dict[str, int] = {}
         self._lent: set[Buffer] = set()
+        self._ending: deque[tuple[Buffer, str]] = (
+            deque()
+        )  # given back, but copies are in flight; with holders
         self._kept: OrderedDict[Buffer, None] = OrderedDict()  # oldest first
         self._released = 0  # how often something was given back
         self._closed = False
@@ -203,8 +281,10 @@ class BufferPool:
 
     @property
     def leased_nbytes(self) -> int:
-        """Bytes that are leased now, in whole pages."""
-        return self._leased_nbytes
+        """Bytes that are leased now, in whole pages; also those that copies still use."""
+        with self._changed:
+            self._collect_ended()
+            return self._leased_nbytes
 
     @property
     def kept_nbytes(self) -> int:
@@ -230,6 +310,9 @@ class BufferPool:
             StateError: The pool is closed.
             BaseException: It would have to wait, after :meth:`fail`.
         """
+        return self.try_lease(nbytes, who=who) or self._await_lease(nbytes, who)
+
+    def _await_lease(self, nbytes: int, who: str) -> BufferLease:
         size = rounded(max(1, nbytes))
         if size > self.capacity_nbytes:
             raise BudgetError(
@@ -237,25 +320,58 @@ class BufferPool:
                 f"{self.key} gives this pool {self.capacity_nbytes} bytes. "
                 f"Raise {self.key} by at least {size - self.capacity_nbytes} bytes"
             )
-        with self._changed:
-            left_s, released = self.patience_s, self._released
-            while not self._fits(size):
+        left_s, released = self.patience_s, self._released
+        while (lease := self.try_lease(nbytes, who=who)) is None:
+            with self._changed:
                 if self._failure is not None:
                     raise copied(self._failure)
                 if released != self._released:
                     left_s, released = self.patience_s, self._released
                 if left_s <= 0:
                     raise BudgetError(self._exhausted(size, who))
-                # In slices, none of which counts for more: while the process was stopped nothing could come.
-                began, slice_s = time.monotonic(), min(left_s, _SLICE_S)
-                self._changed.wait(slice_s)
-                left_s -= min(slice_s, time.monotonic() - began)
-            return self._lend(nbytes, who)
+                ending = tuple(self._ending[0][0].events) if self._ending else ()
+                if not ending and not self._fits(size):
+                    # In slices, none of which counts for more: nothing came while the process was stopped.
+                    began, slice_s = time.monotonic(), min(left_s, _SLICE_S)
+                    self._changed.wait(slice_s)
+                    left_s -= min(slice_s, time.monotonic() - began)
+            for event in ending:
+                event.synchronize()  # it comes by itself
+        return lease
 
     def try_lease(self, nbytes: int, *, who: str) -> BufferLease | None:
         """The same without blocking: None when it does not fit now."""
+        size = rounded(max(1, nbytes))
         with self._changed:
-            return self._lend(nbytes, who) if self._fits(rounded(max(1, nbytes))) else None
+            if self._ending:
+                self._collect_ended()
+            if not self._fits(size):
+                return None
+            buffer, unmapped = self._take_kept(size), list[Buffer]()
+            if buffer is None:
+                unmapped = self._unkeep(self._leased_nbytes + self._kept_nbytes + size - self.capacity_nbytes)
+            self._leased_nbytes += size
+            self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes)
+            self._held[who] = self._held.get(who, 0) + size
+            if buffer is not None:
+                self._lent.add(buffer)
+        if buffer is None:
+            buffer = self._replace(unmapped, size, who)
+        return BufferLease(self, buffer, nbytes, who)
+
+    def _replace(self, unmapped: list[Buffer], size: int, who: str) -> Buffer:
+        """Give back kept buffers, then make one in their place; without the lock, since both take long."""
+        try:
+            for kept in unmapped:
+                kept.close()
+            buffer = self._make(size)
+        except BaseException:
+            with self._changed:
+                self._count_back(size, who)
+            raise
+        with self._changed:
+            self._lent.add(buffer)
+        return buffer
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` from every lease that waits for a buffer, or would have to."""
@@ -267,8 +383,13 @@ class BufferPool:
         """Unmap what is not leased; what is leased goes as it is given back."""
         with self._changed:
             self._closed = True
-            self._unmap(self._kept_nbytes)
+            for buffer, who in self._ending:
+                self._count_back(buffer.nbytes, who)
+            unmapped = [*self._unkeep(self._kept_nbytes), *(buffer for buffer, _ in self._ending)]
+            self._ending.clear()
             self._changed.notify_all()
+        for buffer in unmapped:
+            buffer.close()
 
     def unmap_leased(self) -> None:
         """Give back what is still leased, too: nothing reads or writes it any more."""
@@ -283,29 +404,48 @@ class BufferPool:
             raise StateError(f"the pool of {self.key} is closed")
         return self._leased_nbytes + size <= self.capacity_nbytes
 
-    def _lend(self, nbytes: int, who: str) -> BufferLease:
-        size = rounded(max(1, nbytes))
-        # The newest of its size: its pages are the likeliest to be in the caches.
-        buffer = next((kept for kept in reversed(self._kept) if kept.nbytes == size), None)
-        if buffer is None:
-            self._unmap(self._leased_nbytes + self._kept_nbytes + size - self.capacity_nbytes)
-            buffer = self._make(size)
-        else:
+    def _take_kept(self, size: int) -> Buffer | None:
+        # The newest of its size: its pages are the likeliest to be in the caches. Of an accelerator's the
+        # oldest: the streams that used it are the likeliest to be done.
+        kept = iter(self._kept) if self._lends_at_once else reversed(self._kept)
+        buffer = next((each for each in kept if each.nbytes == size), None)
+        if buffer is not None:
             del self._kept[buffer]
             self._kept_nbytes -= size
-        self._lent.add(buffer)
-        self._leased_nbytes += size
-        self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes)
-        self._held[who] = self._held.get(who, 0) + size
-        return BufferLease(self, buffer, nbytes, who)
+        return buffer
 
-    def _unmap(self, nbytes: int) -> None:
-        """Give at least ``nbytes`` of kept buffers back to the system."""
+    def _unkeep(self, nbytes: int) -> list[Buffer]:
+        """Take at least ``nbytes`` of kept buffers, which the caller closes."""
+        taken = []
         while nbytes > 0 and self._kept:
             buffer, _ = self._kept.popitem(last=False)
             self._kept_nbytes -= buffer.nbytes
             nbytes -= buffer.nbytes
-            buffer.close()
+            taken.append(buffer)
+        return taken
+
+    def _collect_ended(self) -> None:
+        """Keep the buffers whose copies have ended."""
+        for _ in range(len(self._ending)):
+            buffer, who = self._ending.popleft()
+            if all(event.query() for event in buffer.events):
+                buffer.events.clear()
+                self._keep(buffer, who)
+            else:
+                self._ending.append((buffer, who))
+
+    def _keep(self, buffer: Buffer, who: str) -> None:
+        self._count_back(buffer.nbytes, who)
+        self._kept[buffer] = None
+        self._kept_nbytes += buffer.nbytes
+
+    def _count_back(self, nbytes: int, who: str) -> None:
+        self._leased_nbytes -= nbytes
+        self._held[who] -= nbytes
+        if not self._held[who]:
+            del self._held[who]
+        self._released += 1
+        self._changed.notify_all()
 
     def _exhausted(self, size: int, who: str) -> str:
         holders = sorted(self._held.items(), key=lambda item: -item[1])
@@ -325,17 +465,16 @@ class BufferPool:
             if buffer is None:
                 return
             self._lent.discard(buffer)
-            self._leased_nbytes -= buffer.nbytes
-            self._held[lease.who] -= buffer.nbytes
-            if not self._held[lease.who]:
-                del self._held[lease.who]
-            self._released += 1
-            if self._closed:
-                buffer.close()
+            is_over = self._closed
+            if is_over:
+                self._count_back(buffer.nbytes, lease.who)
+            elif self._lends_at_once or not buffer.events:
+                self._keep(buffer, lease.who)
             else:
-                self._kept[buffer] = None
-                self._kept_nbytes += buffer.nbytes
-            self._changed.notify_all()
+                self._ending.append((buffer, lease.who))
+                self._changed.notify_all()
+        if is_over:
+            buffer.close()
 
 
 class HostPool(BufferPool):
@@ -344,25 +483,29 @@ class HostPool(BufferPool):
     Args:
         capacity_nbytes: As for :class:`BufferPool`.
         key: As for :class:`BufferPool`.
-        pin: Page-lock the buffers for an accelerator.
+        device: Page-lock the buffers for this accelerator.
         patience_s: As for :class:`BufferPool` (s).
     """
 
     def __init__(
-        self, capacity_nbytes: int, *, key: str = "memory.host", pin: bool = False, patience_s: float = 30.0
+        self,
+        capacity_nbytes: int,
+        *,
+        key: str = "memory.host",
+        device: torch.device | None = None,
+        patience_s: float = 30.0,
     ) -> None:
         super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
-        self._pin = pin
+        self._device = device
 
     def _make(self, nbytes: int) -> Buffer:
-        return HostBuffer(nbytes, pin=self._pin)
+        return HostBuffer(nbytes, self._device)
 
 
 class DevicePool(BufferPool):
-    """Memory of an accelerator; its leases have no ``memory``.
+    """Memory of an accelerator; its leases have no ``memory``. See [Note: memory of an accelerator]."""
 
-    A released buffer may be lent at once, so its holder orders the streams that used it first.
-    """
+    _lends_at_once = True
 
     def __init__(
         self,
@@ -373,7 +516,16 @@ class DevicePool(BufferPool):
         patience_s: float = 30.0,
     ) -> None:
         super().__init__(capacity_nbytes, key=key, patience_s=patience_s)
-        self._device = device
+        self._device, self._stream = device, new_stream(device)
 
     def _make(self, nbytes: int) -> Buffer:
-        return DeviceBuffer(nbytes, self._device)
+        return DeviceBuffer(nbytes, self._device, self._stream)
+
+    def _take_back(self, lease: BufferLease) -> None:
+        if lease._buffer is not None:
+            lease.record_use()
+        super()._take_back(lease)
+
+    def unmap_leased(self) -> None:
+        synchronize(self._device)
+        super().unmap_leased()

@@ -8,6 +8,7 @@ says otherwise has another one made, before the first step. Modules keep their h
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
@@ -86,7 +88,7 @@ class StepExecutor:
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
             host = storage.host_pool if ranks.on_accelerator else None
-            staging = None if host is None else Staging(host, storage.piece_nbytes)
+            staging = None if host is None else Staging(host, storage.piece_nbytes, ranks.device)
             order = StepOrder()
             self.updates = _make_updates(
                 tiers, units, order, timeline, clips, config.durability.every, on_failure, stack
@@ -107,6 +109,7 @@ class StepExecutor:
                 self.prefetcher, pins, self.mover, self.updates, pool, host, ranks.collectives, reduce_dtype,
                 hold_weights=self.budget.division.hold_weights,
             )  # fmt: skip
+            stack.callback(self.gradients.close)
             self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
             self.hooks.connect(
                 self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
@@ -290,7 +293,7 @@ def reduction_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 def _ceiling_nbytes(ranks: Ranks) -> int:
     """The most that a device budget may be if the recipe has none (bytes)."""
     if ranks.on_accelerator:
-        return torch.cuda.mem_get_info(ranks.device)[0] // 2
+        return memory_nbytes(ranks.device)[0] // 2
     return free_host_nbytes() // 2
 
 
@@ -304,8 +307,11 @@ def _make_updates(
     tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, clips: bool, every: int | None,
     on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
-    """The updates of one model: on the training thread in host memory, by a pipeline on NVMe."""
-    storage, pipeline = tiers.storage, None
+    """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
+    storage, pipeline, beside = tiers.storage, None, None
+    if storage.on_accelerator:
+        beside = ThreadPoolExecutor(1, "infinity-resident")
+        stack.callback(beside.shutdown)
     if storage.units_engine is not None:
         background = AdamWRule(storage.layout.dtype)
         timed: Any = TimedRule(background, timeline) if timeline.enabled else background
@@ -315,6 +321,6 @@ def _make_updates(
         stack.callback(pipeline.close)
     rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
     return Updates(
-        tiers, rule, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
+        tiers, rule, beside, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
         commits=storage.commits, on_failure=on_failure, every=every,
     )  # fmt: skip

@@ -199,7 +199,7 @@ class FullValues:
             for s in trained if self.ranks.rank == 0 else ():
                 values = [full[s.offset : s.stop].view(s.shape).clone() for full in fulls]
                 fields = dict(zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True))
-                out[id(s.param)] = {"step": torch.tensor(float(s.steps)), **fields}
+                out[id(s.param)] = {"step": torch.tensor(float(s.steps), device="cpu"), **fields}
         return out
 
     def clear_optimizer_fields(self) -> None:

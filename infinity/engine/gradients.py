@@ -13,10 +13,18 @@ has no update. Where another rank used the parameter, its gradient here counts a
 With one rank a micro-batch adds to the flat gradient, in the compute dtype, as ``p.grad`` would.
 With several ranks each micro-batch is reduced at once and its shard is added up: full gradients of
 a model larger than memory could not be kept.
+
+[Note: gradients leave an accelerator]
+The hook only gives the stream of the backward pass its work. After that, or after the reduction, a thread
+with a stream of its own copies the gradient to host memory and takes its norm, while backward goes on; it
+waits for both, and hands the gradient over. The lease carries the order from stream to stream. The norm
+has a stream of its own, so that the copy does not wait for it: the bus is what is short.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +34,9 @@ from torch._guards import TracingContext
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
-from infinity.core.transfer import Lease, Pool
+from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.device.accelerator import new_stream, on_stream, use_own_stream
+from infinity.optim.norm import row_sums
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
@@ -168,9 +178,15 @@ class ReleasedGradient(torch.Tensor):
 class ReducedGradient:
     """The gradient of one shard, added up over micro-batches; ``used`` on any rank, by segment."""
 
-    grad: Tensor
     lease: Lease
+    dtype: torch.dtype
     used: bytes
+
+    @property
+    def grad(self) -> Tensor:
+        """``(shard_numel,)``, after what was done with it until now."""
+        grad: Tensor = self.lease.tensor.view(self.dtype)
+        return grad
 
 
 class Gradients:
@@ -209,6 +225,13 @@ class Gradients:
         self._shards: dict[int, ReducedGradient] = {}
         self._delivered: set[int] = set()
         self._fired = False
+        self._leaving: ThreadPoolExecutor | None = None
+        self._norms: torch.Stream | None = None
+        if mover.staging is not None:
+            self._norms = new_stream(mover.staging.device)
+            self._leaving = ThreadPoolExecutor(
+                1, "infinity-gradient", use_own_stream, (mover.staging.device,)
+            )
 
     @property
     def received(self) -> bool:
@@ -333,74 +356,113 @@ class Gradients:
         total = None
         if gradient is not None:
             del self._open[unit.index]
-            total = ReducedGradient(gradient.seal(), gradient.lease, bytes(gradient.used))
-        self._hand_over(unit, total, weights)
+            gradient.seal()
+            gradient.lease.record_use()
+            total = ReducedGradient(gradient.lease, unit.dtype, bytes(gradient.used))
+        self._leave(lambda: self._hand_over(unit, total, weights))
 
-    def _hand_over(self, unit: Unit, total: ReducedGradient | None, weights: Weights) -> None:
+    def _leave(self, call: Callable[[], None]) -> None:
+        """Run ``call`` now, or, on an accelerator, on the thread on which gradients leave it."""
+        if self._leaving is None:
+            call()
+            return
+        left = Transfer()
+        self.updates.announce(left)
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # a thread that waits for a buffer must hear of it, too
+                self.updates.on_failure(error)
+                raise
+
+        self._leaving.submit(left.run, run)
+
+    def _hand_over(self, unit: Unit, total: ReducedGradient | None, weights: Callable[[], Weights]) -> None:
         """Give a step's gradient to the update; None: see [Note: parameters without a gradient]."""
         if total is None:
-            weights.release()
+            weights().release()
             return
-        grad, held = self._to_host(total.grad, total.lease)
+        grad, lease = total.grad, total.lease
+        if self.host is not None:
+            total.lease.record_use()  # the stream of the norm waits for what this one has waited for
+            lease = self.host.lease(grad.nbytes, who="gradient for the update")
+            lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
+            lease.record_use()
+        with on_stream(self._norms):
+            sums = row_sums(total.grad)
+            total.lease.record_use()
+        if self.host is not None:
+            total.lease.release()
+        with on_stream(self._norms):
+            squares = math.fsum(sums.tolist())
         used = tuple(segment for segment in unit.segments if total.used[segment.index])
-        self.updates.add(unit, grad, held, weights, used)
+        self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
 
     def _reduce(self, unit: Unit, then: Callable[[], None]) -> None:
         """Start to reduce ``unit``'s gradient of this backward pass; then add it up, and call ``then``."""
         assert self.collectives is not None
         gradient = self._open.pop(unit.index)
-        flat = gradient.seal()
+        gradient.seal()
+        gradient.lease.record_use()
         spare = self.pool.lease(unit.nbytes, who=f"reduction of {unit.name}")
         nbytes = unit.shard_numel * self.reduce_dtype.itemsize
         lease = self.pool.lease(nbytes, who=f"gradient shard of {unit.name}")
-        shard = lease.tensor.view(self.reduce_dtype)
+
+        def buffers() -> tuple[Tensor, Tensor, Tensor]:
+            flat, arrived = (each.tensor.view(unit.dtype) for each in (gradient.lease, spare))
+            return flat, arrived, lease.tensor.view(self.reduce_dtype)
 
         def ended(used: bytes) -> None:
             gradient.lease.release()
             spare.release()
-            self._add_up(unit, ReducedGradient(shard, lease, used))
-            then()
+            lease.record_use()
+            reduced = ReducedGradient(lease, self.reduce_dtype, used)
+            self._leave(lambda: self._add_up(unit, reduced, then))
 
-        arrived, used = spare.tensor.view(unit.dtype), bytes(gradient.used)
         pending = self.collectives.reduce(
-            unit.index, unit.name, flat, arrived, shard, used, ended, self.updates.wait_for_commit
+            unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.wait_for_commit
         )
         self.updates.announce(pending)
 
-    def _add_up(self, unit: Unit, reduced: ReducedGradient) -> None:
-        """Add a micro-batch's gradient to those of earlier ones."""
+    def _add_up(self, unit: Unit, reduced: ReducedGradient, then: Callable[[], None]) -> None:
+        """Add a micro-batch's gradient to those of earlier ones; then call ``then``."""
         earlier = self._shards.get(unit.index)
-        if earlier is None and any(reduced.used):
+        if not any(reduced.used):
+            reduced.lease.release()
+        elif earlier is None:
             self._shards[unit.index] = reduced
-            return
-        if earlier is not None and any(reduced.used):
+        else:
             earlier.grad.add_(reduced.grad)
+            earlier.lease.record_use()
             earlier.used = bytes(map(operator.or_, earlier.used, reduced.used))
-        reduced.lease.release()
+            reduced.lease.release()
+        then()
 
-    def _take_weights(self, unit: Unit) -> Weights:
-        """Return the weights of this rank's shard for the update, as far as they are in memory."""
-        weights = Weights()
+    def _take_weights(self, unit: Unit) -> Callable[[], Weights]:
+        """Return what returns the weights of this rank's shard for the update, as far as they are in memory.
+
+        It waits for copies from an accelerator.
+        """
+        weights: Callable[[], Weights] = Weights
         if self.prefetcher.streams(unit.index):
             self.pins.forget(unit.index)
             try:
                 if self.prefetcher.stays(unit.index):
-                    values = self.mover.stay(unit.index)
-                    weights = Weights(values, stay=values)
+                    weights = _staying(self.mover.stay(unit.index))
                 elif (lease := self.mover.take(unit.index)) is not None:
                     weights = self._kept(unit, lease)
             finally:
                 self.prefetcher.done(unit.index)
         return weights
 
-    def _kept(self, unit: Unit, lease: Lease) -> Weights:
+    def _kept(self, unit: Unit, lease: Lease) -> Callable[[], Weights]:
         """Keep this rank's weights of a full buffer that is not needed any more, for their update."""
         if not self.hold_weights or unit.home is Tier.HOST:
             lease.release()
-            return Weights()
-        full = lease.tensor.view(unit.dtype)
+            return Weights
         if unit.world_size == 1 and self.host is None:
-            return Weights(full, lease)
+            return lambda: Weights(lease.tensor.view(unit.dtype), lease)
         who = f"weights of {unit.name}"
         if self.host is None:
             kept: Lease | None = self.pool.lease(unit.shard_nbytes, who=who)
@@ -408,20 +470,23 @@ class Gradients:
             kept = self.host.try_lease(unit.shard_nbytes, who=who)
         if kept is None:  # the update reads them
             lease.release()
-            return Weights()
-        weight = kept.tensor.view(unit.dtype).copy_(unit.shard_of(full))
+            return Weights
+        self.mover.copy_to_host(unit, lease, kept)
         lease.release()
-        return Weights(weight, kept)
+        return lambda: Weights(kept.tensor.view(unit.dtype), kept)
 
-    def _to_host(self, grad: Tensor, lease: Lease) -> tuple[Tensor, Lease]:
-        """Return a gradient in host memory, where the update runs, with its lease."""
-        if self.host is None:
-            return grad, lease
-        kept = self.host.lease(grad.numel() * grad.itemsize, who="gradient for the update")
-        out = kept.tensor.view(grad.dtype)
-        out.copy_(grad)
-        lease.release()
-        return out, kept
+    def close(self) -> None:
+        """End the thread on which gradients leave."""
+        if self._leaving is not None:
+            self._leaving.shutdown()
+
+
+def _staying(values: Callable[[], Tensor]) -> Callable[[], Weights]:
+    def weights() -> Weights:
+        weight = values()
+        return Weights(weight, stay=weight)
+
+    return weights
 
 
 def _check_placeholder(segment: Segment) -> None:

@@ -44,6 +44,7 @@ from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.core.plan import Hardware
+from infinity.device.accelerator import memory_nbytes
 from infinity.device.allocator import heap_line
 from infinity.device.machine import (
     DTYPES,
@@ -132,7 +133,7 @@ class Runtime:
             self.say(line)
         _check_budgets(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
-        self.storage = Storage(memory, host_nbytes, self.dtype, on_gpu=ranks.on_accelerator)
+        self.storage = Storage(memory, host_nbytes, self.dtype, ranks.device)
         self.stack.callback(self.storage.close)
         self.storage.open_files(
             self.run_id, ranks, self._resume, self.timeline,
@@ -524,7 +525,7 @@ def _check_budgets(memory: MemoryConfig, ranks: Ranks) -> None:
         BudgetError: A budget exceeds the machine's memory.
     """
     host = total_host_nbytes() // local_ranks()
-    device = torch.cuda.mem_get_info(ranks.device)[1] if ranks.on_accelerator else host
+    device = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else host
     for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):
         if wanted is not None and wanted > most:
             raise BudgetError(

@@ -72,14 +72,14 @@ def measure(directory: Path, nbytes: int = 64 * 2**20, *, in_allocated: bool = F
 
 def _huge(nbytes: int) -> memoryview:
     """Memory as pools have it, written to: untouched memory is one page of zeros, which is no test."""
-    buffer = HostBuffer(rounded(nbytes), pin=False)
+    buffer = HostBuffer(rounded(nbytes))
     buffer.tensor.fill_(1)
     return buffer.memory[:nbytes]
 
 
 def _allocated(nbytes: int) -> memoryview:
     """Whole blocks of a tensor's memory, which lives as long as this does."""
-    tensor = torch.ones(nbytes + BLOCK_NBYTES, dtype=torch.uint8)
+    tensor = torch.ones(nbytes + BLOCK_NBYTES, dtype=torch.uint8, device="cpu")
     start = -tensor.data_ptr() % BLOCK_NBYTES
     return tensor.numpy().data[start : start + nbytes]
 

@@ -133,7 +133,7 @@ def master_of(
         return join(weight, state[0])
     from infinity.optim import kernels
 
-    master = torch.empty(weight.numel())
+    master = torch.empty(weight.numel(), device="cpu")
     kernels.run(kernels.join_all, (weight, state[0], master), torch.get_num_threads())
     return master
 

@@ -8,6 +8,7 @@ the sums of the rows without rounding.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from infinity.optim.threads import background_threads, in_slices
 
 ROW_NUMEL, LANES = 2**15, 128
+#: Rows that an accelerator squares at one time: 16 MiB in float64.
+_BLOCK_ROWS = 64
 
 
 def sum_of_squares(grad: Tensor) -> float:
@@ -24,11 +27,23 @@ def sum_of_squares(grad: Tensor) -> float:
     Args:
         grad: bfloat16, float16 or float32, any shape.
     """
+    return math.fsum(row_sums(grad).tolist())
+
+
+def row_sums(grad: Tensor) -> Tensor:
+    """Sums of squares of the rows of ``grad``, in float64 on its device; does not wait for an accelerator.
+
+    ``math.fsum`` of them is :func:`sum_of_squares`. An accelerator adds in an order of its own, which depends
+    on the numel alone, too: a norm is the same to the bit wherever the shard lies, but not on another kind of
+    device.
+    """
     flat = grad.detach().reshape(-1)
+    if flat.device.type != "cpu":
+        return _device_sums(flat)
     rows = flat.numel() // ROW_NUMEL
     tail = flat.new_zeros(ROW_NUMEL)
     tail[: flat.numel() - rows * ROW_NUMEL] = flat[rows * ROW_NUMEL :]
-    return math.fsum([*_sums(flat[: rows * ROW_NUMEL]), *_sums(tail)])
+    return torch.from_numpy(np.concatenate([_sums(flat[: rows * ROW_NUMEL]), _sums(tail)]))
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
@@ -42,17 +57,23 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """
     if max_norm is None:
         return 1.0
-    return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32))
+    return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
 
 
-def _sums(flat: Tensor) -> list[float]:
+def _device_sums(flat: Tensor) -> Tensor:
+    """One sum for each row, and for what is left; in blocks, since float64 takes up to four times as much."""
+    whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
+    blocks = torch.split(flat[:whole].view(-1, ROW_NUMEL), _BLOCK_ROWS)
+    sums = [block.double().square_().sum(1) for block in blocks if len(block)]
+    return torch.cat([*sums, flat[whole:].double().square_().sum().view(1)])
+
+
+def _sums(flat: Tensor) -> "np.ndarray[Any, np.dtype[np.float64]]":
     """One sum for each row of ``ROW_NUMEL`` elements."""
     from infinity.optim import kernels
 
-    if flat.device.type != "cpu" or (flat.dtype == torch.float16 and not kernels.converts_half()):
+    if flat.dtype == torch.float16 and not kernels.converts_half():
         flat = flat.float()  # without rounding
-    if flat.device.type != "cpu":
-        return [float(row.double().square().sum()) for row in flat.view(-1, ROW_NUMEL)]
     table = kernels.array(flat).reshape(-1, ROW_NUMEL // LANES, LANES)
     sums = np.zeros((len(table), LANES))
     in_slices(
@@ -61,4 +82,4 @@ def _sums(flat: Tensor) -> list[float]:
     )  # fmt: skip
     while sums.shape[1] > 1:
         sums = sums[:, ::2] + sums[:, 1::2]
-    return [float(row) for row in sums[:, 0]]
+    return sums[:, 0]

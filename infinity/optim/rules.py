@@ -126,12 +126,17 @@ def prepare(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     def call_all() -> None:
         from infinity.optim import kernels
 
-        weight, grad = torch.empty(0, dtype=dtype), torch.empty(0, dtype=grad_dtype)
-        state = tuple(torch.empty(0, dtype=field.dtype) for field in StateLayout.of(dtype).fields)
+        weight, grad = (
+            torch.empty(0, dtype=dtype, device="cpu"),
+            torch.empty(0, dtype=grad_dtype, device="cpu"),
+        )
+        state = tuple(
+            torch.empty(0, dtype=field.dtype, device="cpu") for field in StateLayout.of(dtype).fields
+        )
         AdamWRule(dtype).update(weight, grad, state, weight, Hyper(lr=0.0).tensor())
         sum_of_squares(grad)
         if dtype == torch.bfloat16:
-            kernels.run(kernels.join_all, (weight, state[0], torch.empty(0)), 1)
-            kernels.run(kernels.split_all, (torch.empty(0), weight, state[0]), 1)
+            kernels.run(kernels.join_all, (weight, state[0], torch.empty(0, device="cpu")), 1)
+            kernels.run(kernels.split_all, (torch.empty(0, device="cpu"), weight, state[0]), 1)
 
     compile_ahead((dtype, grad_dtype), call_all)

@@ -411,7 +411,7 @@ def _module_classes(module: nn.Module) -> list[type]:
 
 def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
     """Elements ``[start, stop)`` of the full flat buffer in fp32, gaps as zeros."""
-    out = torch.zeros(stop - start, dtype=torch.float32)
+    out = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
     for s in segments:
         low, high = max(start, s.offset), min(stop, s.stop)
         if low < high:

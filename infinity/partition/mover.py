@@ -4,18 +4,15 @@
 The full buffer is leased first, and this rank's shard is read straight into its own slice of it.
 With one rank and no accelerator that is all: the staging buffer is the flat buffer. With several
 ranks an in-place all-gather fills the other slices. On an accelerator the shard is staged in pinned
-host memory, piece by piece where it is large, and uploaded into the slice by the collectives'
-thread (with one rank, by a thread of its own), on that thread's own stream, so that fetch, upload
-and gather of different units overlap each other and compute.
+host memory, piece by piece where it is large, and uploaded into the slice by a thread with a stream
+of its own, so that fetch, upload and gather of different units overlap each other and compute. It
+waits for the disk; the accelerator it tells what to wait for (see :mod:`infinity.device.memory`), so
+a unit counts as here when its copies are on the way.
 
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
 this rank's new weights into their slice of it (on an accelerator: into a copy of the slice in pinned
 host memory), and ``start`` goes on from there.
-
-[Note: a buffer that compute still reads]
-On an accelerator a unit is released when its last operator was launched, not when it ended. So the
-release records an event on the compute stream, and the next writer of that buffer waits for it.
 
 [Note: pieces]
 A shard may be larger than what the host budget has for staging. So it is read in pieces of a bounded
@@ -42,11 +39,13 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from infinity.comm.collectives import Collectives
-from infinity.core.errors import StateError, copied
+from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.partition.unit import Unit
 
+_CPU = torch.device("cpu")
 #: Starts to read a shard's bytes, from the given one on, into memory.
 Fetch = Callable[[memoryview, int], Transfer]
 #: Puts bytes, ``(n,)`` uint8, where the shard belongs, from the given byte on; blocking.
@@ -59,10 +58,11 @@ class Staging:
     Args:
         pool: In host memory.
         piece_nbytes: The most that one buffer takes: whole blocks (bytes).
+        device: Where shards go.
     """
 
-    def __init__(self, pool: Pool, piece_nbytes: int) -> None:
-        self.pool, self.piece_nbytes = pool, piece_nbytes
+    def __init__(self, pool: Pool, piece_nbytes: int, device: torch.device = _CPU) -> None:
+        self.pool, self.piece_nbytes, self.device = pool, piece_nbytes, device
         self._without = 0  # shards on their way that have no buffer
         self._lock = threading.Lock()
 
@@ -115,6 +115,7 @@ class Staging:
             piece.transfer.wait()
             readings.popleft()
             upload(piece.lease.tensor[: min(size, nbytes - piece.start)], piece.start)
+            piece.lease.record_use()
             if following is not None and free is None:
                 read(piece.lease, following)
             elif free is not None:
@@ -153,8 +154,8 @@ class Shards(Protocol):
         """
         ...
 
-    def resident(self, unit: Unit) -> Tensor | None:
-        """Return the shard of a unit whose home is host memory; None for others."""
+    def resident(self, unit: Unit) -> Lease | None:
+        """Return what holds the shard of a unit whose home is host memory; None for others."""
         ...
 
     def fetch_waits_for(self, unit: Unit) -> str:
@@ -162,7 +163,7 @@ class Shards(Protocol):
         ...
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """Return a wait for the unit's update to put the new weights where the old ones were."""
+        """Return a wait until an update of the unit has put the new weights where the old ones were."""
         ...
 
     def wait_until_unused(self, unit: Unit) -> None:
@@ -181,16 +182,17 @@ class Staying:
     """A unit's full buffer while the unit is updated; see [Note: a unit that stays].
 
     Attributes:
-        weight: This rank's slice where the update runs, ``(shard_numel,)``.
-        leases: Of the full buffer, and on an accelerator of ``weight``.
+        full: Of the full buffer.
+        shard: On an accelerator, of the copy of this rank's slice that is updated.
     """
 
-    weight: Tensor
-    leases: tuple[Lease, ...]
+    full: Lease
+    shard: Lease | None
 
     def release(self) -> None:
-        for lease in self.leases:
-            lease.release()
+        self.full.release()
+        if self.shard is not None:
+            self.shard.release()
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
@@ -228,78 +230,81 @@ class UnitMover:
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Callable[[], object]] = {}
         self._staying: dict[int, Staying] = {}
-        self._freed: dict[int, torch.cuda.Event] = {}  # by the address of the buffer's storage
         self._uploads: ThreadPoolExecutor | None = None
-        if staging is not None and collectives is None:
-            self._uploads = ThreadPoolExecutor(1, "infinity-upload", self._on_own_stream)
+        self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
+        if staging is not None:
+            self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (staging.device,))
+            self._leaving = new_stream(staging.device)
 
     @_never_inference
     def start(self, index: int) -> None:
         unit = self.units[index]
         staying = self._staying.pop(index, None)
-        unit.lease = staying.leases[0] if staying else self.pool.lease(unit.nbytes, who=unit.name)
-        full = unit.lease.tensor.view(unit.dtype)
-        own = unit.shard_of(full)
-        ready = self._go_on(unit, staying, own) if staying else self._bring(unit, unit.lease, own)
-        if self.collectives is not None:
-            self._arriving[index] = self.collectives.gather(index, unit.name, full, ready).wait
-        elif self._uploads is not None:
-            self._arriving[index] = self._uploads.submit(ready).result
-        else:
+        lease = unit.lease = staying.full if staying else self.pool.lease(unit.nbytes, who=unit.name)
+        ready = self._go_on(unit, staying) if staying else self._bring(unit, lease)
+        if self._uploads is not None:
+            ready = self._uploads.submit(ready).result
+        if self.collectives is None:
             self._arriving[index] = ready
+            return
 
-    def _bring(self, unit: Unit, lease: Lease, own: Tensor) -> Callable[[], object]:
-        """Start to bring this rank's shard into ``own``; what is returned waits for it."""
-        shard = self.shards.resident(unit)
-        if shard is not None:
+        def bring() -> Tensor:
+            ready()
+            full: Tensor = lease.tensor.view(unit.dtype)
+            return full
+
+        self._arriving[index] = self.collectives.gather(index, unit.name, bring).wait
+
+    def _bring(self, unit: Unit, lease: Lease) -> Callable[[], object]:
+        """Start to bring this rank's shard into its slice of the full buffer; what is returned ends it."""
+        resident = self.shards.resident(unit)
+        if resident is not None:
             unit.lifecycle.move(S.UPLOADING)
-            return _once(lambda: self._upload(shard, own))
+            updated = self.shards.updated_in_place(unit)
+            return lambda: self._upload(updated, unit, resident, lease)
         unit.lifecycle.move(S.FETCHING)
         if self.staging is None:
             begin = unit.rank * unit.shard_nbytes
             return self.shards.fetch(unit, lease.memory[begin : begin + unit.shard_nbytes]).wait
-        return self._stage(unit, own)
+        return self._stage(self.staging, unit, lease)
 
-    def _go_on(self, unit: Unit, staying: Staying, own: Tensor) -> Callable[[], object]:
-        """After the update of a unit that stayed; what is returned waits for the new weights in ``own``."""
+    def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
+        """After the update of a unit that stayed; what is returned brings the new weights to their slice."""
         unit.lifecycle.move(S.FETCHING)
         updated = self.shards.updated_in_place(unit)
-        if self.staging is None:
+        shard = staying.shard
+        if shard is None:
             return updated
 
         def ready() -> None:
-            updated()
-            self._upload(staying.weight, own)
-            staying.leases[1].release()
+            self._upload(updated, unit, shard, staying.full)
+            shard.release()
 
-        return _once(ready)
+        return ready
 
-    def _stage(self, unit: Unit, own: Tensor) -> Callable[[], object]:
+    def _stage(self, staging: Staging, unit: Unit, lease: Lease) -> Callable[[], None]:
         """Through pinned memory: read now if there is room, else when it is this unit's turn."""
-        assert self.staging is not None
-        nbytes = own.view(torch.uint8)
 
         def upload(piece: Tensor, start: int) -> None:
-            self._upload(piece, nbytes.narrow(0, start, len(piece)))
+            own = unit.shard_of(lease.tensor.view(unit.dtype)).view(torch.uint8)
+            own.narrow(0, start, len(piece)).copy_(piece, non_blocking=True)
 
         fetch = functools.partial(self.shards.fetch, unit)
-        return _once(self.staging.bring(unit.shard_nbytes, unit.name, fetch, upload))
+        bring = staging.bring(unit.shard_nbytes, unit.name, fetch, upload)
 
-    def _upload(self, shard: Tensor, own: Tensor) -> None:
-        if own.device.type == "cpu":
-            own.copy_(shard)
-            return
-        stream = torch.cuda.current_stream(own.device)
-        freed = self._freed.pop(own.untyped_storage().data_ptr(), None)
-        if freed is not None:
-            stream.wait_event(freed)  # see [Note: a buffer that compute still reads]
-        own.copy_(shard, non_blocking=True)
-        stream.synchronize()  # the pinned buffer is free, and compute may read
+        def ready() -> None:
+            bring()
+            lease.record_use()
 
-    def _on_own_stream(self) -> None:
-        """This thread's uploads run beside compute."""
-        if torch.cuda.is_available():
-            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        return ready
+
+    def _upload(self, updated: Callable[[], object], unit: Unit, shard: Lease, lease: Lease) -> None:
+        """Copy this rank's shard into its slice of the full buffer, as soon as it is ``updated``."""
+        updated()
+        own = unit.shard_of(lease.tensor.view(unit.dtype))
+        own.copy_(shard.tensor.view(unit.dtype), non_blocking=True)
+        shard.record_use()
+        lease.record_use()
 
     @_never_inference
     def finish(self, index: int) -> None:
@@ -329,16 +334,36 @@ class UnitMover:
         if lease is not None:
             lease.release()
 
-    def stay(self, index: int) -> Tensor:
-        """Keep a released unit's full buffer for the next pass; return the slice that its update writes."""
+    def stay(self, index: int) -> Callable[[], Tensor]:
+        """Keep a released unit's full buffer for the next pass.
+
+        Returns:
+            What returns the slice that its update writes, in host memory.
+        """
         unit, lease = self.units[index], self.take(index)
         assert lease is not None, "who stays is present"
-        weight, leases = unit.shard_of(lease.tensor.view(unit.dtype)), [lease]
+        shard = None
         if self.staging is not None:
-            leases.append(self.staging.pool.lease(unit.shard_nbytes, who=f"weights of {unit.name}"))
-            weight = leases[1].tensor.view(unit.dtype).copy_(weight)
-        self._staying[index] = Staying(weight, tuple(leases))
-        return weight
+            shard = self.staging.pool.lease(unit.shard_nbytes, who=f"weights of {unit.name}")
+            self.copy_to_host(unit, lease, shard)
+        self._staying[index] = staying = Staying(lease, shard)
+        return lambda: self._weights(unit, staying)
+
+    def _weights(self, unit: Unit, staying: Staying) -> Tensor:
+        if staying.shard is None:
+            return unit.shard_of(staying.full.tensor.view(unit.dtype))
+        shard: Tensor = staying.shard.tensor.view(unit.dtype)
+        return shard
+
+    @_never_inference
+    def copy_to_host(self, unit: Unit, full: Lease, shard: Lease) -> None:
+        """Copy this rank's slice of a full buffer to pinned memory, after compute and beside it."""
+        full.record_use()
+        with on_stream(self._leaving):
+            own = unit.shard_of(full.tensor.view(unit.dtype))
+            shard.tensor.view(unit.dtype).copy_(own, non_blocking=True)
+            shard.record_use()
+            full.record_use()
 
     @_never_inference
     def take(self, index: int) -> Lease | None:
@@ -353,10 +378,7 @@ class UnitMover:
         lease, unit.lease = unit.lease, None
         try:
             if unit.flat is not None:
-                address = unit.flat.untyped_storage().data_ptr()
-                if unit.flat.device.type != "cpu":
-                    self._freed[address] = torch.cuda.current_stream().record_event()
-                del self.attached[address]
+                del self.attached[unit.flat.untyped_storage().data_ptr()]
                 unit.detach()
         except StateError:  # a parameter was written: the stored values are fetched when they are used next
             lease.release()
@@ -369,22 +391,3 @@ class UnitMover:
         """End the upload thread."""
         if self._uploads is not None:
             self._uploads.shutdown()
-
-
-def _once(call: Callable[[], None]) -> Callable[[], None]:
-    """``call``, run by the first of those who wait for it; its error is kept for the others."""
-    lock = threading.Lock()
-    ended: list[BaseException | None] = []
-
-    def wait() -> None:
-        with lock:
-            if not ended:
-                try:
-                    call()
-                    ended.append(None)
-                except BaseException as error:
-                    ended.append(error)
-        if ended[0] is not None:
-            raise copied(ended[0])
-
-    return wait

@@ -13,6 +13,7 @@ A released parameter keeps its shape, dtype and device: its data is one NaN expa
 raises, because the elements share one place in memory.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -332,7 +333,16 @@ def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Se
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One NaN expanded to ``shape``: see [Note: the released parameter]."""
-    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+    return (_nan if device.type == "cpu" else _shared_nan)(dtype, device).expand(shape)
+
+
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), math.nan, dtype=dtype, device=device)
+
+
+#: On an accelerator each one takes a kernel, and what is written to one is not looked for.
+_shared_nan = functools.cache(_nan)
 
 
 def is_placeholder(data: Tensor) -> bool:

@@ -36,7 +36,8 @@ class Source:
     Attributes:
         chunks: Start and elements of the parts in which they are read.
         values: Weights and all fields of the state in host memory; None: only on NVMe.
-        version: On NVMe, once ``landing`` has ended; None: only in host memory.
+        version: On NVMe; None: only in host memory.
+        landing: What must end before: the update, and writes.
         place: Which of the unit's places ``version`` is.
         copied: ``values`` are the snapshot's own.
         lasting: Reads all chunks of a unit whose values do not change; None: they may.
@@ -91,13 +92,13 @@ class Snapshot:
         try:
             if source.lasting is not None:
                 yield from source.lasting
+            for transfer in source.landing:
+                transfer.wait()
             for number, (start, numel) in enumerate(source.chunks):
                 fields = self._from_memory(index, start, start + numel)
                 if fields is not None:
                     yield start, fields
                 elif source.version is not None:
-                    for transfer in source.landing:
-                        transfer.wait()
                     with self._reading(source.version.chunks[number]) as (weight, *state):
                         yield start, (master_of(self._layout, weight, tuple(state)), *state[-2:])
             self._check()

@@ -35,7 +35,7 @@ class Storage:
         memory: Budgets and directories.
         host_nbytes: The host budget, the same on every rank.
         dtype: The compute dtype.
-        on_gpu: Host memory is pinned, and holds gradients too.
+        device: Where this rank computes. For an accelerator host memory is pinned, and holds gradients too.
 
     Attributes:
         host_pool: Staging buffers, and shards that stay in host memory.
@@ -50,11 +50,13 @@ class Storage:
         resident_nbytes: What shards that stay may take of ``host_pool``.
     """
 
-    def __init__(self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, *, on_gpu: bool) -> None:
-        self.memory, self.host_nbytes, self.on_gpu = memory, host_nbytes, on_gpu
+    def __init__(
+        self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
         self.layout = StateLayout.of(dtype)
         self._stack = contextlib.ExitStack()
-        self.host_pool = self._stack.enter_context(contextlib.closing(HostPool(host_nbytes, pin=on_gpu)))
+        self.host_pool = self._stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
         self.volume: Volume | None = None
         self.engine: TransferEngine | None = None
         self.units_engine: WatchedEngine | None = None
@@ -208,7 +210,7 @@ class Storage:
 
     def staged_chunks(self) -> int:
         """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
-        room = 0 if self.on_gpu else self.host_nbytes - self.host_pool.leased_nbytes
+        room = 0 if self.on_accelerator else self.host_nbytes - self.host_pool.leased_nbytes
         return max(budget.STAGED_CHUNKS, room // self._chunk_nbytes)
 
     @property
@@ -233,4 +235,4 @@ class Storage:
         if self.memory.nvme and not self.memory.resident:
             return 0
         room = self.host_nbytes - staging_nbytes
-        return room // 2 if self.on_gpu else room
+        return room // 2 if self.on_accelerator else room

@@ -13,6 +13,7 @@ would live on NVMe. A unit that is thawed later gets its moments then.
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.core.transfer import ChainedTransfer, Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.mapped import MappedBase
@@ -40,18 +41,26 @@ class Resident:
     """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
 
     Attributes:
+        dtype: Of the weights.
         state: Without the moments while the unit was never trained.
+        leases: The first is of the weights, which an accelerator copies.
         set_aside: The host budget has room for its moments.
     """
 
-    weight: Tensor
+    dtype: torch.dtype
     state: tuple[Tensor, ...]
     leases: tuple[Lease, ...]
     set_aside: bool
 
     @property
+    def weight(self) -> Tensor:
+        """The weights, after copies of them that are in flight."""
+        weight: Tensor = self.leases[0].tensor.view(self.dtype)
+        return weight
+
+    @property
     def nbytes(self) -> int:
-        return sum(values.nbytes for values in (self.weight, *self.state))
+        return self.leases[0].nbytes + sum(values.nbytes for values in self.state)
 
 
 class Tiers:
@@ -158,8 +167,7 @@ class Tiers:
         if self._exact.fields:
             leases.append(self.pool.lease(self._exact.state_nbytes(n), who=who))
             exact = self._exact.views(leases[1].tensor, n)
-        weight = leases[0].tensor.view(unit.dtype)
-        self.residents[unit.index] = Resident(weight, exact, tuple(leases), set_aside)
+        self.residents[unit.index] = Resident(unit.dtype, exact, tuple(leases), set_aside)
         unit.home = Tier.HOST
         unit.lifecycle.state = UnitState.ON_HOST
 
@@ -265,15 +273,15 @@ class Tiers:
         """Return full values on the CPU, ``(numel,)``, from every rank's ``shard``. Every rank must call."""
         if self._ranks.collectives is None:
             return shard
-        full = torch.empty(unit.numel, dtype=shard.dtype)
+        full = torch.empty(unit.numel, dtype=shard.dtype, device="cpu")
         unit.shard_of(full).copy_(shard)
         full = full.to(self._ranks.device)
-        self._ranks.collectives.gather(unit.index, unit.name, full, lambda: None).wait()
+        self._ranks.collectives.gather(unit.index, unit.name, lambda: full).wait()
         return full.cpu()
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
-        out = [torch.empty(unit.shard_numel) for _ in range(1 + _MOMENTS)]
+        out = [torch.empty(unit.shard_numel, device="cpu") for _ in range(1 + _MOMENTS)]
         for start, chunk in self.chunk_fields(unit):
             for field, values in zip(out, chunk, strict=True):
                 field[start : start + len(values)] = values
@@ -337,7 +345,7 @@ class Tiers:
         missing = self.layout.fields[len(resident.state) :]
         for start in range(0, unit.shard_numel, self.chunk_numel):
             stop = min(start + self.chunk_numel, unit.shard_numel)
-            zeros = (torch.zeros(stop - start, dtype=field.dtype) for field in missing)
+            zeros = (torch.zeros(stop - start, dtype=field.dtype, device="cpu") for field in missing)
             yield start, resident.weight[start:stop], (*(f[start:stop] for f in resident.state), *zeros)
 
     def _each_distant_chunk(
@@ -424,8 +432,8 @@ class Tiers:
     def _each_missing_chunk(self, unit: Unit) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
         """Zeros: while a model is built some code reads values, which count for nothing then."""
         for start, numel in self._store.places(unit.shard_numel):
-            state = (torch.zeros(numel, dtype=field.dtype) for field in self.layout.fields)
-            yield start, torch.zeros(numel, dtype=unit.dtype), tuple(state)
+            state = (torch.zeros(numel, dtype=field.dtype, device="cpu") for field in self.layout.fields)
+            yield start, torch.zeros(numel, dtype=unit.dtype, device="cpu"), tuple(state)
 
     def _awaits(self, unit: Unit) -> bool:
         """Whether the unit's states will come from an interrupted run."""
@@ -512,18 +520,21 @@ class Tiers:
         """Indices of units in host memory that have other values than on NVMe, or none there."""
         return [i for i in self.residents if i not in self.from_base and i not in self._recorded]
 
-    def about_to_update(self, unit: Unit) -> Resident:
-        """Return a unit in host memory whose values change now, in their place."""
-        if self.snapshot is not None:
-            self.snapshot.preserve(unit.index)
+    def about_to_update(self, unit: Unit) -> tuple[Resident, Callable[[], object]]:
+        """Return a unit in host memory whose values will change in their place, and what to call before."""
         self._recorded.discard(unit.index)
-        return self.residents[unit.index]
+        snapshot = self.snapshot  # not one of values that this update makes
+        preserve = partial(snapshot.preserve, unit.index) if snapshot is not None else lambda: None
+        return self.residents[unit.index], preserve
 
-    def store_resident(self, unit: Unit, next_place: Callable[[Unit], int]) -> list[Transfer]:
+    def store_resident(
+        self, unit: Unit, next_place: Callable[[Unit], int], updated: Transfer | None = None
+    ) -> list[Transfer]:
         """Start to write a unit in host memory into its next version on NVMe, which becomes the unit's.
 
         Args:
             next_place: Which that is, if it has several.
+            updated: Ends when its values are there; None: they are.
 
         Raises:
             DiskError: The file system is full.
@@ -541,7 +552,12 @@ class Tiers:
         elif store.trains(unit.index):
             unit.version = next_place(unit)
         self._recorded.add(unit.index)
-        return self._move_resident(unit, self._engine.write)
+        if updated is None or updated.done():
+            return self._move_resident(unit, self._engine.write)
+        return self._move_resident(
+            unit,
+            lambda extent, memory: ChainedTransfer(updated, lambda: self._engine.write(extent, memory)),
+        )
 
     def _move_resident(self, unit: Unit, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:
         """Read or write a unit in host memory, where its committed version has the same fields."""

@@ -23,8 +23,10 @@ next version is overwritten by the next update. A unit in host memory has one pl
 ``step``.
 
 [Note: shards in host memory]
-A unit in host memory is updated in its place. For a commit it is written to NVMe, too, into its next
-version, while the next step computes; its next update waits until the bytes have left.
+A unit in host memory is updated in its place, at ``step``. For a commit it is written to NVMe, too, into its
+next version, while the next step computes; its next update waits until the bytes have left. On an accelerator
+the shard is not what compute reads, so it is updated on a thread beside the next forward, whose upload of the
+unit waits for that.
 
 [Note: step counts]
 The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
@@ -36,17 +38,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from infinity.comm.collectives import Pending
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
-from infinity.optim.norm import sum_of_squares
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper
 from infinity.partition.prefetcher import StepOrder
@@ -262,14 +263,15 @@ class Updates:
 
     Args:
         tiers: Where shards live.
-        rule: Updates shards in host memory, on the training thread.
+        rule: Updates shards in host memory.
+        beside: Runs their updates, one after another; None: the training thread does.
         pipeline: Updates the others; None when everything is resident.
         units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
         two_versions: Updates may start inside backward: see [Note: when an update starts].
         clips: The step may scale gradients, so they are kept until then: see [Note: speculation].
         commits: Writes the commit record; None if no process could go on with the run.
-        on_failure: Called with the error of an update, on the pipeline's thread.
+        on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
 
     Attributes:
@@ -280,15 +282,16 @@ class Updates:
     """
 
     def __init__(
-        self, tiers: Tiers, rule: AdamWRule, pipeline: UpdatePipeline | None, units: Sequence[Unit],
-        order: StepOrder, *, two_versions: bool, clips: bool, commits: Commits | None,
+        self, tiers: Tiers, rule: AdamWRule, beside: ThreadPoolExecutor | None,
+        pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, *,
+        two_versions: bool, clips: bool, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
-        self.tiers, self.rule, self.pipeline = tiers, rule, pipeline
+        self.tiers, self.rule, self._beside, self.pipeline = tiers, rule, beside, pipeline
         self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
         self.predictor = Predictor()
         self.speculated = self.rolled_back = 0
-        self.commits, self._on_failure = commits, on_failure
+        self.commits, self.on_failure = commits, on_failure
         self._commit: Commit | None = None  # what is not recorded yet
         self._reloaded: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None] | None = None
         self._state = b""  # the small state of the last record, and its step
@@ -300,7 +303,7 @@ class Updates:
         if commits is not None:
             tiers.before_write = self._before_write
         self._expecting = False
-        self._incoming: list[Pending] = []  # reductions whose gradients will be added
+        self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers, self.steps = StepHypers(), 0
         self.ready: dict[int, PendingUpdate] = {}
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
@@ -309,27 +312,29 @@ class Updates:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def announce(self, reduction: Pending) -> None:
-        """Expect a gradient that its reduction over ranks will :meth:`add`."""
-        self._incoming.append(reduction)
+    def announce(self, incoming: Transfer) -> None:
+        """Expect a gradient that will have been given to :meth:`add` when ``incoming`` ends; any thread."""
+        self._incoming.append(incoming)
 
     def wait_for_gradients(self) -> None:
         """Block until every announced gradient has been added."""
-        for reduction in self._incoming:
-            reduction.wait()
+        for incoming in self._incoming:  # a reduction announces what follows it
+            incoming.wait()
         self._incoming.clear()
 
     def add(
-        self, unit: Unit, grad: Tensor, lease: Lease, weights: Weights, used: tuple[Segment, ...]
-    ) -> None:
-        """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
+        self, unit: Unit, grad: Tensor, squares: float, lease: Lease, weights: Weights,
+        used: tuple[Segment, ...],
+    ) -> None:  # fmt: skip
+        """Take in a shard's complete gradient, ``(shard_numel,)``, in host memory; any thread.
 
         Args:
+            squares: The sum of its squares.
             lease: Held for ``grad``, given back when the update has read it.
             weights: Those that the update starts from.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
-        squares, lifecycle = sum_of_squares(grad), Lifecycle(f"update of {unit.name}", UpdateState.HELD)
+        lifecycle = Lifecycle(f"update of {unit.name}", UpdateState.HELD)
         ready = PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle)
         self.hypers.begin_step()
         with self._lock:
@@ -440,7 +445,8 @@ class Updates:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
         for index in self.tiers.changed_residents():
             self._pass_barrier()
-            self._stored[index] = self.tiers.store_resident(self.units[index], self._next_place)
+            updated = self._futures.get(index)
+            self._stored[index] = self.tiers.store_resident(self.units[index], self._next_place, updated)
             self.planned_written += self.tiers.residents[index].nbytes
 
     def _make_commit(self) -> "Commit":
@@ -618,13 +624,13 @@ class Updates:
             return self.tiers.read_weight(unit, memory, start)
         return ChainedTransfer(future, lambda: self.tiers.read_weight(unit, memory, start))
 
-    def resident(self, unit: Unit) -> Tensor | None:
-        """Return the shard of a unit that lives in host memory; None for others."""
+    def resident(self, unit: Unit) -> Lease | None:
+        """Return what holds the shard of a unit that lives in host memory; None for others."""
         resident = self.tiers.residents.get(unit.index)
-        return None if resident is None else resident.weight
+        return None if resident is None else resident.leases[0]
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """Return a wait for the new weights of a unit that stayed; without an update there is none."""
+        """Return a wait for the new weights of a unit where they were; without an update there is none."""
         future = self._futures.get(unit.index)
         return (lambda: None) if future is None else future.wait_computed
 
@@ -646,6 +652,9 @@ class Updates:
         """Block until every update that was started has landed."""
         if self.pipeline is not None:
             self.pipeline.drain()
+        for index in self.tiers.residents:
+            if index in self._futures:
+                self._futures[index].wait()
         if self.commits is not None:
             self.commits.wait()
 
@@ -664,15 +673,27 @@ class Updates:
             self._update_resident(ready, grad_scale)
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
-        for transfer in self._stored.pop(ready.unit.index, ()):
-            transfer.wait()
-        resident = self.tiers.about_to_update(ready.unit)
-        for run in self.hypers.runs(ready.unit, ready.used, grad_scale):
-            part = slice(run.start, run.stop)
-            state = tuple(f[part] for f in resident.state)
-            weight = resident.weight[part]
-            self.rule.update(weight, ready.grad[part], state, weight, run.hyper)
-        ready.release()
+        """Update a unit in its place: see [Note: shards in host memory]."""
+        index, stored = ready.unit.index, self._stored.pop(ready.unit.index, ())
+        resident, preserve = self.tiers.about_to_update(ready.unit)
+        runs = self.hypers.runs(ready.unit, ready.used, grad_scale)
+
+        def update() -> None:
+            for transfer in stored:
+                transfer.wait()
+            preserve()
+            weights = resident.weight
+            for run in runs:
+                part = slice(run.start, run.stop)
+                state = tuple(f[part] for f in resident.state)
+                self.rule.update(weights[part], ready.grad[part], state, weights[part], run.hyper)
+            ready.release()
+
+        if self._beside is None:
+            update()
+            return
+        ready.future = self._futures[index] = UpdateFuture()
+        self._beside.submit(ready.future.run, update)
 
     def _launch(self, ready: PendingUpdate, grad_scale: float, state: UpdateState) -> None:
         assert self.pipeline is not None
@@ -711,7 +732,7 @@ class Updates:
     def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
         """The end of an update; on the pipeline's thread."""
         if error is not None:
-            self._on_failure(error)
+            self.on_failure(error)
         future.finish(error)
 
     def _sizes(self, unit: Unit) -> tuple[int, int]:

@@ -5,7 +5,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
-from infinity.device.memory import BufferLease, DevicePool, HostPool
+from infinity.device.memory import Buffer, BufferLease, DevicePool, HostPool
 
 MIB = 2**20
 
@@ -221,9 +223,107 @@ def test_many_threads_share_a_pool_without_sharing_bytes() -> None:
     pool.close()
 
 
+class Copy:
+    """An event of a copy that ends when the test says so."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._ended = threading.Event()
+        buffer.events.append(self)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def query(self) -> bool:
+        return self._ended.is_set()
+
+    def synchronize(self) -> None:
+        assert self._ended.wait(30)
+
+
+def test_host_memory_that_a_copy_uses_is_lent_again_when_the_copy_has_ended(pool: HostPool) -> None:
+    lease = pool.lease(9 * MIB, who="a")
+    address, copy = lease.tensor.data_ptr(), Copy(lease._held())
+    lease.release()
+    assert pool.try_lease(8 * MIB, who="b") is None
+    assert pool.leased_nbytes == 10 * MIB
+    threading.Timer(0.05, copy.end).start()  # what it waits for, longer than the patience that it would have
+    with pool.lease(9 * MIB, who="b") as again:
+        assert copy.query()
+        assert again.tensor.data_ptr() == address
+    assert pool.leased_nbytes == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("take", [lambda lease: lease.tensor, lambda lease: lease.memory])
+def test_the_host_does_not_touch_memory_that_a_copy_uses(pool: HostPool, take: Any) -> None:
+    lease = pool.lease(MIB, who="a")
+    copy = Copy(lease._held())
+    threading.Timer(0.05, copy.end).start()
+    assert len(take(lease)) == MIB
+    assert copy.query()
+    lease.release()
+    assert pool.leased_nbytes == 0
+    pool.close()
+
+
+def test_a_closed_pool_unmaps_what_a_copy_uses_when_it_has_ended(pool: HostPool) -> None:
+    lease = pool.lease(MIB, who="a")
+    copy = Copy(lease._held())
+    lease.release()
+    threading.Timer(0.05, copy.end).start()
+    pool.close()
+    assert copy.query()
+    assert pool.leased_nbytes == 0
+
+
+class SlowPool(HostPool):
+    """Makes a buffer when the test says so: page-locking takes long, and may be refused."""
+
+    def __init__(self) -> None:
+        super().__init__(8 * MIB, patience_s=5)
+        self.asked, self.may_make, self.refuses = threading.Event(), threading.Event(), False
+
+    def _make(self, nbytes: int) -> Buffer:
+        self.asked.set()
+        assert self.may_make.wait(30)
+        if self.refuses:
+            raise BudgetError("the limit of locked memory")
+        return super()._make(nbytes)
+
+
+def test_a_buffer_is_made_while_others_are_lent_and_given_back() -> None:
+    pool = SlowPool()
+    pool.may_make.set()
+    first = pool.lease(2 * MIB, who="a")
+    pool.may_make.clear()
+    pool.asked.clear()
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(pool.lease, 3 * MIB, who="b")
+        assert pool.asked.wait(30)
+        assert pool.leased_nbytes == 6 * MIB  # its bytes are taken already
+        first.release()
+        pool.lease(2 * MIB, who="a").release()
+        pool.may_make.set()
+        second.result().release()
+    assert pool.leased_nbytes == 0
+    pool.close()
+
+
+def test_a_buffer_that_cannot_be_made_takes_no_bytes() -> None:
+    pool = SlowPool()
+    pool.refuses = True
+    pool.may_make.set()
+    with pytest.raises(BudgetError, match="the limit of locked memory"):
+        pool.lease(8 * MIB, who="a")
+    pool.refuses = False
+    pool.lease(8 * MIB, who="a").release()
+    assert (pool.leased_nbytes, pool.held) == (0, {})
+    pool.close()
+
+
 @pytest.mark.gpu
 def test_pinned_buffers_are_page_locked_and_exact() -> None:
-    pool = HostPool(16 * MIB, pin=True)
+    pool = HostPool(16 * MIB, device=torch.accelerator.current_accelerator())
     with pool.lease(5 * MIB, who="a") as lease:
         assert lease.tensor.is_pinned()
         assert pool.leased_nbytes == 6 * MIB

@@ -109,6 +109,9 @@ class FakeLease:
         self.tensor: Any = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.tensor.fill_(0xA5)  # nobody may rely on zeros
 
+    def record_use(self) -> None:
+        """Nothing: no stream uses it."""
+
     def release(self) -> None:
         self._pool.give_back(self)
 

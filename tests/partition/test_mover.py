@@ -9,7 +9,7 @@ from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
-from tests.helpers.fakes import FakeEngine, FakePool
+from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
 
 class FakeShards:
@@ -17,7 +17,8 @@ class FakeShards:
 
     def __init__(self) -> None:
         self.fetches: list[tuple[int, memoryview, Transfer]] = []
-        self.residents: dict[int, torch.Tensor] = {}
+        self.residents: dict[int, FakeLease] = {}
+        self.update = lambda: None
 
     def fetch(self, unit, memory, start=0):
         self.fetches.append((unit.index, memory, Transfer()))
@@ -28,6 +29,9 @@ class FakeShards:
 
     def fetch_waits_for(self, unit):
         return "read"
+
+    def updated_in_place(self, unit):
+        return self.update
 
     def arrive(self, value: float = 1.0, error: Exception | None = None) -> None:
         """The oldest fetch ends."""
@@ -125,7 +129,8 @@ def test_what_is_taken_stays_leased_until_its_taker_gives_it_back(parts):
 def test_a_shard_in_host_memory_is_copied_and_goes_back_home(parts):
     mover, units, shards, _, _ = parts
     units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
-    shards.residents[0] = torch.full((units[0].shard_numel,), 5.0, dtype=torch.bfloat16)
+    shards.residents[0] = FakePool(2**20).lease(units[0].shard_nbytes, who="a shard")
+    shards.residents[0].tensor.view(torch.bfloat16).fill_(5)
     mover.start(0)
     assert units[0].state is UnitState.UPLOADING
     mover.finish(0)
@@ -181,3 +186,54 @@ def test_a_shard_larger_than_host_memory_reaches_an_accelerator_in_pieces():
     mover.release(0)
     mover.close()
     shards.engine.close()
+
+
+@pytest.fixture
+def staged():
+    """A unit of 2's beside an accelerator, as far as a machine without one has its threads."""
+    unit = make_unit(0)
+    values = torch.full((unit.numel,), 2.0, dtype=torch.bfloat16)
+    shards = ShardsOnDisk(bytes(values.view(torch.uint8).numpy()))
+    device, host = FakePool(unit.nbytes), FakePool(2 * unit.nbytes)
+    mover = UnitMover([unit], shards, device, Staging(host, 8192), None, lambda cause, wait: wait())
+    yield mover, unit, shards, device, host
+    mover.close()
+    shards.engine.close()
+    assert (device.leased_nbytes, host.leased_nbytes) == (0, 0)
+
+
+def test_beside_an_accelerator_a_unit_that_stays_is_updated_in_host_memory_and_comes_back(staged):
+    mover, unit, shards, device, host = staged
+    mover.start(0)
+    mover.finish(0)
+    weights = mover.stay(0)()
+    assert (weights == 2).all()
+    assert (device.leased_nbytes, host.leased_nbytes) == (unit.nbytes, unit.nbytes)
+    shards.update = lambda: weights.fill_(3)
+    mover.start(0)
+    mover.finish(0)
+    assert (unit.segments[0].param == 3).all()
+    assert host.leased_nbytes == 0
+    mover.release(0)
+
+
+def test_beside_an_accelerator_a_shard_in_host_memory_is_uploaded_after_its_update(staged):
+    mover, unit, shards, _, _ = staged
+    unit.home, unit.lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    shard = shards.residents[0] = FakePool(2**20).lease(unit.shard_nbytes, who="a shard")
+    shards.update = lambda: shard.tensor.view(torch.bfloat16).fill_(4)
+    mover.start(0)
+    mover.finish(0)
+    assert (unit.segments[0].param == 4).all()
+    mover.release(0)
+
+
+def test_weights_that_are_kept_for_an_update_are_copied_out(staged):
+    mover, unit, _, _, host = staged
+    mover.start(0)
+    mover.finish(0)
+    full, shard = mover.take(0), host.lease(unit.shard_nbytes, who="weights")
+    mover.copy_to_host(unit, full, shard)
+    full.release()
+    assert (shard.tensor.view(torch.bfloat16) == 2).all()
+    shard.release()

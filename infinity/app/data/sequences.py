@@ -164,7 +164,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     targets = torch.cat([batch.targets for batch in batches])
     positions, mask = None, None
     if any(batch.positions is not None for batch in batches):
-        places = torch.arange(tokens.shape[1]).expand_as(batches[0].tokens)
+        places = torch.arange(tokens.shape[1], device="cpu").expand_as(batches[0].tokens)
         positions = torch.cat([places if each.positions is None else each.positions for each in batches])
     if any(batch.mask is not None for batch in batches):
         whole = torch.ones_like(batches[0].tokens)

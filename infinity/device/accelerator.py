@@ -1,0 +1,127 @@
+"""The accelerator of a rank: streams, events, memory. The only module that tells one kind from another.
+
+Everything else computes on a ``torch.device``. By torch's generic interface CUDA, ROCm, XPU and other back
+ends take the same path; where there is no such interface, the device's own module has the function.
+
+[Note: the stream of a thread]
+Kernels and copies go to the stream that is current on the calling thread, and wait for nothing on other
+streams. A thread that moves bytes has a stream of its own, so that copies overlap each other and compute;
+what one thread makes for another one travels with an event.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from infinity.core.transfer import Transfer
+
+
+def use_own_stream(device: torch.device) -> None:
+    """Let the calling thread work on ``device``, on a new stream; on the CPU do nothing.
+
+    A new thread works on the first device of the machine, whatever the process computes on.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+        torch.accelerator.set_stream(torch.Stream(device))  # which belongs to this thread, as the device does
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """Return a new stream; None on the CPU."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Return a context in which the calling thread works on ``stream``; None: where it works already."""
+    return nullcontext() if stream is None else stream
+
+
+def record(device: torch.device) -> torch.Event | None:
+    """Return an event after all work that the calling thread has given its stream; None on the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+
+
+def wait_on_stream(event: torch.Event | None, device: torch.device) -> None:
+    """Let what the calling thread gives its stream from now on wait for ``event``; does not block."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)
+
+
+def wait_on_host(event: torch.Event | None) -> None:
+    """Block until ``event`` has happened."""
+    if event is not None:
+        event.synchronize()
+
+
+class StreamTransfer(Transfer):
+    """A move that ends when a stream was given the last of it: who waits lets its own stream wait, too."""
+
+    __slots__ = ("_device", "_given")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: torch.Event | None = None
+        self._device = torch.device("cpu")
+
+    def record(self, device: torch.device) -> None:
+        """What the calling thread has given its stream until now is the move; call before :meth:`finish`."""
+        self._given, self._device = record(device), device
+
+    def wait(self) -> None:
+        """Return when the calling thread may give its stream work on what was moved."""
+        super().wait()
+        wait_on_stream(self._given, self._device)
+
+
+def timed_event(device: torch.device) -> torch.Event:
+    """Record an event whose time can be compared with that of others."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until the device has done what it was given; on the CPU do nothing."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def memory_nbytes(device: torch.device) -> tuple[int, int]:
+    """Return the free and the total memory of an accelerator (bytes)."""
+    ask = getattr(torch.accelerator, "get_memory_info", None) or _module(device).mem_get_info
+    free, total = ask(device)
+    return int(free), int(total)
+
+
+def page_lock(address: int, nbytes: int, device: torch.device) -> int:
+    """Page-lock host memory for ``device``; return 0, or the error code of its driver."""
+    torch.accelerator.set_device_index(device)  # a thread without one would begin to use the first
+    if device.type == "cuda":
+        return int(_module(device).cudart().cudaHostRegister(address, nbytes, 0))
+    register = getattr(_module(device), "host_register", None)
+    return 0 if register is None else int(register(address, nbytes) or 0)  # else copies are slower, and right
+
+
+def page_unlock(address: int, device: torch.device) -> None:
+    """Undo :func:`page_lock`."""
+    torch.accelerator.set_device_index(device)
+    if device.type == "cuda":
+        _module(device).cudart().cudaHostUnregister(address)
+    elif (unregister := getattr(_module(device), "host_unregister", None)) is not None:
+        unregister(address)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the device's random generator."""
+    state: torch.Tensor = _module(device).get_rng_state(device)
+    return state
+
+
+def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    """Put back what :func:`generator_state` returned."""
+    _module(device).set_rng_state(state, device)
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
