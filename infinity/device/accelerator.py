@@ -94,6 +94,12 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def hardware_id(device: torch.device) -> str:
+    """Return a name that no other accelerator has; empty where its kind has none."""
+    properties = getattr(_module(device), "get_device_properties", lambda _: None)(device)
+    return str(getattr(properties, "uuid", ""))
+
+
 def page_lock(address: int, nbytes: int, device: torch.device) -> int:
     """Page-lock host memory for ``device``; return 0, or the error code of its driver."""
     torch.accelerator.set_device_index(device)  # a thread without one would begin to use the first

@@ -104,7 +104,7 @@ class Runtime:
         self._executor: StepExecutor | None = None
         self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
-        device = join_ranks(config.partition.timeout_s)
+        device = join_ranks(config.partition.timeout_s, config.device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         name = config.run_name  # which a caller may know on rank 0 only
         resume = None if name is None else config.resume
