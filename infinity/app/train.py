@@ -58,6 +58,7 @@ from infinity.observe.metrics import StepReport, read_metrics
 from infinity.observe.summary import Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
+from infinity.optim.threads import set_rank_threads
 
 #: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
 _MOST_THREADS_PER_CORE = 8
@@ -395,7 +396,7 @@ def rank() -> int:
 
 @contextmanager
 def process_group(recipe: Recipe) -> Iterator[torch.device]:
-    """The ranks that the launcher started, joined in this block unless they are already; this one's device."""
+    """The ranks that the launcher started, joined in this block unless they are; yields this one's device."""
     owns_group = not dist.is_initialized()
     device = join_ranks(recipe.partition.timeout_s, recipe.train.device)
     try:
@@ -441,7 +442,7 @@ def set_threads(config: TrainConfig) -> None:
             f"train.threads: got {config.threads}; wanted at most {most} ({_MOST_THREADS_PER_CORE} for each "
             "core of this machine), or null for one per core"
         )
-    torch.set_num_threads(config.threads or max(1, usable_cores() // local_ranks()))
+    set_rank_threads(config.threads or max(1, usable_cores() // local_ranks()))
 
 
 # --- memory --------------------------------------------------------------------------------------

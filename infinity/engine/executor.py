@@ -32,6 +32,7 @@ from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import AdamWRule
+from infinity.optim.threads import rank_threads
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
@@ -316,7 +317,7 @@ def _make_updates(
             storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
         )
         stack.callback(pipeline.close)
-    rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
+    rule = AdamWRule(storage.layout.dtype, threads=rank_threads())
     return Updates(
         tiers, rule, beside, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
         commits=storage.commits, on_failure=on_failure, every=every,

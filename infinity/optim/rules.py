@@ -87,7 +87,7 @@ class AdamWRule:
 
     Args:
         dtype: Compute dtype of the weights: bfloat16, float16 or float32.
-        threads: CPU threads of one update; None for half of PyTorch's, which suits a thread that works
+        threads: CPU threads of one update; None for half of the rank's, which suits a thread that works
             beside training.
     """
 
