@@ -79,17 +79,19 @@ class StepExecutor:
         self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
         storage = tiers.storage
         with contextlib.ExitStack() as stack:
-            reduce_dtype = reduction_dtype(config, storage.layout.dtype)
             self.budget = UnitBudget(
-                units, leaves, ranks, storage, reduce_dtype, config.memory.device,
+                units, leaves, ranks, tiers, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
                 shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
             )  # fmt: skip
             self.device_pool = _make_pool(self.budget.division.total, ranks)
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
-            host = storage.host_pool if ranks.on_accelerator else None
-            staging = None if host is None else Staging(host, storage.piece_nbytes, ranks.device)
+            self.host_pools = self._make_host_pools(stack)
+            held, staged = self.host_pools or (None, None)
+            staging = None
+            if staged is not None and self.budget.host is not None:
+                staging = Staging(staged, self.budget.host.piece, ranks.device)
             order = StepOrder()
             self.updates = _make_updates(
                 tiers, units, order, timeline, clips, config.durability.every, on_failure, stack
@@ -97,18 +99,15 @@ class StepExecutor:
             self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
             streaming = [u for u in units if u.home is Tier.NVME or not ranks.alone_on_cpu]
-            # on an accelerator, a unit that stays has a copy of its shard in pinned host memory
-            most = storage.piece_nbytes if staging is not None else math.inf
             self.prefetcher = Prefetcher(
                 self.mover, {u.index: budget.rounded(u.nbytes) for u in streaming},
-                self.budget.division.window,
-                {u.index for u in units if u.home is Tier.NVME and u.shard_nbytes <= most}, order,
+                self.budget.division.window, self._can_stay(), order,
             )  # fmt: skip
             pins = BackwardPins(self.prefetcher)
             self.gradients = Gradients(
                 units, frozenset(unit.index for leaf in leaves.values() for unit in leaf),
-                self.prefetcher, pins, self.mover, self.updates, pool, host, ranks.collectives, reduce_dtype,
-                hold_weights=self.budget.division.hold_weights,
+                self.prefetcher, pins, self.mover, self.updates, pool, held, ranks.collectives,
+                reduction_dtype(config, storage.layout.dtype), hold_weights=self.budget.hold_weights,
             )  # fmt: skip
             stack.callback(self.gradients.close)
             self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
@@ -161,11 +160,49 @@ class StepExecutor:
 
     def _apply_division(self) -> None:
         division = self.budget.division
-        self.device_pool.capacity_nbytes = division.total
-        self.gradients.hold_weights = division.hold_weights
+        self.device_pool.resize(division.total)
+        self._resize_host_pools()
+        if self.mover.staging is not None and self.budget.host is not None:
+            self.mover.staging.piece_nbytes = self.budget.host.piece
+        self.gradients.hold_weights = self.budget.hold_weights
+        self.prefetcher.can_stay = self._can_stay()
         self.prefetcher.resize(division.window)
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
+
+    # --- the host budget beside an accelerator ---------------------------------------------------
+
+    def _make_host_pools(self, stack: contextlib.ExitStack) -> tuple[HostPool, ...]:
+        """Memory of gradients and of shards on their way: see the note in :mod:`infinity.core.budget`."""
+        if self.budget.host is None:
+            return ()
+        pools = HostPool(0, device=self.ranks.device), HostPool(0, device=self.ranks.device)
+        for pool in pools:
+            stack.callback(pool.close)
+        self._resize_host_pools(pools)
+        return pools
+
+    def _resize_host_pools(self, pools: tuple[HostPool, ...] | None = None) -> None:
+        """Give each part of the host budget its bytes; the rest is for residents, chunks and activations."""
+        division, storage = self.budget.host, self.tiers.storage
+        if division is None:
+            return
+        gradients, staging = self.host_pools if pools is None else pools
+        storage.host_pool.resize(storage.host_nbytes - division.gradients - division.staging)
+        gradients.resize(division.gradients)
+        staging.resize(division.staging)
+
+    def _can_stay(self) -> set[int]:
+        """Units that may be updated where they are; on an accelerator they have a copy in host memory."""
+        on_nvme = [unit for unit in self.units if unit.home is Tier.NVME]
+        if self.budget.host is None:
+            return {unit.index for unit in on_nvme}
+        fitting, left = set(), self.budget.host.stays
+        for unit in on_nvme:  # those that a forward needs first
+            if budget.rounded(unit.shard_nbytes) <= left:
+                left -= budget.rounded(unit.shard_nbytes)
+                fitting.add(unit.index)
+        return fitting
 
     # --- the budget of activations (infinity.activations.controller: ActivationBudget) ---------------------
 
