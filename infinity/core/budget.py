@@ -11,7 +11,7 @@ use; the window gets the rest, and at least two of the largest units.
 [Note: the host budget beside an accelerator]
 Updates run in host memory, so on an accelerator gradients wait for ``step``, and for their updates, there.
 They share it with residents (each with room for its own gradient), chunks of updates, shards on their way
-to the accelerator, and weights that stay while they are updated. Each has memory of its own: a gradient that
+to the accelerator, and weights that are kept for their update. Each has memory of its own: a gradient that
 waited for memory of shards, which wait for updates, which wait for gradients, would wait for ever.
 """
 
@@ -105,15 +105,15 @@ class HostBudget:
     """A division of the host budget beside an accelerator: see the note (bytes).
 
     Attributes:
-        gradients: Of gradients from backward to their updates, and of the weights that updates start from.
-        hold_weights: There is room for those weights; else updates read them.
+        gradients: Of gradients from backward to their updates.
+        weights: Of weights that updates start from; an update reads those that do not fit.
         staging: Of shards on their way to the accelerator, and of weights that stay.
         piece: The most that one shard on its way takes at one time.
         stays: What weights that stay may take of ``staging``.
     """
 
     gradients: int
-    hold_weights: bool
+    weights: int
     staging: int
     piece: int
     stays: int
@@ -146,10 +146,11 @@ def divide_host(
     if spare < 0:
         # Of a larger budget chunks take a quarter, or half without residents, and those half of the rest.
         enough = aligned(-(-8 * needed // 3) if resident else 2 * needed)
-        held = f"{format_nbytes(waiting)} of gradients that wait for step()"
-        if not waiting:
+        held, why = f"{format_nbytes(waiting)} of gradients that wait for step()", ""
+        if passing:
             largest = max(updated, key=lambda u: u.shard_grad)
             held = f"{format_nbytes(passing)} for the gradient of {_described(largest)}"
+            why = _indivisible(largest)
         raise BudgetError(
             f"memory.host is {format_nbytes(total)}, of which units in host memory take "
             f"{format_nbytes(residents + beside)} and chunks of updates {format_nbytes(chunks)}. Beside an "
@@ -157,6 +158,7 @@ def divide_host(
             f"weights on their way. {format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host"
             + (", set optim.max_grad_norm=null so that gradients need not wait" if waiting else "")
             + ", or share the model over more ranks"
+            + why
         )
     spare //= 2  # the rest is for activations, and exact values that are read or written
 
@@ -166,17 +168,14 @@ def divide_host(
         spare -= taken
         return taken
 
-    gradients = beside + waiting + passing
+    all_weights = rounded_sum(u.shard_weight for u in updated)
+    all_gradients = rounded_sum(u.shard_grad for u in updated)
     staging = piece + take(min(STAGED_PIECES * shard - piece, spare // 2))
-    weights = [rounded(u.shard_weight) for u in updated]
-    least = sum(weights) if waiting else max(weights, default=0)
-    hold = 0 < least <= spare
-    gradients += take(least) if hold else 0
-    if not waiting:  # updates may lag
-        gradients += take(rounded_sum(u.shard_grad for u in updated) - passing)
-    stays = take(sum(weights))
+    weights = take(all_weights if waiting else min(all_weights, spare // 2))
+    gradients = beside + waiting + passing + (0 if waiting else take(all_gradients - passing))  # they may lag
+    stays = take(all_weights)
     piece = max(piece, min(shard, whole_pages(staging // STAGED_PIECES)))
-    return HostBudget(gradients, hold, staging + stays, piece, stays)
+    return HostBudget(gradients, weights, staging + stays, piece, stays)
 
 
 def divide_device(

@@ -64,7 +64,7 @@ class UnitBudget:
     @property
     def hold_weights(self) -> bool:
         """Whether there is room for the weights that updates start from."""
-        return self.division.hold_weights if self.host is None else self.host.hold_weights
+        return self.division.hold_weights if self.host is None else self.host.weights > 0
 
     def divide_again(self, *, accumulates: bool) -> bool:
         """Divide anew where more gradients wait than were counted: see [Note: more gradients than before].

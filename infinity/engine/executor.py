@@ -25,7 +25,7 @@ from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
-from infinity.engine.gradients import Gradients
+from infinity.engine.gradients import Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.observe.stalls import CountingPool, Stalls
 from infinity.observe.timeline import TimedRule, Timeline
@@ -87,11 +87,14 @@ class StepExecutor:
             self.device_pool = _make_pool(self.budget.division.total, ranks)
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
-            self.host_pools = self._make_host_pools(stack)
-            held, staged = self.host_pools or (None, None)
+            self.host: HostPools | None = None
             staging = None
-            if staged is not None and self.budget.host is not None:
-                staging = Staging(staged, self.budget.host.piece, ranks.device)
+            if self.budget.host is not None:
+                self.host = HostPools.make(ranks.device)
+                for each in self.host:
+                    stack.callback(each.close)
+                staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
+                self._resize_host_pools()
             order = StepOrder()
             self.updates = _make_updates(
                 tiers, units, order, timeline, clips, config.durability.every, on_failure, stack
@@ -106,7 +109,7 @@ class StepExecutor:
             pins = BackwardPins(self.prefetcher)
             self.gradients = Gradients(
                 units, frozenset(unit.index for leaf in leaves.values() for unit in leaf),
-                self.prefetcher, pins, self.mover, self.updates, pool, held, ranks.collectives,
+                self.prefetcher, pins, self.mover, self.updates, pool, self.host, ranks.collectives,
                 reduction_dtype(config, storage.layout.dtype), hold_weights=self.budget.hold_weights,
             )  # fmt: skip
             stack.callback(self.gradients.close)
@@ -172,25 +175,14 @@ class StepExecutor:
 
     # --- the host budget beside an accelerator ---------------------------------------------------
 
-    def _make_host_pools(self, stack: contextlib.ExitStack) -> tuple[HostPool, ...]:
-        """Memory of gradients and of shards on their way: see the note in :mod:`infinity.core.budget`."""
-        if self.budget.host is None:
-            return ()
-        pools = HostPool(0, device=self.ranks.device), HostPool(0, device=self.ranks.device)
-        for pool in pools:
-            stack.callback(pool.close)
-        self._resize_host_pools(pools)
-        return pools
-
-    def _resize_host_pools(self, pools: tuple[HostPool, ...] | None = None) -> None:
+    def _resize_host_pools(self) -> None:
         """Give each part of the host budget its bytes; the rest is for residents, chunks and activations."""
         division, storage = self.budget.host, self.tiers.storage
-        if division is None:
+        if division is None or self.host is None:
             return
-        gradients, staging = self.host_pools if pools is None else pools
-        storage.host_pool.resize(storage.host_nbytes - division.gradients - division.staging)
-        gradients.resize(division.gradients)
-        staging.resize(division.staging)
+        rest = storage.host_nbytes - division.gradients - division.weights - division.staging
+        storage.host_pool.resize(rest)
+        self.host.resize(division)
 
     def _can_stay(self) -> set[int]:
         """Units that may be updated where they are; on an accelerator they have a copy in host memory."""

@@ -303,7 +303,7 @@ class Runtime:
         """The most that each tier held at one time (bytes)."""
         storage = self.storage
         executor = self.executor()
-        host = sum(pool.peak_nbytes for pool in (storage.host_pool, *executor.host_pools))
+        host = sum(pool.peak_nbytes for pool in (storage.host_pool, *(executor.host or ())))
         peaks = {"device": executor.device_pool.peak_nbytes, "host": host}
         return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
@@ -480,7 +480,7 @@ class Runtime:
     def _pools(self) -> list[BufferPool]:
         """The pools of this rank that were made until now."""
         executor = self._executor
-        pools: list[BufferPool] = [] if executor is None else [executor.device_pool, *executor.host_pools]
+        pools: list[BufferPool] = [] if executor is None else [executor.device_pool, *(executor.host or ())]
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
 
 

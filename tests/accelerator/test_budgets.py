@@ -34,7 +34,8 @@ def enough(folder: str, resident: str) -> tuple[str, int]:
             optimizer_for(model, Rule())
             division = runtime_of(model).executor().budget.host
             assert division is not None
-            assert runtime_of(model).storage.host_pool.capacity_nbytes + division.gradients < host
+            parts = division.gradients + division.weights + division.staging
+            assert runtime_of(model).storage.host_pool.capacity_nbytes + parts == host
             break
         except BudgetError as error:
             told = str(error)

@@ -168,9 +168,8 @@ def test_the_host_budget_beside_an_accelerator_holds_what_waits_or_says_what_doe
     waiting = sum(rounded(u.shard_grad) for u in units if u.waits_in_host)
     updated = [u for u in units if u.trainable and u.on_nvme]
     largest = max((rounded(u.shard_grad) for u in updated), default=0)
-    kept = [rounded(u.shard_weight) for u in updated] if found.hold_weights else []
-    assert found.gradients >= (max(kept, default=0) + beside + largest if early else sum(kept) + waiting)
-    assert found.gradients + found.staging <= free
+    assert found.gradients >= (beside + largest if early else waiting)
+    assert found.gradients + found.weights + found.staging <= free
     assert rounded(found.piece) + found.stays <= found.staging
     assert bool(found.piece) == any(u.on_nvme for u in units)
 
@@ -192,7 +191,7 @@ def test_the_host_budget_beside_an_accelerator_in_numbers():
         )
 
     least = divide(28 * MIB + gradients + piece)
-    assert least == budget.HostBudget(gradients, False, piece, piece, 0)
+    assert least == budget.HostBudget(gradients, 0, piece, piece, 0)
     with pytest.raises(BudgetError) as raised:
         divide(28 * MIB + gradients + piece - 4096)
     for part in (
@@ -201,8 +200,7 @@ def test_the_host_budget_beside_an_accelerator_in_numbers():
     ):  # fmt: skip
         assert part in str(raised.value)
     roomy = divide(28 * MIB + gradients + piece + 200 * MIB)
-    assert roomy.hold_weights
-    assert roomy == budget.HostBudget(gradients + 8 * MIB, True, 16 * MIB + 8 * MIB, 4 * MIB, 8 * MIB)
+    assert roomy == budget.HostBudget(gradients, 8 * MIB, 16 * MIB + 8 * MIB, 4 * MIB, 8 * MIB)
     units[:2] = [replace(each, waits_in_host=False) for each in units[:2]]  # updates inside backward
     assert divide(28 * MIB + 8 * MIB + piece, early=True).gradients == 8 * MIB
     with pytest.raises(BudgetError, match=r"4 MiB for the gradient of layers\.0, 4 MiB") as raised:
