@@ -181,7 +181,8 @@ class Runtime:
 
     def _hardware(self) -> Hardware:
         room = self.storage.host_pool.capacity_nbytes - self.storage.host_pool.peak_nbytes
-        return measure_hardware(self.ranks.device, self.config.memory.nvme, room)
+        gds = self.config.memory.engine == "gds"
+        return measure_hardware(self.ranks.device, self.config.memory.nvme, room, gds)
 
     def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
         _served[module] = weakref.ref(self)
