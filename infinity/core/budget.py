@@ -180,7 +180,7 @@ def divide_host(
 
 def divide_device(
     total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
-    together: Sequence[Sequence[int]] = (), in_host: bool = False,
+    together: Sequence[Sequence[int]] = (), in_host: bool = False, updates: int = 0,
 ) -> DeviceBudget:  # fmt: skip
     """Divide ``memory.device``, or choose it when it is None.
 
@@ -192,6 +192,7 @@ def divide_device(
         world_size: Ranks.
         together: Positions of units that are gathered as one.
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
+        updates: What updates on an accelerator take.
 
     Raises:
         BudgetError: Too small; says what is needed and why.
@@ -206,7 +207,7 @@ def divide_device(
     window_least = max(
         2 * max((rounded(u.full) for u in streaming), default=0), leaf + largest if leaf else 0
     )
-    needed = grad + working + window_least
+    needed = grad + working + window_least + updates
     backlog_all = rounded_sum(
         u.shard_weight + (0 if u.waits else u.shard_grad)
         for u in streaming
@@ -223,7 +224,9 @@ def divide_device(
             f"is required: {format_nbytes(grad)} of gradients that wait for "
             f"{_occasion(waits, early, in_host)}, {format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
-            f"for {'units that are gathered as one' if leaf else 'two units in flight'}. Raise memory.device"
+            f"for {'units that are gathered as one' if leaf else 'two units in flight'}"
+            + (f", {format_nbytes(updates)} for updates (memory.updates=host: none)" if updates else "")
+            + ". Raise memory.device"
             + _way_out(waits, early, in_host)
             + _indivisible(biggest)
         )

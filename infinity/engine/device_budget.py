@@ -37,6 +37,7 @@ class UnitBudget:
         ceiling_nbytes: The most that a derived budget may be.
         shared: Planned activations take a part of ``device_nbytes``.
         early: Whether an update inside backward is done with its gradient.
+        updates_nbytes: What updates take of an accelerator's memory, beside pools.
 
     Attributes:
         division: How it is divided now.
@@ -48,10 +49,10 @@ class UnitBudget:
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, tiers: Tiers,
-        device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool, early: bool,
+        device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool, early: bool, updates_nbytes: int,
     ) -> None:  # fmt: skip
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
-        self._early = early
+        self._early, self._updates_nbytes = early, updates_nbytes
         self.host: budget.HostBudget | None = None
         self.device_nbytes, self._shared = device_nbytes, shared and device_nbytes is not None
         self._ceiling_nbytes = ceiling_nbytes
@@ -60,6 +61,11 @@ class UnitBudget:
             self._ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
         self._trained, self._accumulates = self._trained_now(), False
         self.division = self._divide(self._trained, self._accumulates)
+
+    @property
+    def pool_nbytes(self) -> int:
+        """What gradients, updates and gathered units have together."""
+        return self.division.total - self._updates_nbytes
 
     @property
     def hold_weights(self) -> bool:
@@ -135,7 +141,7 @@ class UnitBudget:
             None if self._shared else self.device_nbytes, self._ceiling_nbytes, sizes,
             early=self._early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
-            in_host=self._ranks.on_accelerator,
+            in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
         )  # fmt: skip
         if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(

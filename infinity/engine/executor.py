@@ -27,12 +27,12 @@ from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.gradients import Gradients, HostPools
 from infinity.engine.hooks import Hooks
+from infinity.engine.update_rules import device_nbytes, make_rules
 from infinity.observe.stalls import CountingPool, Stalls
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.optim.rules import AdamWRule
-from infinity.optim.threads import rank_threads
+from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
@@ -78,13 +78,15 @@ class StepExecutor:
         self._update_mark = 0, 0
         self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
         storage = tiers.storage
+        rules = make_rules(config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
                 units, leaves, ranks, tiers, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
                 shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
+                updates_nbytes=device_nbytes(rules.values(), ranks),
             )  # fmt: skip
-            self.device_pool = _make_pool(self.budget.division.total, ranks)
+            self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
             self.host: HostPools | None = None
@@ -97,7 +99,7 @@ class StepExecutor:
                 self._resize_host_pools()
             order = StepOrder()
             self.updates = _make_updates(
-                tiers, units, order, timeline, clips, config.durability.every, on_failure, stack
+                tiers, rules, units, order, timeline, clips, config.durability.every, on_failure, stack
             )
             self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
@@ -163,7 +165,7 @@ class StepExecutor:
 
     def _apply_division(self) -> None:
         division = self.budget.division
-        self.device_pool.resize(division.total)
+        self.device_pool.resize(self.budget.pool_nbytes)
         self._resize_host_pools()
         if self.mover.staging is not None and self.budget.host is not None:
             self.mover.staging.piece_nbytes = self.budget.host.piece
@@ -331,8 +333,9 @@ def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
 
 
 def _make_updates(
-    tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, clips: bool, every: int | None,
-    on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
+    tiers: Tiers, rules: Mapping[Tier, Rule], units: UnitIndex, order: StepOrder, timeline: Timeline,
+    clips: bool, every: int | None, on_failure: Callable[[BaseException], None],
+    stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
     """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
     storage, pipeline, beside = tiers.storage, None, None
@@ -340,14 +343,14 @@ def _make_updates(
         beside = ThreadPoolExecutor(1, "infinity-resident")
         stack.callback(beside.shutdown)
     if storage.units_engine is not None:
-        background = AdamWRule(storage.layout.dtype)
+        background = rules[Tier.NVME]
         timed: Any = TimedRule(background, timeline) if timeline.enabled else background
         pipeline = UpdatePipeline(
             storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
         )
         stack.callback(pipeline.close)
-    rule = AdamWRule(storage.layout.dtype, threads=rank_threads())
     return Updates(
-        tiers, rule, beside, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
-        commits=storage.commits, on_failure=on_failure, every=every,
+        tiers, rules[Tier.HOST], beside, pipeline, units, order, clips=clips,
+        two_versions=storage.memory.versions == 2, commits=storage.commits, on_failure=on_failure,
+        every=every,
     )  # fmt: skip
