@@ -195,7 +195,7 @@ def _best_s(device: torch.device, call: Callable[[], object]) -> float:
 # --- tests -----------------------------------------------------------------------------------
 
 
-def tests(found: Found, paths: Sequence[str] = ("tests",)) -> Section:
+def suites(found: Found, paths: Sequence[str] = ("tests",)) -> Section:
     """Run the tests that need an accelerator, and those of the accelerator's path."""
     command = [
         sys.executable,
@@ -264,9 +264,8 @@ def training(found: Found) -> Section:
     common = most[WAYS[0].title]
     rows = [["model", "way", "step s", "tokens/s", "MFU", "device GB", "host GB"]]
     for way in WAYS:
-        for numel in sorted({common, most[way.title]} if most[way.title] > common else {most[way.title]}):
-            if numel:
-                rows.append(_trained(found, way, numel, rooms["host"]))
+        sizes = {min(common, most[way.title]), most[way.title]} - {0}
+        rows += [_trained(found, way, numel, rooms["host"]) for numel in sorted(sizes)]
     peak, whose = peak_of(found)
     note = (
         "MFU: 6 flops for each parameter and token, and attention's, without what is recomputed, of "
@@ -350,7 +349,7 @@ def _commit() -> str:
     return found.stdout.strip() or "not a git checkout"
 
 
-SECTIONS = {"machine": machine, "bandwidths": bandwidths, "tests": tests, "training": training}
+SECTIONS = {"machine": machine, "bandwidths": bandwidths, "tests": suites, "training": training}
 
 
 def main(argv: list[str] | None = None) -> int:

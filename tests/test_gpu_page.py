@@ -76,7 +76,7 @@ def test_results_of_tests_are_told_with_those_that_failed(gpu, tmp_path):
     (tmp_path / "test_two.py").write_text(
         "import pytest\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_bad(): assert False\n"
     )
-    section = gpu.tests(found(gpu, tmp_path), [str(tmp_path / "test_two.py")])
+    section = gpu.suites(found(gpu, tmp_path), [str(tmp_path / "test_two.py")])
     [_, (what, result)] = section.rows
     assert what == "marked gpu"
     assert "1 failed, 1 passed" in result or "2 skipped" in result  # skipped where there is no accelerator
