@@ -59,8 +59,8 @@ bare: $(VENV)/.dev  ## the core of the suite and the quickstart on poor machines
 wheel: $(VENV)/.dev  ## build the wheel, install it into an empty environment, train with it
 	$(BIN)/python tests/wheel.py
 
-gpu: $(VENV)/.dev  ## the tests that need an accelerator
-	$(BIN)/python -m pytest -m gpu --timeout 600
+gpu: $(VENV)/.dev  ## all that needs an accelerator: tests, bandwidths, training; writes benchmarks/results/gpu.md
+	$(BIN)/python benchmarks/gpu.py
 
 lint: $(VENV)/.dev  ## ruff, and the format
 	$(BIN)/ruff check .

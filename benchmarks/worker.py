@@ -19,6 +19,8 @@ import llama
 import torch
 from torch import Tensor
 
+from infinity.comm.ranks import backend_of
+from infinity.device.accelerator import synchronize
 from infinity.device.machine import DTYPES
 
 
@@ -54,13 +56,14 @@ class Job:
     micro_rows: int | None = None  # sequences of a micro-batch, for infinity; None: all of a step
     schedule: str = "step"  # of micro-batches
     dtype: str = "bf16"  # of the computation: bf16, fp16 or fp32
+    device: str = "cpu"  # where it computes
 
 
 class Plain:
     """PyTorch in memory: weights in the job's dtype, fp32 masters, fused AdamW and the casts between them."""
 
     def __init__(self, shape: llama.Shape, job: Job) -> None:
-        self.model = llama.make(shape).to(DTYPES[job.dtype])
+        self.model = llama.make(shape).to(job.device, DTYPES[job.dtype])
         self.weights = list(self.model.parameters())
         self.masters = [p.detach().float() for p in self.weights]  # in fp32 they are the weights
         self.adamw = torch.optim.AdamW(self.masters, lr=job.lr, fused=True)
@@ -87,18 +90,27 @@ class Plain:
 
 
 class FSDP2:
-    """``fully_shard`` in memory: fp32 shards, computed in the job's dtype, fused AdamW."""
+    """``fully_shard``: fp32 shards, beside an accelerator in host memory; the job's dtype; fused AdamW."""
 
     def __init__(self, shape: llama.Shape, job: Job) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype])
+        if not torch.distributed.is_initialized():  # one rank
+            torch.distributed.init_process_group(
+                backend_of(torch.device(job.device)),
+                store=torch.distributed.HashStore(),
+                rank=0,
+                world_size=1,
+            )
+        mesh = init_device_mesh(torch.device(job.device).type, (int(os.environ.get("WORLD_SIZE", "1")),))
+        how: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype])}
+        if job.device != "cpu":
+            how["offload_policy"] = CPUOffloadPolicy()
         self.model = llama.make(shape)
         for block in self.model.model.layers:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, **how)
+        fully_shard(self.model, **how)
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=job.lr, fused=True)
         self.clip = job.clip
 
@@ -121,7 +133,8 @@ class Infinity:
     def __init__(self, shape: llama.Shape, job: Job) -> None:
         import infinity
 
-        recipe = infinity.load_recipe(overrides=[f"train.dtype={job.dtype}", *job.overrides])
+        where = [f"train.dtype={job.dtype}", f"train.device={job.device}"]
+        recipe = infinity.load_recipe(overrides=[*where, *job.overrides])
         with infinity.Init(recipe):
             self.model = llama.make(shape)
         self.optimizer = infinity.AdamW(self.model, lr=job.lr, max_grad_norm=job.clip)
@@ -166,10 +179,10 @@ WAYS: dict[str, type[Plain] | type[FSDP2] | type[Infinity]] = {
 class Meter:
     """Takes steps and their times."""
 
-    def __init__(self, way: Any, shape: llama.Shape, rank: int, world: int, length: int) -> None:
+    def __init__(self, way: Any, shape: llama.Shape, rank: int, world: int, job: Job) -> None:
         self.way, self.shape, self.rank, self.world = way, shape, rank, world
         self.at = 0
-        self.length = length
+        self.length, self.device = job.length, torch.device(job.device)
         self.losses: list[float] = []
         self.reports: list[dict[str, Any]] = []
 
@@ -178,8 +191,10 @@ class Meter:
         times = []
         for _ in range(count):
             batch = llama.batch(self.shape, tokens, self.at, self.rank, self.world, self.length)
+            batch = {key: value.to(self.device) for key, value in batch.items()}
             start = time.perf_counter()
             self.losses.append(self.way.step(batch))
+            synchronize(self.device)
             times.append(time.perf_counter() - start)
             self.reports.append(_figures(self.way))
             self.at += 1
@@ -194,7 +209,7 @@ def run(job: Job, rank: int, world: int) -> list[dict[str, Any]]:
     made_s = time.perf_counter() - start
     results = []
     for phase in (Phase(**phase) for phase in job.phases):
-        meter = Meter(way, shape, rank, world, job.length)
+        meter = Meter(way, shape, rank, world, job)
         measure = beside if phase.read or phase.written else alone
         step_s, moved = measure(meter, phase, job)
         results.append(
@@ -205,6 +220,7 @@ def run(job: Job, rank: int, world: int) -> list[dict[str, Any]]:
                 "reports": meter.reports[-job.steps :],
                 "moved": moved,
                 "peak_rss": peak_rss_nbytes(),
+                "peak_device": peak_device_nbytes(torch.device(job.device)),
             }
         )
     way.close()
@@ -242,6 +258,13 @@ def _figures(way: Any) -> dict[str, Any]:
         return {}
     keys = ("nbytes_read", "nbytes_written", "planned_nbytes_read", "planned_nbytes_written", "stall_s")
     return {key: getattr(report, key) for key in (*keys, "peak_nbytes", "on_demand")}
+
+
+def peak_device_nbytes(device: torch.device) -> int:
+    """The most of an accelerator's memory that torch's allocator has had; 0 where it does not say."""
+    if device.type == "cpu":
+        return 0
+    return int(getattr(torch.get_device_module(device), "max_memory_reserved", lambda: 0)())
 
 
 def peak_rss_nbytes() -> int:

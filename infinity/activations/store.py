@@ -151,11 +151,14 @@ def open_stores(
     return stores
 
 
-def measure_hardware(device: torch.device, directories: Sequence[str | Path], host_nbytes: int) -> Hardware:
+def measure_hardware(
+    device: torch.device, directories: Sequence[str | Path], host_nbytes: int, gds: bool = False
+) -> Hardware:
     """Measure the channels of this rank; takes some tenths of a second.
 
     Args:
         device: Where activations are.
+        gds: Activations go from there to NVMe by GPUDirect Storage.
         directories: On NVMe, one for each drive; none: nothing can be stored there.
         host_nbytes: Host memory that activations may take.
 
@@ -164,7 +167,8 @@ def measure_hardware(device: torch.device, directories: Sequence[str | Path], ho
     """
     on_cpu = device.type == "cpu"
     # Without an accelerator activations move from and to memory that the allocator hands out.
-    speeds = [measure(Path(directory), in_allocated=on_cpu) for directory in directories]
+    place = device if gds or on_cpu else None
+    speeds = [measure(Path(directory), allocated_on=place) for directory in directories]
     return Hardware(
         read_bytes_per_s=sum(speed.read_bytes_per_s for speed in speeds),
         write_bytes_per_s=sum(speed.write_bytes_per_s for speed in speeds),
@@ -463,12 +467,10 @@ class _Gds(_Staged):
         self, store: StagedStore, storage: Storage, volume: Volume, engine: Any, extent: Extent
     ) -> None:
         super().__init__(store, storage, partial(volume.free, extent))
-        self._engine, self._extent = engine, extent  # its engine takes tensors
+        self._engine, self._extent = engine, extent  # takes tensors, after what the thread's stream waits for
 
     def put(self, source: Tensor) -> None:
-        self.storing.synchronize()  # the drive knows no stream
         self._engine.write(self._extent.head(len(source)), source).wait()
 
     def get(self, target: Tensor) -> None:
-        self.loading.synchronize()
         self._engine.read(self._extent.head(len(target)), target).wait()

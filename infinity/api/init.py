@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.core.errors import StateError
@@ -15,27 +17,34 @@ from infinity.engine.runtime import Runtime, runtime_of, runtimes
 class Init:
     """Inside this context, parameters are cut into shards as they are created.
 
-    With more than one process, torch.distributed is initialised from torchrun's environment unless
-    it is already. Every rank must build the same model with the same seed.
+    With more than one process, torch.distributed is initialised from the variables of torchrun, srun or
+    mpirun unless it is already. Every rank must build the same model with the same seed.
 
     Args:
         recipe: Budgets, dtype and directories: a recipe (see ``infinity recipe``), or the
             :class:`~infinity.engine.config.EngineConfig` that it contains. Or a model that was built under
             ``Init`` or loaded with ``from_pretrained`` and has no optimizer yet: modules that are added to
             it, or embeddings that are resized, in the block join it.
+        device: Where this rank computes, such as ``"cpu"`` or ``"cuda:1"``; None: as the recipe says, by
+            default on the accelerator with the rank's number on its machine.
 
     An error in the block closes the model.
 
     Raises:
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
+        LaunchError: There is no such device, or none for this rank.
     """
 
-    def __init__(self, recipe: EngineConfig | HasEngineConfig | nn.Module | None = None) -> None:
+    def __init__(
+        self, recipe: EngineConfig | HasEngineConfig | nn.Module | None = None, *,
+        device: str | torch.device | None = None,
+    ) -> None:  # fmt: skip
         if isinstance(recipe, nn.Module):
             self.runtime = runtime_of(recipe)
-        else:
-            self.runtime = Runtime(engine_config(recipe))
+            return
+        config = engine_config(recipe)
+        self.runtime = Runtime(config if device is None else replace(config, device=str(device)))
 
     def __enter__(self) -> "Init":
         self.runtime.reopen()

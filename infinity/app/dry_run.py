@@ -55,6 +55,7 @@ from infinity.planner.prefetch_plan import Event
 from infinity.planner.simulator import play
 from infinity.planner.step import StepTrace, Stored, UnitShape, choose_homes
 from infinity.shards.storage import Storage
+from infinity.shards.tiers import Tiers
 
 #: Device memory that the runtime's context and libraries take beside budgets (bytes).
 CONTEXT_NBYTES = 2**30
@@ -577,6 +578,7 @@ class _Planner:
             self.policy = "recompute"
         self.rates = rank_rates(machine, ranks, dtype)
         self.reduce_dtype = reduction_dtype(EngineConfig(partition=recipe.partition), DTYPES[dtype])
+        self.tiers = Tiers(self.storage, self._ranks, self.reduce_dtype)
         self.units = self._place_units()
         self.budget = self._divide()
 
@@ -590,6 +592,7 @@ class _Planner:
                 weight_nbytes=layout.weight_nbytes(unit.shard_numel),
                 state_nbytes=layout.state_nbytes(unit.shard_numel),
                 moments_nbytes=_MOMENTS_ITEMSIZE * unit.shard_numel,
+                host_gradient_nbytes=self.tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
             )
@@ -606,8 +609,8 @@ class _Planner:
     def _divide(self) -> UnitBudget:
         memory, clips = self.recipe.memory, self.recipe.optim.max_grad_norm is not None
         made = UnitBudget(
-            self.made.units, self.made.leaves, self._ranks, self.storage, self.reduce_dtype, memory.device,
-            self.free_nbytes // 2, shared=self.policy == "plan", early=not clips and memory.versions == 2,
+            self.made.units, self.made.leaves, self._ranks, self.tiers, memory.device, self.free_nbytes // 2,
+            shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
         )  # fmt: skip
         if self.recipe.train.accumulate > 1 and self.recipe.train.schedule == "step":
             made.divide_again(accumulates=True)

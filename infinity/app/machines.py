@@ -174,7 +174,6 @@ def _accelerators(device: Any) -> tuple[DevicesConfig, LinksConfig]:
     import torch
 
     from infinity.activations.store import measure_hardware
-
     from infinity.device.accelerator import memory_nbytes
 
     link = measure_hardware(device, (), 0).host_bytes_per_s

@@ -110,6 +110,12 @@ class TrainConfig:
         "else fp32",
         valid=Valid(choices=("auto", "bf16", "fp16", "fp32")),
     )
+    device: str | None = setting(
+        None,
+        "where a rank computes, such as cpu or cuda:1; null: on the accelerator with the rank's number, if "
+        "there is one",
+        numeric=False,
+    )
     eval_every: int | None = setting(
         100,
         "steps between held-out evaluations; null: never",
@@ -191,6 +197,7 @@ class Recipe:
             partition=self.partition,
             durability=self.durability,
             dtype=self.train.dtype,
+            device=self.train.device,
             loss_scale=self.optim.loss_scale,
             run_name=self.run.name,
             resume=self.run.resume,

@@ -51,6 +51,7 @@ from infinity.core.errors import (
     library_errors,
 )
 from infinity.core.files import user_path
+from infinity.core.launch import launched
 from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes, usable_cores
@@ -58,6 +59,7 @@ from infinity.observe.metrics import StepReport, read_metrics
 from infinity.observe.summary import PredictedStep, Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 from infinity.optim.config import OptimConfig
+from infinity.optim.threads import set_rank_threads
 
 #: Runs whose steps take less in all are not predicted, since that takes some seconds (s).
 _PREDICTED_S = 60.0
@@ -76,11 +78,11 @@ def train(recipe: Recipe) -> Summary | None:
         InfinityError: The recipe or the data is invalid, a budget is too small, or a disk or rank failed.
     """
     with ExitStack() as stack:
-        stack.enter_context(process_group(recipe))
+        device = stack.enter_context(process_group(recipe))
         run = on_rank_0(lambda: find_run(recipe))
         recipe, folder = run.recipe, run.folder
         set_threads(recipe.train)
-        check_sizes(recipe)
+        check_sizes(recipe, device)
         if run.before is None and recipe.checkpoint.load is not None:
             DistributedCheckpoint(Path(recipe.checkpoint.load)).close()  # it is one, before all the work
         data = open_inputs(recipe, _log_before_views(recipe))
@@ -418,16 +420,16 @@ def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
 
 def rank() -> int:
     """Return this process's rank, from torch.distributed or, before it is initialised, the launcher."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else launched().rank
 
 
 @contextmanager
-def process_group(recipe: Recipe) -> Iterator[None]:
-    """The ranks that the launcher started, joined in this block unless they are already."""
+def process_group(recipe: Recipe) -> Iterator[torch.device]:
+    """The ranks that the launcher started, joined in this block unless they are; yields this one's device."""
     owns_group = not dist.is_initialized()
-    join_ranks(recipe.partition.timeout_s)
+    device = join_ranks(recipe.partition.timeout_s, recipe.train.device)
     try:
-        yield
+        yield device
     finally:
         if owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -454,7 +456,7 @@ def on_rank_0(find: Callable[[], _Found]) -> _Found:
 
 def world_size() -> int:
     """Return the number of ranks, from torch.distributed or, before it is initialised, the launcher."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else launched().world_size
 
 
 def set_threads(config: TrainConfig) -> None:
@@ -469,14 +471,17 @@ def set_threads(config: TrainConfig) -> None:
             f"train.threads: got {config.threads}; wanted at most {most} ({_MOST_THREADS_PER_CORE} for each "
             "core of this machine), or null for one per core"
         )
-    torch.set_num_threads(config.threads or max(1, usable_cores() // local_ranks()))
+    set_rank_threads(config.threads or max(1, usable_cores() // local_ranks()))
 
 
 # --- memory --------------------------------------------------------------------------------------
 
 
-def check_sizes(recipe: Recipe) -> None:
+def check_sizes(recipe: Recipe, device: torch.device) -> None:
     """Refuse what cannot fit this machine whatever the budgets: allocating it might end the process.
+
+    Args:
+        device: Where this rank computes.
 
     Raises:
         BudgetError: A parameter of a new model, or the logits of a micro-batch, exceed the memory.
@@ -484,7 +489,7 @@ def check_sizes(recipe: Recipe) -> None:
     model, train, host = recipe.model, recipe.train, total_host_nbytes()
     if model.path is not None:
         return
-    device = memory_nbytes(here)[1] if (here := torch.accelerator.current_accelerator()) else host
+    nbytes = host if device.type == "cpu" else memory_nbytes(device)[1]
     ways = "the embedding", "the feed-forward weights", "the attention's weights"
     numels = model.vocab_size * model.d_model, model.ff_width * model.d_model, 3 * model.d_model**2
     numel, what = max(zip(numels, ways))
@@ -492,7 +497,7 @@ def check_sizes(recipe: Recipe) -> None:
         4 * numel, host, f"{what} of model.d_model={model.d_model}", "lower model.d_model, vocab_size or d_ff"
     )
     _check_fits(
-        4 * train.batch_size * model.seq_len * model.vocab_size, device,
+        4 * train.batch_size * model.seq_len * model.vocab_size, nbytes,
         f"the logits of train.batch_size={train.batch_size} x model.seq_len={model.seq_len} tokens",
         "lower train.batch_size or model.seq_len",
     )  # fmt: skip

@@ -62,6 +62,10 @@ _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
 #: Once another rank has left, what it still takes part in ends within this time (s).
 _FAREWELL_S = 5.0
 _SLICE_S = 0.25
+#: After so long, and as often, an accelerator's collective makes this rank look whether the others exist (s).
+_LOOK_S = 2.0
+#: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
+_WATCHDOG_S = 120.0
 
 
 #: ``all_gather_into_tensor``, under the name that newer releases of torch want.
@@ -118,7 +122,10 @@ class Collectives:
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._group = self._control
         if device.type != "cpu":
-            self._group = dist.new_group(backend=dist.get_default_backend_for_device(device), timeout=timeout)
+            self._group = dist.new_group(
+                backend=dist.get_default_backend_for_device(device),
+                timeout=timedelta(seconds=timeout_s + _WATCHDOG_S),
+            )
         self.step = 0  # calls of the optimizer's step; equal on all ranks
         self._count = 0
         self._closed = False
@@ -129,6 +136,7 @@ class Collectives:
         self.peers = Peers(self.rank, self.world_size, self._heard)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._issued: deque[tuple[Any, float]] = deque()  # of accelerators, until when; the thread's
+        self._looked_s = 0.0  # when it looked for the other ranks
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
@@ -396,9 +404,14 @@ class Collectives:
 
     def _look_after(self, deadline: float) -> None:
         """Abort what was issued if it will not end: another rank failed, died, left or stalled."""
-        if self._failure is None and time.monotonic() > deadline:
-            self.fail(self.peer_error("a collective of the accelerators"))
-        if self._overdue("a collective of the accelerators") is not None:
+        what, now_s = "a collective of the accelerators", time.monotonic()
+        if self._failure is None and now_s > deadline:
+            self.fail(self.peer_error(what))
+        elif now_s > max(deadline - self.timeout_s, self._looked_s) + _LOOK_S:
+            self._looked_s = now_s
+            if told := self.peers.dead():
+                self.fail(self._peer_error(told, what, ""))
+        if self._overdue(what) is not None:
             self._issued.clear()
             backend = self._group._get_backend(self.device)
             if hasattr(backend, "abort"):

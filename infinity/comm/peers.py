@@ -97,6 +97,13 @@ class Peers:
                 return _silent(first, entries)
             time.sleep(0.2)
 
+    def dead(self) -> str:
+        """Ranks of this machine whose processes have ended without a word; empty if none has. Looks once."""
+        try:
+            return _gone(self._others(), self._me.machine, "ZX")
+        except RuntimeError:
+            return ""  # the store is gone: explain() says so
+
     def close(self) -> None:
         """End the thread; the entry stays."""
         self._ending.set()
@@ -155,17 +162,19 @@ def _told(entries: dict[int, Entry]) -> str:
     )
 
 
-def _gone(entries: dict[int, Entry], machine: str) -> str:
-    """Ranks of this machine whose processes ended or are stopped."""
+def _gone(entries: dict[int, Entry], machine: str, states: str = "ZXTt") -> str:
+    """Ranks of this machine whose processes are in one of ``states``: ended, or stopped."""
     words = []
     for rank, entry in entries.items():
         state = _process_state(entry.pid) if entry.machine == machine else "R"
+        if state not in states:
+            continue
         if state in "ZX":
             words.append(
                 f"rank {rank} (process {entry.pid} on {entry.host}) was killed or crashed: "
                 "see its own output, and dmesg for the kernel's word on memory"
             )
-        elif state in "Tt":
+        else:
             words.append(
                 f"rank {rank} (process {entry.pid} on {entry.host}) is stopped: SIGSTOP or a debugger"
             )

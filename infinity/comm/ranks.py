@@ -4,18 +4,21 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from infinity.comm.collectives import Collectives
-from infinity.core.errors import BudgetError, PeerError, first_line
+from infinity.core.errors import BudgetError, LaunchError, PeerError, first_line
+from infinity.core.launch import check_meeting_point, launched
+from infinity.device.accelerator import hardware_id
 
 T = TypeVar("T")
 #: Between two looks for ranks that have not come (s).
@@ -68,27 +71,105 @@ class Ranks:
         return decide(make, self.rank, lambda text: collectives.share(text, where))
 
 
-def join_ranks(timeout_s: float) -> torch.device:
-    """Initialise torch.distributed from the launcher's environment; return this rank's device."""
-    device = torch.device("cpu")
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None:
-        device = torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        backend, timeout = "gloo", timedelta(seconds=timeout_s)
-        if device.type != "cpu":
-            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-        with peer_errors("meeting the other ranks"):
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-                store = _store_of_this_start(rank, world_size, timeout)
-                dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-                )
-            else:
-                dist.init_process_group(backend, timeout=timeout)
-    return device
+def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
+    """Initialise torch.distributed from the launcher's environment; return this rank's device.
+
+    Args:
+        timeout_s: How long a silent rank is waited for (s).
+        device: As for :func:`choose_device`.
+
+    Raises:
+        LaunchError: There is no device for this rank, or the ranks do not know where they meet.
+        PeerError: Another rank did not come.
+    """
+    found = launched()
+    chosen = choose_device(device, found.local_rank)
+    if found.world_size == 1 or dist.is_initialized():
+        return chosen
+    check_meeting_point(found)
+    backend, timeout = backend_of(chosen), timedelta(seconds=timeout_s)
+    with peer_errors("meeting the other ranks"):
+        store = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_this_start(found.rank, found.world_size, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=found.rank, world_size=found.world_size, timeout=timeout
+        )
+        if chosen.type != "cpu":
+            _check_own_devices(chosen)
+    return chosen
+
+
+def choose_device(wanted: str | None, local_rank: int | None) -> torch.device:
+    """Return the device on which this rank computes, and make it the current one.
+
+    Launchers such as SLURM may show each rank one device only: then all of them are number 0.
+
+    Args:
+        wanted: Such as ``cpu`` or ``cuda:1``; None: the accelerator with this rank's number on its machine,
+            or the CPU where there is none.
+        local_rank: That number; None: the accelerator that is the current one.
+
+    Raises:
+        LaunchError: There is no such device, or none for this rank.
+    """
+    try:
+        device = torch.device(wanted or _accelerator_type() or "cpu")
+    except RuntimeError as error:
+        raise LaunchError(
+            f"device={wanted!r}: wanted cpu, cuda, cuda:1 or the like ({first_line(error)})"
+        ) from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != _accelerator_type():
+        has = f"its accelerator is {_accelerator_type()}" if _accelerator_type() else "it has no accelerator"
+        raise LaunchError(f"device={wanted!r}: this machine has no {device.type}, as torch sees it; {has}")
+    count, given = torch.accelerator.device_count(), ":" in (wanted or "")
+    if given:
+        index = device.index
+    elif local_rank is None:
+        index = torch.accelerator.current_device_index()
+    else:
+        index = local_rank if count > 1 else 0  # whether another rank has it, too, is seen when they meet
+    if index >= count:
+        who = f"device={wanted!r}" if given else f"rank {index} of this machine (from 0)"
+        raise LaunchError(
+            f"{who} has no device: {count} {device.type} "
+            f"{'device is' if count == 1 else 'devices are'} visible. Start at most as many ranks as devices "
+            f"(torchrun --nproc-per-node {count}), or show more of them"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the back ends of a process group: for values on the CPU, and for those on ``device``."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _accelerator_type() -> str | None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
+
+
+def _check_own_devices(device: torch.device) -> None:
+    """Raise if two ranks have the same device. Every rank must call.
+
+    Raises:
+        LaunchError: They have.
+    """
+    uuid = hardware_id(device)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), uuid))
+    sharing = [rank for rank, each in enumerate(everyone) if uuid and each == everyone[dist.get_rank()]]
+    if len(sharing) > 1:
+        raise LaunchError(
+            f"ranks {', '.join(map(str, sharing))} on {socket.gethostname()} have the same device ({uuid}): "
+            f"each needs one of its own. Start at most as many ranks as devices, or show each rank another "
+            "one (srun --gpus-per-task=1, CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def _store_of_this_start(rank: int, world_size: int, timeout: timedelta) -> Store:

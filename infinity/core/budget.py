@@ -7,6 +7,12 @@ all of them. *The backlog* is what waits for its update:
 gradient and weights of units whose update has started. *The window* is what the prefetcher fills
 with the nearest future. The backlog lets updates lag into the next forward, so it gets what it can
 use; the window gets the rest, and at least two of the largest units.
+
+[Note: the host budget beside an accelerator]
+Updates run in host memory, so on an accelerator gradients wait for ``step``, and for their updates, there.
+They share it with residents (each with room for its own gradient), chunks of updates, shards on their way
+to the accelerator, and weights that are kept for their update. Each has memory of its own: a gradient that
+waited for memory of shards, which wait for updates, which wait for gradients, would wait for ever.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,6 +26,8 @@ from infinity.core.nbytes import format_nbytes
 STAGED_CHUNKS = 4
 #: Pieces of shards on their way to an accelerator that fit into what staging has.
 STAGED_PIECES = 4
+#: The least that a piece needs, where its shard is larger (bytes).
+LEAST_PIECE_NBYTES = 64 * 2**10
 #: Size of a huge page (bytes).
 HUGE_NBYTES = 2 * 2**20
 
@@ -35,7 +43,8 @@ class UnitSizes:
     streams: bool  # its full values come and go
     on_nvme: bool
     trainable: bool
-    waits: bool  # its gradient, for ``step`` or for the last micro-batch
+    waits: bool  # its gradient, in device memory, for ``step`` or for the last micro-batch
+    waits_in_host: bool = False  # its gradient, in host memory, for ``step``
     parameter: str = ""  # the largest
     parameter_nbytes: int = 0
 
@@ -71,8 +80,7 @@ def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
     """
     quantum = 2048
     nbytes = staging_nbytes // STAGED_CHUNKS
-    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES
-    n = nbytes // grain * grain // itemsize // quantum * quantum
+    n = whole_pages(nbytes) // itemsize // quantum * quantum
     if n == 0:
         least = STAGED_CHUNKS * rounded(quantum * itemsize)
         raise BudgetError(
@@ -92,34 +100,87 @@ def piece_nbytes(staging_nbytes: int) -> int:
     return max(BLOCK_NBYTES, staging_nbytes // STAGED_PIECES // BLOCK_NBYTES * BLOCK_NBYTES)
 
 
-def check_gradients_fit_host(staging_nbytes: int, chunk_nbytes: int, units: Sequence[UnitSizes]) -> None:
-    """On an accelerator a gradient goes to its update as a whole, through host memory.
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """A division of the host budget beside an accelerator: see the note (bytes).
+
+    Attributes:
+        gradients: Of gradients from backward to their updates.
+        weights: Of weights that updates start from; an update reads those that do not fit.
+        staging: Of shards on their way to the accelerator, and of weights that stay.
+        piece: The most that one shard on its way takes at one time.
+        stays: What weights that stay may take of ``staging``.
+    """
+
+    gradients: int
+    weights: int
+    staging: int
+    piece: int
+    stays: int
+
+
+def divide_host(
+    total: int, residents: int, chunks: int, units: Sequence[UnitSizes], *, early: bool, resident: bool
+) -> HostBudget:
+    """Divide ``memory.host`` beside an accelerator.
 
     Args:
-        staging_nbytes: What shards in host memory leave of the host budget.
-        chunk_nbytes: What a chunk of an update takes beside the gradient.
+        total: The budget.
+        residents: What units in host memory take, beside their gradients.
+        chunks: What updates take for the chunks that are staged.
         units: All units.
+        early: Whether an update inside backward is done with its gradient.
+        resident: Whether units take what a larger budget would give.
 
     Raises:
-        BudgetError: The largest does not fit; names it and what to turn.
+        BudgetError: Too small; says what is needed and why.
     """
-    largest = max((u for u in units if u.trainable), key=lambda u: u.shard_grad, default=None)
-    if largest is None:
-        return
-    missing = rounded(largest.shard_grad) + rounded(chunk_nbytes) - staging_nbytes
-    if missing > 0:
+    updated = [u for u in units if u.trainable and u.on_nvme]
+    beside = rounded_sum(u.shard_grad for u in units if u.trainable and not u.on_nvme)
+    waiting = rounded_sum(u.shard_grad for u in updated if u.waits_in_host)
+    passing = max((rounded(u.shard_grad) for u in updated if not u.waits_in_host), default=0)
+    shard = max((rounded(u.shard_weight) for u in units if u.on_nvme), default=0)
+    piece = min(shard, LEAST_PIECE_NBYTES)
+    needed = waiting + passing + piece
+    spare = total - residents - beside - chunks - needed
+    if spare < 0:
+        # Of a larger budget chunks take a quarter, or half without residents, and those half of the rest.
+        enough = aligned(-(-8 * needed // 3) if resident else 2 * needed)
+        held, why = f"{format_nbytes(waiting)} of gradients that wait for step()", ""
+        if passing:
+            largest = max(updated, key=lambda u: u.shard_grad)
+            held = f"{format_nbytes(passing)} for the gradient of {_described(largest)}"
+            why = _indivisible(largest)
         raise BudgetError(
-            f"memory.host leaves {format_nbytes(staging_nbytes)} for what goes to and from the accelerator; "
-            f"the update of {_described(largest)} needs {format_nbytes(largest.shard_grad)} for its gradient "
-            f"and {format_nbytes(chunk_nbytes)} for a chunk of its state. Raise memory.host by "
-            f"{format_nbytes(missing)} ({missing} bytes), or share the model over more ranks"
-            + _indivisible(largest)
+            f"memory.host is {format_nbytes(total)}, of which units in host memory take "
+            f"{format_nbytes(residents + beside)} and chunks of updates {format_nbytes(chunks)}. Beside an "
+            f"accelerator {format_nbytes(needed)} more are required: {held}, and {format_nbytes(piece)} for "
+            f"weights on their way. {format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host"
+            + (", set optim.max_grad_norm=null so that gradients need not wait" if waiting else "")
+            + ", or share the model over more ranks"
+            + why
         )
+    spare //= 2  # the rest is for activations, and exact values that are read or written
+
+    def take(wish: int) -> int:
+        nonlocal spare
+        taken = max(0, min(spare, wish))
+        spare -= taken
+        return taken
+
+    all_weights = rounded_sum(u.shard_weight for u in updated)
+    all_gradients = rounded_sum(u.shard_grad for u in updated)
+    staging = piece + take(min(STAGED_PIECES * shard - piece, spare // 2))
+    weights = take(all_weights if waiting else min(all_weights, spare // 2))
+    gradients = beside + waiting + passing + (0 if waiting else take(all_gradients - passing))  # they may lag
+    stays = take(all_weights)
+    piece = max(piece, min(shard, whole_pages(staging // STAGED_PIECES)))
+    return HostBudget(gradients, weights, staging + stays, piece, stays)
 
 
 def divide_device(
     total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
-    together: Sequence[Sequence[int]] = (),
+    together: Sequence[Sequence[int]] = (), in_host: bool = False, updates: int = 0,
 ) -> DeviceBudget:  # fmt: skip
     """Divide ``memory.device``, or choose it when it is None.
 
@@ -130,6 +191,8 @@ def divide_device(
         early: Whether an update inside backward is done with its gradient.
         world_size: Ranks.
         together: Positions of units that are gathered as one.
+        in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
+        updates: What updates on an accelerator take.
 
     Raises:
         BudgetError: Too small; says what is needed and why.
@@ -144,9 +207,11 @@ def divide_device(
     window_least = max(
         2 * max((rounded(u.full) for u in streaming), default=0), leaf + largest if leaf else 0
     )
-    needed = grad + working + window_least
+    needed = grad + working + window_least + updates
     backlog_all = rounded_sum(
-        u.shard_weight + (0 if u.waits else u.shard_grad) for u in streaming if u.on_nvme and u.trainable
+        u.shard_weight + (0 if u.waits else u.shard_grad)
+        for u in streaming
+        if u.on_nvme and u.trainable and not in_host
     )
     window_all = rounded_sum(u.full for u in streaming)
     wish = needed + backlog_all + min(window_all, 4 * window_least)
@@ -156,11 +221,13 @@ def divide_device(
         biggest = max(units, key=lambda u: u.full)
         raise BudgetError(
             f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
-            f"is required: {format_nbytes(grad)} of gradients that wait for {_occasion(waits, early)}, "
-            f"{format_nbytes(working)} for the "
+            f"is required: {format_nbytes(grad)} of gradients that wait for "
+            f"{_occasion(waits, early, in_host)}, {format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
-            f"for {'units that are gathered as one' if leaf else 'two units in flight'}. Raise memory.device"
-            + _way_out(waits, early)
+            f"for {'units that are gathered as one' if leaf else 'two units in flight'}"
+            + (f", {format_nbytes(updates)} for updates (memory.updates=host: none)" if updates else "")
+            + ". Raise memory.device"
+            + _way_out(waits, early, in_host)
             + _indivisible(biggest)
         )
     spare = total - needed
@@ -174,26 +241,32 @@ def rounded(nbytes: int) -> int:
     return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)
 
 
+def whole_pages(nbytes: int) -> int:
+    """Return the largest buffer that takes no more than ``nbytes`` of a pool."""
+    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES
+    return nbytes // grain * grain
+
+
 def rounded_sum(sizes: Iterable[int]) -> int:
     return sum(rounded(nbytes) for nbytes in sizes)
 
 
-def _occasion(waits: Sequence[UnitSizes], early: bool) -> str:
-    return "the last micro-batch (no_sync)" if _accumulate(waits, early) else "step()"
+def _occasion(waits: Sequence[UnitSizes], early: bool, in_host: bool) -> str:
+    return "the last micro-batch (no_sync)" if _accumulate(waits, early, in_host) else "step()"
 
 
-def _way_out(waits: Sequence[UnitSizes], early: bool) -> str:
+def _way_out(waits: Sequence[UnitSizes], early: bool, in_host: bool) -> str:
     """Return what lets gradients wait less, beside a larger budget."""
-    if not early:
+    if not early and not in_host:
         return ", or set optim.max_grad_norm=null so that gradients need not wait"
-    if _accumulate(waits, early):
+    if _accumulate(waits, early, in_host):
         return ", or take a step's micro-batches together: train.schedule=layer, infinity.layer_schedule"
     return ""
 
 
-def _accumulate(waits: Sequence[UnitSizes], early: bool) -> bool:
+def _accumulate(waits: Sequence[UnitSizes], early: bool, in_host: bool) -> bool:
     """Gradients wait for the micro-batches that follow, and for nothing else."""
-    return early and any(u.on_nvme for u in waits)
+    return bool(waits) if in_host else early and any(u.on_nvme for u in waits)
 
 
 def _described(unit: UnitSizes) -> str:

@@ -263,6 +263,13 @@ class MemoryConfig:
         valid=Valid(choices=("keep", "offload", "recompute", "plan")),
         numeric=False,
     )
+    updates: Literal["auto", "host", "device"] = setting(
+        "auto",
+        "where updates of states in host memory and on NVMe run: on the CPU, or on the accelerator and back; "
+        "auto: where it is faster, as measured",
+        valid=Valid(choices=("auto", "host", "device")),
+        numeric=False,
+    )
     verify: bool = setting(
         False,
         "compare each block read from NVMe with a sum made when it was written; commits keep the sums",

@@ -43,6 +43,10 @@ class DivergenceError(InfinityError, RuntimeError):
     """Ranks took different paths: they asked for different units at the same point."""
 
 
+class LaunchError(InfinityError, RuntimeError):
+    """Ranks were started in a way in which they cannot train: without a device each, or a place to meet."""
+
+
 class PeerError(InfinityError, RuntimeError):
     """Another rank failed, died or stalled; the message says which and why."""
 

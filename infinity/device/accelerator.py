@@ -94,6 +94,17 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def rounds_roots(device: torch.device) -> bool:
+    """Whether ``Tensor.sqrt`` of float32 is correctly rounded: CUDA's is, as IEEE 754 wants it."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def hardware_id(device: torch.device) -> str:
+    """Return a name that no other accelerator has; empty where its kind has none."""
+    properties = getattr(_module(device), "get_device_properties", lambda _: None)(device)
+    return str(getattr(properties, "uuid", ""))
+
+
 def page_lock(address: int, nbytes: int, device: torch.device) -> int:
     """Page-lock host memory for ``device``; return 0, or the error code of its driver."""
     torch.accelerator.set_device_index(device)  # a thread without one would begin to use the first

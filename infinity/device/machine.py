@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from infinity.core.launch import launched
+
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -66,7 +68,7 @@ def total_host_nbytes(root: Path = _ROOT) -> int:
 
 def local_ranks() -> int:
     """Ranks of this run on this machine, as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return launched().local_world_size or 1
 
 
 def usable_cores(root: Path = _ROOT) -> int:

@@ -373,6 +373,15 @@ class BufferPool:
             self._lent.add(buffer)
         return buffer
 
+    def resize(self, capacity_nbytes: int) -> None:
+        """Keep within another capacity; what is leased stays."""
+        with self._changed:
+            self.capacity_nbytes = capacity_nbytes
+            unmapped = self._unkeep(self._leased_nbytes + self._kept_nbytes - capacity_nbytes)
+            self._changed.notify_all()
+        for buffer in unmapped:
+            buffer.close()
+
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` from every lease that waits for a buffer, or would have to."""
         with self._changed:

@@ -19,6 +19,8 @@ class EngineConfig:
         partition: How ranks share the model.
         durability: What a committed step survives.
         dtype: Compute dtype of the weights; auto: bf16 where every rank multiplies it fast, else fp32.
+        device: Where this rank computes, such as ``cpu`` or ``cuda:1``; None: on the accelerator with its
+            number on the machine, if there is one.
         loss_scale: First loss scale of fp16 training.
         run_name: Names the run's directories on NVMe; None: a new id.
         resume: Whether a run of that name that was interrupted goes on; never: it begins anew; must: it is
@@ -31,6 +33,7 @@ class EngineConfig:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     durability: DurabilityConfig = field(default_factory=DurabilityConfig)
     dtype: Dtype = "auto"
+    device: str | None = None
     loss_scale: float = 2.0**16
     run_name: str | None = None
     resume: Resume = "auto"

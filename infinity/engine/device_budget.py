@@ -1,4 +1,4 @@
-"""Division of one model's device budget, and when it is divided again.
+"""Division of one model's budgets, and when they are divided again.
 
 [Note: more gradients than before]
 A step is foreseen as: one backward, in which what was trainable when the optimizer was made gets a
@@ -14,7 +14,6 @@ little, for what the least that units need leaves. What the plan does not use, u
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from infinity.comm.ranks import Ranks
@@ -23,7 +22,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.shards.storage import Storage
+from infinity.shards.tiers import Tiers
 
 
 class UnitBudget:
@@ -33,27 +32,28 @@ class UnitBudget:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
         ranks: Those that share the model.
-        storage: What an accelerator's gradients go through.
-        reduce_dtype: Dtype of the gradient reduction.
+        tiers: Know what each unit takes, and ``memory.host``.
         device_nbytes: ``memory.device``; None: derived from the model and ``ceiling_nbytes``.
         ceiling_nbytes: The most that a derived budget may be.
         shared: Planned activations take a part of ``device_nbytes``.
         early: Whether an update inside backward is done with its gradient.
+        updates_nbytes: What updates take of an accelerator's memory, beside pools.
 
     Attributes:
         division: How it is divided now.
+        host: How ``memory.host`` is divided beside an accelerator; None: there is none.
 
     Raises:
-        BudgetError: ``memory.device`` is too small; the message has the arithmetic.
+        BudgetError: ``memory.device`` or ``memory.host`` is too small; the message has the arithmetic.
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, storage: Storage,
-        reduce_dtype: torch.dtype, device_nbytes: int | None, ceiling_nbytes: int, *,
-        shared: bool, early: bool,
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, tiers: Tiers,
+        device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool, early: bool, updates_nbytes: int,
     ) -> None:  # fmt: skip
-        self._units, self._leaves, self._ranks, self._storage = units, leaves, ranks, storage
-        self._reduce_dtype, self._early = reduce_dtype, early
+        self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
+        self._early, self._updates_nbytes = early, updates_nbytes
+        self.host: budget.HostBudget | None = None
         self.device_nbytes, self._shared = device_nbytes, shared and device_nbytes is not None
         self._ceiling_nbytes = ceiling_nbytes
         if self._shared:
@@ -61,6 +61,16 @@ class UnitBudget:
             self._ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
         self._trained, self._accumulates = self._trained_now(), False
         self.division = self._divide(self._trained, self._accumulates)
+
+    @property
+    def pool_nbytes(self) -> int:
+        """What gradients, updates and gathered units have together."""
+        return self.division.total - self._updates_nbytes
+
+    @property
+    def hold_weights(self) -> bool:
+        """Whether there is room for the weights that updates start from."""
+        return self.division.hold_weights if self.host is None else self.host.weights > 0
 
     def divide_again(self, *, accumulates: bool) -> bool:
         """Divide anew where more gradients wait than were counted: see [Note: more gradients than before].
@@ -126,36 +136,48 @@ class UnitBudget:
 
     def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
         sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in self._units]
-        if self._ranks.on_accelerator:
-            storage = self._storage
-            itemsize = storage.layout.weight_nbytes(1) + storage.layout.state_nbytes(1)
-            chunk_nbytes = storage.chunk_numel * itemsize if storage.volume else 0
-            staging_nbytes = storage.host_nbytes - storage.resident_nbytes
-            budget.check_gradients_fit_host(staging_nbytes, chunk_nbytes, sizes)
+        host = self._divide_host(sizes, trained) if self._ranks.on_accelerator else None
         made = budget.divide_device(
             None if self._shared else self.device_nbytes, self._ceiling_nbytes, sizes,
             early=self._early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
+            in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
         )  # fmt: skip
         if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(
                 f"memory.device is {format_nbytes(self.device_nbytes)}; units alone require "
                 f"{format_nbytes(made.least)} ({made.least} bytes). Raise memory.device"
             )
+        self.host = host
         return made
+
+    def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
+        tiers, storage = self._tiers, self._tiers.storage
+        aside = {index for index, resident in tiers.residents.items() if resident.set_aside}
+        residents = sum(
+            tiers.resident_nbytes_of(unit, moments=unit.index in aside | trained)
+            for unit in self._units
+            if unit.home is Tier.HOST
+        )
+        chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
+        return budget.divide_host(
+            storage.host_nbytes, residents, chunks, sizes, early=self._early, resident=storage.memory.resident
+        )
 
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
         alone, on_nvme = self._ranks.world_size == 1, unit.home is Tier.NVME
+        until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
         largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
-            shard_grad=unit.nbytes if alone else unit.shard_numel * self._reduce_dtype.itemsize,
+            shard_grad=self._tiers.gradient_nbytes(unit),
             shard_weight=unit.nbytes if alone else unit.shard_nbytes,
             streams=self._streams(unit),
             on_nvme=on_nvme,
             trainable=trainable,
-            waits=trainable and (accumulates or not (self._early and on_nvme)),
+            waits=trainable and (accumulates or (until_step and not in_host)),
+            waits_in_host=trainable and until_step and in_host,
             parameter=largest[1],
             parameter_nbytes=largest[0] * unit.dtype.itemsize,
         )

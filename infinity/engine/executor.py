@@ -25,13 +25,14 @@ from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
-from infinity.engine.gradients import Gradients
+from infinity.engine.gradients import Gradients, HostPools
 from infinity.engine.hooks import Hooks
+from infinity.engine.update_rules import device_nbytes, make_rules
 from infinity.observe.stalls import CountingPool, Stalls
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
@@ -77,37 +78,41 @@ class StepExecutor:
         self._update_mark = 0, 0
         self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
         storage = tiers.storage
+        rules = make_rules(config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
-            reduce_dtype = reduction_dtype(config, storage.layout.dtype)
             self.budget = UnitBudget(
-                units, leaves, ranks, storage, reduce_dtype, config.memory.device,
+                units, leaves, ranks, tiers, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
                 shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
+                updates_nbytes=device_nbytes(rules.values(), ranks),
             )  # fmt: skip
-            self.device_pool = _make_pool(self.budget.division.total, ranks)
+            self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
-            host = storage.host_pool if ranks.on_accelerator else None
-            staging = None if host is None else Staging(host, storage.piece_nbytes, ranks.device)
+            self.host: HostPools | None = None
+            staging = None
+            if self.budget.host is not None:
+                self.host = HostPools.make(ranks.device)
+                for each in self.host:
+                    stack.callback(each.close)
+                staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
+                self._resize_host_pools()
             order = StepOrder()
             self.updates = _make_updates(
-                tiers, units, order, timeline, clips, config.durability.every, on_failure, stack
+                tiers, rules, units, order, timeline, clips, config.durability.every, on_failure, stack
             )
             self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
             streaming = [u for u in units if u.home is Tier.NVME or not ranks.alone_on_cpu]
-            # on an accelerator, a unit that stays has a copy of its shard in pinned host memory
-            most = storage.piece_nbytes if staging is not None else math.inf
             self.prefetcher = Prefetcher(
                 self.mover, {u.index: budget.rounded(u.nbytes) for u in streaming},
-                self.budget.division.window,
-                {u.index for u in units if u.home is Tier.NVME and u.shard_nbytes <= most}, order,
+                self.budget.division.window, self._can_stay(), order,
             )  # fmt: skip
             pins = BackwardPins(self.prefetcher)
             self.gradients = Gradients(
                 units, frozenset(unit.index for leaf in leaves.values() for unit in leaf),
-                self.prefetcher, pins, self.mover, self.updates, pool, host, ranks.collectives, reduce_dtype,
-                hold_weights=self.budget.division.hold_weights,
+                self.prefetcher, pins, self.mover, self.updates, pool, self.host, ranks.collectives,
+                reduction_dtype(config, storage.layout.dtype), hold_weights=self.budget.hold_weights,
             )  # fmt: skip
             stack.callback(self.gradients.close)
             self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
@@ -160,11 +165,38 @@ class StepExecutor:
 
     def _apply_division(self) -> None:
         division = self.budget.division
-        self.device_pool.capacity_nbytes = division.total
-        self.gradients.hold_weights = division.hold_weights
+        self.device_pool.resize(self.budget.pool_nbytes)
+        self._resize_host_pools()
+        if self.mover.staging is not None and self.budget.host is not None:
+            self.mover.staging.piece_nbytes = self.budget.host.piece
+        self.gradients.hold_weights = self.budget.hold_weights
+        self.prefetcher.can_stay = self._can_stay()
         self.prefetcher.resize(division.window)
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
+
+    # --- the host budget beside an accelerator ---------------------------------------------------
+
+    def _resize_host_pools(self) -> None:
+        """Give each part of the host budget its bytes; the rest is for residents, chunks and activations."""
+        division, storage = self.budget.host, self.tiers.storage
+        if division is None or self.host is None:
+            return
+        rest = storage.host_nbytes - division.gradients - division.weights - division.staging
+        storage.host_pool.resize(rest)
+        self.host.resize(division)
+
+    def _can_stay(self) -> set[int]:
+        """Units that may be updated where they are; on an accelerator they have a copy in host memory."""
+        on_nvme = [unit for unit in self.units if unit.home is Tier.NVME]
+        if self.budget.host is None:
+            return {unit.index for unit in on_nvme}
+        fitting, left = set(), self.budget.host.stays
+        for unit in on_nvme:  # those that a forward needs first
+            if budget.rounded(unit.shard_nbytes) <= left:
+                left -= budget.rounded(unit.shard_nbytes)
+                fitting.add(unit.index)
+        return fitting
 
     # --- the budget of activations (infinity.activations.controller: ActivationBudget) ---------------------
 
@@ -304,8 +336,9 @@ def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
 
 
 def _make_updates(
-    tiers: Tiers, units: UnitIndex, order: StepOrder, timeline: Timeline, clips: bool, every: int | None,
-    on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
+    tiers: Tiers, rules: Mapping[Tier, Rule], units: UnitIndex, order: StepOrder, timeline: Timeline,
+    clips: bool, every: int | None, on_failure: Callable[[BaseException], None],
+    stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
     """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
     storage, pipeline, beside = tiers.storage, None, None
@@ -313,14 +346,14 @@ def _make_updates(
         beside = ThreadPoolExecutor(1, "infinity-resident")
         stack.callback(beside.shutdown)
     if storage.units_engine is not None:
-        background = AdamWRule(storage.layout.dtype)
+        background = rules[Tier.NVME]
         timed: Any = TimedRule(background, timeline) if timeline.enabled else background
         pipeline = UpdatePipeline(
             storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
         )
         stack.callback(pipeline.close)
-    rule = AdamWRule(storage.layout.dtype, threads=torch.get_num_threads())
     return Updates(
-        tiers, rule, beside, pipeline, units, order, two_versions=storage.memory.versions == 2, clips=clips,
-        commits=storage.commits, on_failure=on_failure, every=every,
+        tiers, rules[Tier.HOST], beside, pipeline, units, order, clips=clips,
+        two_versions=storage.memory.versions == 2, commits=storage.commits, on_failure=on_failure,
+        every=every,
     )  # fmt: skip

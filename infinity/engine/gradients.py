@@ -26,16 +26,19 @@ import operator
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 
 from infinity.comm.collectives import Collectives
+from infinity.core.budget import HostBudget
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
+from infinity.device.memory import HostPool
 from infinity.optim.norm import row_sums
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -189,6 +192,24 @@ class ReducedGradient:
         return grad
 
 
+class HostPools(NamedTuple):
+    """Pinned host memory beside an accelerator: see :class:`infinity.core.budget.HostBudget`."""
+
+    gradients: HostPool
+    weights: HostPool
+    staging: HostPool
+
+    @classmethod
+    def make(cls, device: torch.device) -> "HostPools":
+        """Pools without room."""
+        return cls(*(HostPool(0, device=device) for _ in cls._fields))
+
+    def resize(self, division: HostBudget) -> None:
+        """Give each its part."""
+        for pool, nbytes in zip(self, (division.gradients, division.weights, division.staging), strict=True):
+            pool.resize(nbytes)
+
+
 class Gradients:
     """The gradients of one model's step on this rank.
 
@@ -200,7 +221,7 @@ class Gradients:
         mover: Has the weights.
         updates: Gets complete shards.
         pool: Memory of gradients (the device tier).
-        host: Pinned host memory for the update, only with an accelerator.
+        host: Pinned host memory, only with an accelerator.
         collectives: None with one rank.
         reduce_dtype: Dtype of the gradient reduction.
 
@@ -212,7 +233,7 @@ class Gradients:
 
     def __init__(
         self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
-        mover: UnitMover, updates: Updates, pool: Pool, host: Pool | None,
+        mover: UnitMover, updates: Updates, pool: Pool, host: HostPools | None,
         collectives: Collectives | None, reduce_dtype: torch.dtype, *, hold_weights: bool,
     ) -> None:  # fmt: skip
         self.units, self._leaves, self.prefetcher, self.pins = units, leaves, prefetcher, pins
@@ -386,7 +407,7 @@ class Gradients:
         grad, lease = total.grad, total.lease
         if self.host is not None:
             total.lease.record_use()  # the stream of the norm waits for what this one has waited for
-            lease = self.host.lease(grad.nbytes, who="gradient for the update")
+            lease = self.host.gradients.lease(grad.nbytes, who="gradient for the update")
             lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
             lease.record_use()
         with on_stream(self._norms):
@@ -467,7 +488,7 @@ class Gradients:
         if self.host is None:
             kept: Lease | None = self.pool.lease(unit.shard_nbytes, who=who)
         else:
-            kept = self.host.try_lease(unit.shard_nbytes, who=who)
+            kept = self.host.weights.try_lease(unit.shard_nbytes, who=who)
         if kept is None:  # the update reads them
             lease.release()
             return Weights

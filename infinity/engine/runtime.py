@@ -108,7 +108,7 @@ class Runtime:
         self._executor: StepExecutor | None = None
         self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
-        device = join_ranks(config.partition.timeout_s)
+        device = join_ranks(config.partition.timeout_s, config.device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         name = config.run_name  # which a caller may know on rank 0 only
         resume = None if name is None else config.resume
@@ -139,7 +139,7 @@ class Runtime:
             self.run_id, ranks, self._resume, self.timeline,
             synced=self.config.durability.survives == "power", note=self._note,
         )  # fmt: skip
-        self.tiers = Tiers(self.storage, ranks)
+        self.tiers = Tiers(self.storage, ranks, reduction_dtype(self.config, self.dtype))
         self.tiers.pending = self.storage.saved is not None
         self.stack.callback(self.tiers.unpin)
         self.activations = self._make_activations()
@@ -185,8 +185,9 @@ class Runtime:
         return Activations(cache, policy, self._hardware, decide=decide, units=storage.units_engine)
 
     def _hardware(self) -> Hardware:
-        room = self.storage.host_nbytes - self.storage.host_pool.peak_nbytes
-        return measure_hardware(self.ranks.device, self.config.memory.nvme, room)
+        room = self.storage.host_pool.capacity_nbytes - self.storage.host_pool.peak_nbytes
+        gds = self.config.memory.engine == "gds"
+        return measure_hardware(self.ranks.device, self.config.memory.nvme, room, gds)
 
     def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
         _served[module] = weakref.ref(self)
@@ -307,7 +308,9 @@ class Runtime:
     def peak_nbytes(self) -> dict[str, int]:
         """The most that each tier held at one time (bytes)."""
         storage = self.storage
-        peaks = {"device": self.executor().device_pool.peak_nbytes, "host": storage.host_pool.peak_nbytes}
+        executor = self.executor()
+        host = sum(pool.peak_nbytes for pool in (storage.host_pool, *(executor.host or ())))
+        peaks = {"device": executor.device_pool.peak_nbytes, "host": host}
         return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
     def budgets(self) -> dict[str, int | None]:
@@ -496,7 +499,8 @@ class Runtime:
 
     def _pools(self) -> list[BufferPool]:
         """The pools of this rank that were made until now."""
-        pools: list[BufferPool] = [] if self._executor is None else [self._executor.device_pool]
+        executor = self._executor
+        pools: list[BufferPool] = [] if executor is None else [executor.device_pool, *(executor.host or ())]
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,14 +40,14 @@ class Speed:
         return (_READ + _WRITTEN) / (_READ / self.read_bytes_per_s + _WRITTEN / self.write_bytes_per_s)
 
 
-def measure(directory: Path, nbytes: int = 64 * 2**20, *, in_allocated: bool = False) -> Speed:
+def measure(directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.device | None = None) -> Speed:
     """Write a file of ``nbytes``, write it again, read it, and remove it.
 
     Args:
         nbytes: Of the file.
-        in_allocated: Move memory of torch's allocator, as activations are moved, and not a buffer of ours.
-            Ordinary pages are pinned one by one: about half of the speed for several times the
-            processor's time.
+        allocated_on: Move memory of torch's allocator, as activations are moved, and not a buffer of ours. On
+            the CPU ordinary pages are pinned one by one: about half of the speed for several times the
+            processor's time. From and to an accelerator bytes move by GPUDirect Storage.
 
     Raises:
         DirectoryError: The directory cannot be written.
@@ -56,9 +57,13 @@ def measure(directory: Path, nbytes: int = 64 * 2**20, *, in_allocated: bool = F
     with contextlib.ExitStack() as stack:
         volume = stack.enter_context(contextlib.closing(Volume([path])))
         stack.callback(path.unlink, missing_ok=True)
-        engine = stack.enter_context(contextlib.closing(make_engine("auto", volume)))
+        name = "auto" if allocated_on is None or allocated_on.type == "cpu" else "gds"
+        engine: Any = stack.enter_context(contextlib.closing(make_engine(name, volume)))
         extent = volume.allocate(nbytes, what="the probe of the drive's speed")
-        memory = _allocated(nbytes) if in_allocated else _huge(nbytes)
+        if name == "gds":
+            memory: Any = torch.ones(nbytes, dtype=torch.uint8, device=allocated_on)
+        else:
+            memory = _huge(nbytes) if allocated_on is None else _allocated(nbytes)
         engine.write(extent, memory).wait()  # finds the blocks their place: not timed
         processor_s = -time.process_time()
         began = time.perf_counter()

@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from infinity.optim.threads import compiling
+from infinity.optim.threads import compiling, rank_threads
 
 #: Elements that the update pipeline reads, updates and writes at one time.
 CHUNK_NUMEL = 2 * 2**20
@@ -134,7 +134,7 @@ def master_of(
     from infinity.optim import kernels
 
     master = torch.empty(weight.numel(), device="cpu")
-    kernels.run(kernels.join_all, (weight, state[0], master), torch.get_num_threads())
+    kernels.run(kernels.join_all, (weight, state[0], master), rank_threads())
     return master
 
 
@@ -152,4 +152,4 @@ def store_master(
     else:
         from infinity.optim import kernels
 
-        kernels.run(kernels.split_all, (master.contiguous(), weight, state[0]), torch.get_num_threads())
+        kernels.run(kernels.split_all, (master.contiguous(), weight, state[0]), rank_threads())

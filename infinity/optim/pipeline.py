@@ -39,7 +39,7 @@ from infinity.core.errors import StateError, copied
 from infinity.core.extent import Extent
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ class UpdatePipeline:
     """
 
     def __init__(
-        self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: AdamWRule, *,
+        self, engine: TransferEngine, pool: Pool, layout: StateLayout, rule: Rule, *,
         depth: int = 3, name: str = "infinity-update",
     ) -> None:  # fmt: skip
         if depth < 1:

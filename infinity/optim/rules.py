@@ -4,22 +4,38 @@
 have the same operations in the same order, each one that every implementation rounds correctly
 (``+ - * /`` and the square root). So both give the same bits on the CPU, whole or in slices, on one thread or
 many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come from a vector
-library that is off by one in the last place in one case of six. NumPy's is, so the torch form takes that.
+library that is off by one in the last place in one case of six. NumPy's is, so the torch form takes that. On
+an accelerator whose root is not known to be rounded correctly, the root in float64 gives the same bits: it
+has more than twice as many.
+
+[Note: updates of host memory on an accelerator] :class:`DeviceRule` has the interface of :class:`AdamWRule`
+for tensors in host memory. Pieces of them go to the accelerator and come back, on two streams in turn: while
+one piece is updated, the next one goes there and the one before it comes back.
 """
 
+import functools
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from infinity.core.budget import rounded
+from infinity.device.accelerator import rounds_roots
+from infinity.device.memory import HostBuffer
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.threads import background_threads, compile_ahead
 
 #: Elements that the torch form takes at one time: bounds its temporaries.
 _PIECE_NUMEL = 2**18
+#: Temporaries of float32 that it has at one time.
+_TEMPORARIES = 8
+#: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
+_DEVICE_NUMEL = 2**20
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +95,13 @@ def adamw_by_torch(
 
 def _root(x: Tensor) -> Tensor:
     """The correctly rounded square root; see [Note: two forms of a rule]."""
-    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.sqrt(x.numpy()))
+    return x.sqrt() if rounds_roots(x.device) else _root_in_float64(x)
+
+
+def _root_in_float64(x: Tensor) -> Tensor:
+    return x.double().sqrt_().float()
 
 
 class AdamWRule:
@@ -87,7 +109,7 @@ class AdamWRule:
 
     Args:
         dtype: Compute dtype of the weights: bfloat16, float16 or float32.
-        threads: CPU threads of one update; None for half of PyTorch's, which suits a thread that works
+        threads: CPU threads of one update; None for half of the rank's, which suits a thread that works
             beside training.
     """
 
@@ -118,6 +140,83 @@ class AdamWRule:
                 return
         with torch.no_grad():
             adamw_by_torch(weight, grad, state, weight_out, hyper)
+
+
+class DeviceRule:
+    """AdamW over flat shards in page-locked host memory, on an accelerator; for one thread at a time.
+
+    See [Note: updates of host memory on an accelerator].
+
+    Args:
+        dtype: As for :class:`AdamWRule`.
+        device: The accelerator.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.device = StateLayout.of(dtype), device
+        self._streams = torch.Stream(device), torch.Stream(device)
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the accelerator's memory."""
+        piece = self.layout.weight_nbytes(1) + 4 + self.layout.state_nbytes(1)
+        return len(self._streams) * (_DEVICE_NUMEL * piece + _PIECE_NUMEL * _TEMPORARIES * 4)
+
+    @torch.no_grad()
+    def update(
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
+    ) -> None:
+        """Update ``n`` elements as :meth:`AdamWRule.update` does; blocks until they are back."""
+        numbers: dict[int, Tensor] = {}  # on each stream: none waits for another, least for compute
+        try:
+            for number, begin in enumerate(range(0, weight.numel(), _DEVICE_NUMEL)):
+                part, turn = slice(begin, begin + _DEVICE_NUMEL), number % len(self._streams)
+                with self._streams[turn]:
+                    if turn not in numbers:
+                        numbers[turn] = hyper.to(self.device)
+                    sources = [each[part] for each in (weight, grad, *state)]
+                    there = [each.to(self.device, non_blocking=True) for each in sources]
+                    adamw_by_torch(there[0], there[1], tuple(there[2:]), there[0], numbers[turn])
+                    for target, value in zip((weight_out, *state), (there[0], *there[2:]), strict=True):
+                        target[part].copy_(value, non_blocking=True)
+        finally:
+            for stream in self._streams:
+                stream.synchronize()
+
+
+Rule = AdamWRule | DeviceRule
+
+
+@functools.cache
+def measure_rates(dtype: torch.dtype, device: torch.device, threads: int) -> tuple[float, float]:
+    """Return the elements that an update in host memory does in a second: on the CPU, and on ``device``.
+
+    Takes some tenths of a second, once in a process.
+
+    Args:
+        threads: Of the CPU.
+    """
+    layout = StateLayout.of(dtype)
+    numel = 2 * _DEVICE_NUMEL
+    sizes = [numel * each for each in (dtype.itemsize, dtype.itemsize, layout.state_itemsize)]
+    buffers = [HostBuffer(rounded(size), device) for size in sizes]
+    try:
+        weight, grad, memory = (each.tensor[:size].zero_() for each, size in zip(buffers, sizes, strict=True))
+        state = layout.views(memory, numel)
+        rates = []
+        for rule in (AdamWRule(dtype, threads=threads), DeviceRule(dtype, device)):
+            best_s = math.inf
+            for _ in range(_TRIES):  # the first compiles, and allocates
+                began_s = time.perf_counter()
+                rule.update(
+                    weight.view(dtype), grad.view(dtype), state, weight.view(dtype), Hyper(lr=0).tensor()
+                )
+                best_s = min(best_s, time.perf_counter() - began_s)
+            rates.append(numel / best_s)
+    finally:
+        for each in buffers:
+            each.close()
+    return rates[0], rates[1]
 
 
 def prepare(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:

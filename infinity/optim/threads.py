@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
+from infinity.device.machine import local_ranks, usable_cores
+
 #: A slice takes at least this many elements: some 50 us of work, several times what handing it over costs.
 LEAST_NUMEL = 2**16
 
@@ -21,11 +23,32 @@ _FORK_WAIT_S = 300.0
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _compiling: dict[object, threading.Thread] = {}
+_given: int | None = None  # threads that were chosen for this rank
+
+
+def set_rank_threads(threads: int) -> None:
+    """Let this rank compute on as many threads, PyTorch's and those of updates."""
+    global _given
+    _given = threads
+    torch.set_num_threads(threads)
+
+
+def rank_threads() -> int:
+    """Return the threads of this rank: PyTorch's.
+
+    Where the user has set nothing, torchrun sets ``OMP_NUM_THREADS=1``: then they are the rank's share of
+    the cores.
+    """
+    threads = torch.get_num_threads()
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if threads > 1 or threads == _given or not by_torchrun:
+        return threads
+    return max(1, usable_cores() // local_ranks())
 
 
 def background_threads() -> int:
-    """Threads for work beside training: half of PyTorch's, at least one."""
-    return max(1, torch.get_num_threads() // 2)
+    """Threads for work beside training: half of the rank's, at least one."""
+    return max(1, rank_threads() // 2)
 
 
 def in_slices(

@@ -28,6 +28,7 @@ class UnitShape:
         params: Parameters of the unit in all.
         on_nvme: Its home; else host memory.
         streams: Its full values come and go.
+        host_gradient_nbytes: Beside an accelerator, of its gradient, which waits in host memory.
     """
 
     name: str
@@ -40,12 +41,18 @@ class UnitShape:
     trainable: bool
     on_nvme: bool = True
     streams: bool = True
+    host_gradient_nbytes: int = 0
 
     @property
     def resident_nbytes(self) -> int:
         """Host memory that the shard takes with all that training needs of it."""
         kept = rounded(self.weight_nbytes) + rounded(self.state_nbytes - self.moments_nbytes)
-        return kept + (rounded(self.moments_nbytes) if self.trainable else 0)
+        return kept + (self.trained_nbytes if self.trainable else 0)
+
+    @property
+    def trained_nbytes(self) -> int:
+        """What it takes more of the host budget while it is trained."""
+        return rounded(self.moments_nbytes) + rounded(self.host_gradient_nbytes)
 
 
 def choose_homes(
@@ -72,7 +79,7 @@ def choose_homes(
                 f"memory.host leaves {format_nbytes(resident_nbytes)} for them. Raise memory.host, or give "
                 "memory.nvme one or more directories"
             )
-    used -= sum(rounded(units[i].moments_nbytes) for i in resident if not units[i].trainable)
+    used -= sum(units[i].trained_nbytes for i in resident if not units[i].trainable)
     for index in sorted(range(len(units)), key=lambda i: not units[i].trainable):
         nbytes = units[index].resident_nbytes
         if index not in resident and used + nbytes <= resident_nbytes:

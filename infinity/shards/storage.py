@@ -47,7 +47,7 @@ class Storage:
         drives: Number of files that shards lie in.
         keep: Leave the files on disk at the end, if a process can go on with the run.
         chunk_numel: Elements of a shard that are staged at one time.
-        resident_nbytes: What shards that stay may take of ``host_pool``.
+        resident_nbytes: What shards that stay may take of the budget; on an accelerator with their gradients.
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class Storage:
         staging = 0
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
+            share *= 2 if self.on_accelerator else 1  # gradients wait in host memory, too
             self.chunk_numel = budget.chunk_numel(host_nbytes // share, self._itemsize, CHUNK_NUMEL)
-            staging = budget.STAGED_CHUNKS * self._chunk_nbytes
+            staging = budget.STAGED_CHUNKS * self.chunk_nbytes
         self.resident_nbytes = self._room_for_residents(staging)
 
     def open_files(
@@ -211,12 +212,13 @@ class Storage:
     def staged_chunks(self) -> int:
         """Chunks of updates in flight: all that residents leave room for, where nothing else is staged."""
         room = 0 if self.on_accelerator else self.host_nbytes - self.host_pool.leased_nbytes
-        return max(budget.STAGED_CHUNKS, room // self._chunk_nbytes)
+        return max(budget.STAGED_CHUNKS, room // self.chunk_nbytes)
 
     @property
     def piece_nbytes(self) -> int:
-        """The most that one buffer takes through which shards go to an accelerator (bytes)."""
-        return budget.piece_nbytes(self.host_nbytes - self.resident_nbytes)
+        """The most that one buffer takes through which activations go to and from NVMe (bytes)."""
+        nbytes = budget.piece_nbytes(self.host_nbytes - self.resident_nbytes)
+        return min(nbytes, self.chunk_nbytes) if self.memory.nvme else nbytes
 
     def close(self) -> None:
         """Close the engine, remove the files, give back the memory. May be called twice."""
@@ -227,12 +229,15 @@ class Storage:
         return self.layout.weight_nbytes(1) + self.layout.state_nbytes(1)
 
     @property
-    def _chunk_nbytes(self) -> int:
+    def chunk_nbytes(self) -> int:
+        """What one chunk of an update takes (bytes)."""
         return budget.rounded(self.chunk_numel * self._itemsize)
 
     def _room_for_residents(self, staging_nbytes: int) -> int:
-        """The host budget but for staging, and for gradients of an accelerator (bytes)."""
-        if self.memory.nvme and not self.memory.resident:
+        """The host budget but for staging, and beside an accelerator for what comes and goes (bytes)."""
+        if not self.memory.nvme:
+            return self.host_nbytes
+        if not self.memory.resident:
             return 0
         room = self.host_nbytes - staging_nbytes
         return room // 2 if self.on_accelerator else room

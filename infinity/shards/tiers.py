@@ -69,6 +69,7 @@ class Tiers:
     Args:
         storage: Host memory for residents and staging, and files for the others.
         ranks: Those that share the units.
+        reduce_dtype: Dtype of the gradient reduction.
 
     Attributes:
         base: Reads units of a frozen base where they lie in a checkpoint, while it is loaded.
@@ -80,8 +81,8 @@ class Tiers:
         snapshot: What is being saved beside training; None: nothing is.
     """
 
-    def __init__(self, storage: Storage, ranks: Ranks) -> None:
-        self.storage, self._ranks = storage, ranks
+    def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
+        self.storage, self._ranks, self._reduce_dtype = storage, ranks, reduce_dtype
         self.layout: StateLayout = storage.layout
         self.pool: Pool = storage.host_pool
         self.store, self.engine = storage.store, storage.units_engine
@@ -144,21 +145,32 @@ class Tiers:
                 resident = self.residents.get(unit.index)
                 if resident is not None and resident.set_aside and not unit.trainable:
                     self.residents[unit.index] = replace(resident, set_aside=False)
-                    self._used_nbytes -= self._moments_nbytes(unit)
+                    self._used_nbytes -= self._trained_nbytes(unit)
             for unit in sorted(units, key=lambda unit: not unit.trainable):
                 self._promote_to_host(unit)
         for unit in units:
             if unit.trainable:
                 self._give_moments(unit)
 
-    def _nbytes(self, unit: Unit, *, moments: bool = True) -> int:
+    def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
         """Return the bytes that the pool takes for a resident."""
         n = unit.shard_numel
         nbytes = rounded(self.layout.weight_nbytes(n)) + rounded(self._exact.state_nbytes(n))
-        return nbytes + (self._moments_nbytes(unit) if moments else 0)
+        return nbytes + (rounded(self._moments.state_nbytes(n)) if moments else 0)
 
-    def _moments_nbytes(self, unit: Unit) -> int:
-        return rounded(self._moments.state_nbytes(unit.shard_numel))
+    def _nbytes(self, unit: Unit, *, trained: bool = True) -> int:
+        """Return the bytes of the host budget that a resident takes."""
+        return self.resident_nbytes_of(unit, moments=False) + (self._trained_nbytes(unit) if trained else 0)
+
+    def _trained_nbytes(self, unit: Unit) -> int:
+        """Return what it takes more while it is trained: moments, and beside an accelerator its gradient."""
+        nbytes = rounded(self._moments.state_nbytes(unit.shard_numel))
+        return nbytes + (rounded(self.gradient_nbytes(unit)) if self._ranks.on_accelerator else 0)
+
+    def gradient_nbytes(self, unit: Unit) -> int:
+        """Return the bytes of this rank's reduced gradient."""
+        several = self._ranks.world_size > 1
+        return unit.shard_numel * self._reduce_dtype.itemsize if several else unit.nbytes
 
     def _make_resident(self, unit: Unit, *, set_aside: bool) -> None:
         n, who = unit.shard_numel, unit.name
@@ -173,7 +185,7 @@ class Tiers:
 
     def _promote_to_host(self, unit: Unit) -> None:
         """Move a unit from NVMe into host memory if it fits."""
-        nbytes = self._nbytes(unit, moments=bool(unit.trainable))
+        nbytes = self._nbytes(unit, trained=bool(unit.trainable))
         if (
             unit.index in self.residents
             or not self._placed(unit)
@@ -211,7 +223,7 @@ class Tiers:
         if len(resident.state) == len(self.layout.fields):
             return
         if not resident.set_aside:
-            nbytes = self._moments_nbytes(unit)
+            nbytes = self._trained_nbytes(unit)
             if self._used_nbytes + nbytes > self.resident_nbytes:
                 raise BudgetError(
                     f"{unit.name} was frozen when the optimizer was made, and is trained now: its moments "

@@ -49,7 +49,7 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
-from infinity.optim.rules import AdamWRule, Hyper
+from infinity.optim.rules import Hyper, Rule
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
 from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
@@ -282,7 +282,7 @@ class Updates:
     """
 
     def __init__(
-        self, tiers: Tiers, rule: AdamWRule, beside: ThreadPoolExecutor | None,
+        self, tiers: Tiers, rule: Rule, beside: ThreadPoolExecutor | None,
         pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, *,
         two_versions: bool, clips: bool, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,

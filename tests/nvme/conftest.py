@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from infinity.core.transfer import TransferEngine
 from infinity.device.memory import BufferLease, HostPool
-from infinity.nvme.engines.base import QueuedEngine
+from infinity.nvme.engines import make_engine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
@@ -35,7 +36,7 @@ def lease() -> Iterator[Callable[..., BufferLease]]:
     pool.close()
 
 
-def make(name: str, volume: Volume) -> QueuedEngine:
+def make(name: str, volume: Volume) -> TransferEngine:
     """The engine called ``name``, or a skip."""
     if name == "libaio":
         try:
@@ -44,14 +45,12 @@ def make(name: str, volume: Volume) -> QueuedEngine:
             pytest.skip(f"libaio: {error}")
     if name == "gds":
         pytest.importorskip("kvikio")
-        from infinity.nvme.engines.gds_engine import GdsEngine
-
-        return GdsEngine(volume)
+        return make_engine("gds", volume)
     return ThreadsEngine(volume)
 
 
 @pytest.fixture(params=["libaio", "threads", pytest.param("gds", marks=pytest.mark.gpu)])
-def engine(request: pytest.FixtureRequest, volume: Volume) -> Iterator[QueuedEngine]:
+def engine(request: pytest.FixtureRequest, volume: Volume) -> Iterator[TransferEngine]:
     engine = make(request.param, volume)
     yield engine
     engine.close()

@@ -31,19 +31,19 @@ def make_engine(
     if name == "auto":
         return _fastest(volume, note)
     try:
-        return _make(name, volume)
+        return _make(name, volume, note)
     except (ImportError, OSError, AttributeError) as error:
         wanted = f"auto, or threads: {name} cannot be used here ({_why(error)})"
         raise SettingError("memory.engine", name, wanted) from error
 
 
-def _make(name: str, volume: Volume) -> TransferEngine:
+def _make(name: str, volume: Volume, note: Callable[[str], object]) -> TransferEngine:
     if name == "libaio":
         return LibaioEngine(volume)
     if name == "gds":
         from infinity.nvme.engines.gds_engine import GdsEngine
 
-        return GdsEngine(volume)
+        return GdsEngine(volume, lambda: _fastest(volume, note))
     return ThreadsEngine(volume)
 
 

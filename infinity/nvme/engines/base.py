@@ -37,13 +37,14 @@ Memory: TypeAlias = memoryview | Tensor
 class Move(Transfer):
     """A transfer that ends with the last of its requests; its error is a :class:`DiskError`."""
 
-    __slots__ = ("error", "memory", "nbytes", "pending", "writes")
+    __slots__ = ("after", "error", "memory", "nbytes", "pending", "writes")
 
     def __init__(self, memory: Memory, *, writes: bool) -> None:
         super().__init__()
         self.error: DiskError | None = None  # the first of a request
         self.memory: Memory | None = memory  # kept alive until the kernel is done with it
         self.nbytes, self.writes, self.pending = memory.nbytes, writes, 0
+        self.after: Any = None  # an event of the accelerator that comes first
 
     def end(self) -> None:
         """Every request is settled; the engine's lock is not held."""
@@ -207,6 +208,9 @@ class QueuedEngine:
 
     # --- starting ----------------------------------------------------------------------------
 
+    def _begin(self, move: Move) -> None:
+        """Look at a move before its first request is queued; on the caller's thread."""
+
     def _start(self, extent: Extent, memory: Memory, queue: deque[Request], *, writes: bool) -> Move:
         if extent.nbytes != memory.nbytes:
             raise ValueError(f"an extent of {extent.nbytes} bytes and memory of {memory.nbytes} bytes differ")
@@ -215,6 +219,7 @@ class QueuedEngine:
                 raise ValueError("memory is read-only; an engine takes writable memory, also to write from")
             memory = memory if memory.itemsize == 1 and memory.ndim == 1 else memory.cast("B")
         move = Move(memory, writes=writes)
+        self._begin(move)
         requests = self._cut(move, extent)
         if not requests:
             move.end()

@@ -1,41 +1,97 @@
-"""GPUDirect Storage: drive and accelerator exchange bytes without host memory between them."""
+"""GPUDirect Storage: drive and accelerator exchange bytes without host memory between them.
 
+[Note: on streams of our own]
+kvikio's synchronous calls wait for the default stream before each transfer, and with it for all that
+computes. Its asynchronous ones wait for the stream that they are given. So each thread of the engine has
+one: it waits for what the caller's stream had been given when the transfer was asked for, then moves the
+bytes. The thread waits until they have moved, as every transfer of an engine does.
+"""
+
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from infinity.core.errors import StateError
-from infinity.nvme.engines.base import Request
+from infinity.core.extent import Extent
+from infinity.core.transfer import Transfer, TransferEngine
+from infinity.nvme.engines.base import Memory, Move, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 
 
-class GdsEngine(ThreadsEngine):
-    """kvikio's cuFile calls on the threads of :class:`ThreadsEngine`.
+class GdsEngine:
+    """kvikio's asynchronous cuFile calls for tensors of the accelerator; another engine for host memory.
 
-    ``memory`` may be a uint8 tensor on the accelerator; a memoryview works as with any engine.
+    Args:
+        volume: Owns the files.
+        host: Makes the engine that moves memoryviews; it is closed with this one.
 
     Raises:
         ImportError: kvikio is missing (``pip install infinity-offload[gds]``).
         StateError: There is no accelerator.
     """
 
+    name = "gds"
+
+    def __init__(self, volume: Volume, host: Callable[[], TransferEngine]) -> None:
+        self._device = _DeviceEngine(volume)
+        self._host = host()
+
+    def read(self, extent: Extent, memory: Memory, *, urgent: bool = False) -> Transfer:
+        if isinstance(memory, Tensor):
+            return self._device.read(extent, memory, urgent=urgent)
+        return self._host.read(extent, memory, urgent=urgent)
+
+    def write(self, extent: Extent, memory: Memory) -> Transfer:
+        if isinstance(memory, Tensor):
+            return self._device.write(extent, memory)
+        return self._host.write(extent, memory)
+
+    @property
+    def nbytes_read(self) -> int:
+        return self._host.nbytes_read + self._device.nbytes_read
+
+    @property
+    def nbytes_written(self) -> int:
+        return self._host.nbytes_written + self._device.nbytes_written
+
+    def close(self) -> None:
+        """Wait for what is in flight, then close files and both engines."""
+        self._device.close()
+        self._host.close()
+
+
+class _DeviceEngine(ThreadsEngine):
+    """Moves tensors of the accelerator: see [Note: on streams of our own]."""
+
     def __init__(self, volume: Volume) -> None:
         import kvikio  # imported here: only machines with CUDA have it
 
         if not torch.cuda.is_available():
             raise StateError("memory.engine=gds needs a CUDA device; use auto")
+        self._streams = threading.local()
         self._files: list[Any] = [kvikio.CuFile(volume.path(file), "r+") for file in range(len(volume))]
         super().__init__(volume, name="gds")
 
+    def _begin(self, move: Move) -> None:
+        assert isinstance(move.memory, Tensor)
+        move.after = torch.cuda.current_stream(move.memory.device).record_event()
+
     def _move(self, request: Request) -> int:
         memory = request.memory()
-        if isinstance(memory, memoryview):
-            return super()._move(request)
+        if not hasattr(self._streams, "mine"):
+            torch.accelerator.set_device_index(memory.device)  # of this thread
+            self._streams.mine = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        stream = self._streams.mine
+        stream.wait_event(request.move.after)
         file = self._files[request.file]
-        call = file.raw_write if request.move.writes else file.raw_read
-        # The call returns when the bytes have moved: no stream of ours takes part.
-        return int(call(memory, size=memory.nbytes, file_offset=request.offset + request.moved))
+        call = file.raw_write_async if request.move.writes else file.raw_read_async
+        at = request.offset + request.moved
+        moving = call(memory, stream.cuda_stream, size=memory.nbytes, file_offset=at)
+        return int(moving.check_bytes_done())  # once the bytes have moved
 
     def _stop(self) -> None:
         super()._stop()

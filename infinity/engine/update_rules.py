@@ -1,0 +1,66 @@
+"""Where updates run: on the CPU, or on the accelerator, as the recipe says or as is measured."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from infinity.comm.ranks import Ranks
+from infinity.core.config import MemoryConfig, SettingError
+from infinity.core.lifecycle import Tier
+from infinity.nvme.probe import measure
+from infinity.optim.layout import StateLayout
+from infinity.optim.rules import AdamWRule, DeviceRule, Rule, measure_rates
+from infinity.optim.threads import background_threads, rank_threads
+from infinity.planner.updates import UpdateRates, updates_on_device
+
+#: Measuring, and memory for pieces, are worth it where the device budget is so much larger.
+_LEAST_SHARE = 8
+
+
+def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
+    """Return the rule for units of each home; each is called by one thread.
+
+    Raises:
+        SettingError: ``memory.updates=device`` without an accelerator.
+        DiskError: A drive cannot be measured.
+    """
+    # Units on NVMe are updated beside training.
+    threads = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}
+    rules: dict[Tier, Rule] = {home: AdamWRule(dtype, threads=count) for home, count in threads.items()}
+    if not ranks.on_accelerator:
+        if memory.updates == "device":
+            raise SettingError("memory.updates", "device", "auto or host: there is no accelerator here")
+        return rules
+    for home in [Tier.HOST, Tier.NVME] if memory.nvme else [Tier.HOST]:
+        rule = DeviceRule(dtype, ranks.device)
+        large = memory.device is None or memory.device >= _LEAST_SHARE * rule.nbytes
+        if memory.updates == "device" or (
+            memory.updates == "auto"
+            and large
+            and _is_faster(dtype, ranks.device, threads[home], memory, home)
+        ):
+            rules[home] = rule
+    return rules
+
+
+def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
+    """Return what rules take of an accelerator's memory, the most of any rank. Every rank must call."""
+    if not ranks.on_accelerator:
+        return 0
+    nbytes = sum(rule.nbytes for rule in rules if isinstance(rule, DeviceRule))
+    return -ranks.least(-nbytes, "memory.updates")
+
+
+def _is_faster(
+    dtype: torch.dtype, device: torch.device, threads: int, memory: MemoryConfig, home: Tier
+) -> bool:
+    """Measure whether a unit of this home is updated faster on the accelerator."""
+    cpu, there = measure_rates(dtype, device, threads)
+    rates = UpdateRates(cpu=cpu, device=there)
+    if home is Tier.NVME and updates_on_device(rates):
+        layout = StateLayout.of(dtype)
+        nbytes = 2 * (layout.weight_nbytes(1) + layout.state_nbytes(1))  # read and written
+        speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
+        rates = UpdateRates(cpu=cpu, device=there, drive=sum(speeds) / nbytes)
+    return updates_on_device(rates)

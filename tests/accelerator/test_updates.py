@@ -1,0 +1,68 @@
+"""An update on the accelerator gives the bits of one on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.optim import rules
+from infinity.optim.layout import StateLayout
+from infinity.optim.rules import AdamWRule, DeviceRule, Hyper, measure_rates
+from tests.helpers.launch import run_ranks
+
+harness = pytest.importorskip("tests.accelerator.harness")
+
+HYPER = Hyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=0.7)
+
+
+def compare() -> list[str]:
+    """What differs between both ways, in each dtype, by name; and what there is besides."""
+    from tests.accelerator import device
+
+    simulator, wrong = device.start(), []
+    rules._DEVICE_NUMEL = 2**13
+    for schedule in ("eager", "lazy"):
+        simulator.reset(schedule, 0)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            layout = StateLayout.of(dtype)
+            torch.manual_seed(5)
+            weight, grad = (torch.randn(5 * 2**12 + 2048).to(dtype) for _ in range(2))
+            state = tuple((torch.rand(weight.numel()) * 9).to(field.dtype) for field in layout.fields)
+            other, states = weight.clone(), tuple(field.clone() for field in state)
+            there = torch.device("sim", 0)
+            pinned = [each.pin_memory(there) for each in (other, grad, *states)]
+            AdamWRule(dtype).update(weight, grad, state, weight, HYPER.tensor())
+            DeviceRule(dtype, there).update(
+                pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], HYPER.tensor()
+            )
+            for name, one, two in zip(
+                ("weight", *(field.name for field in layout.fields)),
+                (weight, *state),
+                (pinned[0], *pinned[2:]),
+            ):
+                if not torch.equal(one, two):
+                    wrong.append(f"{schedule} {dtype} {name}: {int((one != two).sum())} of {one.numel()}")
+        wrong += simulator.races
+    assert min(measure_rates(torch.bfloat16, there, 1)) > 0
+    return wrong
+
+
+def test_the_rule_gives_the_same_bits_on_the_accelerator() -> None:
+    harness.needs_simulator()
+    assert run_ranks(compare, 1, group=False) == [[]]
+
+
+@pytest.mark.parametrize("place", [("memory.host=64MiB",), ("memory.host=4MiB", "memory.resident=false")])
+def test_training_with_updates_on_the_accelerator_gives_the_same_bits(
+    tmp_path: Path, place: tuple[str, ...]
+) -> None:
+    harness.needs_simulator()
+    place = (*place, "memory.nvme=[{folder}]", "memory.engine=threads")
+    schedules = [("eager", 0), ("random", 1)]
+    digests = set()
+    for where in ("host", "device"):
+        scenario = harness.Scenario(place=(*place, f"memory.updates={where}"), clip=1.0)
+        [runs] = harness.simulate(scenario, tmp_path / where, schedules)
+        assert [run.faults for run in runs] == [[], []]
+        digests |= {run.digest for run in runs}
+    assert len(digests) == 1

@@ -1,0 +1,80 @@
+"""A peer that dies inside an accelerator's collective, which would wait for ever, ends in a PeerError."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.comm import collectives
+from infinity.comm.ranks import open_ranks
+from tests.helpers.launch import start_ranks
+
+CPU = torch.device("cpu")
+
+
+class Group:
+    """What a group of accelerators is to the host: its collectives are kernels, which here do not end."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def _get_backend(self, device: torch.device) -> "Group":
+        return self
+
+    def is_completed(self) -> bool:
+        return self.aborted.is_set()
+
+    def wait(self) -> None:
+        """NCCL lets the stream wait, not the host."""
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def gather(dies: bool, timeout_s: float) -> tuple[str, bool]:
+    """Gather over a group whose work never ends; rank 1 is killed inside if it ``dies``."""
+    failed, errors = threading.Event(), list[BaseException]()
+
+    def on_failure(error: BaseException) -> None:
+        errors.append(error)
+        failed.set()
+
+    ranks = open_ranks(CPU, timeout_s, on_failure)
+    assert ranks.collectives is not None
+    stuck, gloo = Group(), collectives._all_gather
+
+    def issue(full: torch.Tensor, shard: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+        if group is not stuck:
+            return gloo(full, shard, group=group, async_op=async_op)
+        if dies and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stuck
+
+    collectives._all_gather, ranks.collectives._group = issue, stuck
+    ranks.collectives.gather(0, "layers.0", lambda: torch.zeros(4))
+    failed.wait(100)
+    aborted = stuck.aborted.wait(100)
+    ranks.collectives.close()
+    dist.destroy_process_group()  # before the helper waits for the other rank
+    return f"{type(errors[0]).__name__}: {errors[0]}", aborted
+
+
+def test_a_peer_that_dies_inside_a_collective_is_named_long_before_the_time_is_over():
+    with start_ranks(gather, 2, True, 10_000.0) as running:
+        survivor, _ = running.wait()
+    told, aborted = survivor.result
+    assert told.startswith("PeerError")
+    assert "rank 1 (process" in told
+    assert "was killed or crashed" in told
+    assert aborted
+
+
+def test_a_collective_that_does_not_end_is_given_up_when_the_time_is_over():
+    with start_ranks(gather, 2, False, 1.0) as running:
+        for ended in running.wait():
+            told, aborted = ended.result
+            assert told.startswith("PeerError")
+            assert aborted

@@ -1,0 +1,80 @@
+"""Where updates run follows from the recipe and from what is measured."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.comm.ranks import Ranks
+from infinity.core.config import MemoryConfig, SettingError
+from infinity.core.lifecycle import Tier
+from infinity.engine import update_rules
+from infinity.engine.update_rules import device_nbytes, make_rules
+from infinity.nvme.probe import Speed
+from infinity.optim.rules import AdamWRule, DeviceRule
+from tests.helpers import models
+from tests.helpers.training import build
+
+ACCELERATOR, CPU = Ranks(0, 1, torch.device("cuda", 0)), Ranks(0, 1, torch.device("cpu"))
+BF16 = torch.bfloat16
+
+
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what is measured: elements in a second on the CPU and there, and the drives."""
+    monkeypatch.setattr(torch, "Stream", Stream)
+
+    def given(cpu: float, device: float, drive: float = 1e12) -> None:
+        monkeypatch.setattr(update_rules, "measure_rates", lambda *_: (cpu, device))
+        monkeypatch.setattr(update_rules, "measure", lambda directory: Speed(24 * drive, 24 * drive))
+
+    return given
+
+
+def places(memory: MemoryConfig, ranks: Ranks = ACCELERATOR) -> set[Tier]:
+    """Homes whose updates run on the accelerator."""
+    return {home for home, rule in make_rules(memory, ranks, BF16).items() if isinstance(rule, DeviceRule)}
+
+
+def test_updates_run_where_they_are_faster(measured, tmp_path):
+    memory = MemoryConfig(nvme=(str(tmp_path),))
+    measured(cpu=1e9, device=3e9)
+    assert places(memory) == {Tier.HOST, Tier.NVME}
+    assert places(MemoryConfig()) == {Tier.HOST}
+    measured(cpu=1e9, device=0.5e9)
+    assert places(memory) == set()
+    measured(cpu=1e9, device=3e9, drive=0.5e9)  # the drive sets the pace
+    assert places(memory) == {Tier.HOST}
+
+
+def test_the_recipe_may_say_where_updates_run(measured):
+    measured(cpu=1e9, device=0.5e9)
+    assert places(MemoryConfig(updates="device")) == {Tier.HOST}
+    measured(cpu=1e9, device=3e9)
+    assert places(MemoryConfig(updates="host")) == set()
+    assert places(MemoryConfig(), CPU) == set()
+
+
+def test_a_small_device_budget_is_left_to_the_model(measured):
+    measured(cpu=1e9, device=3e9)
+    nbytes = device_nbytes(make_rules(MemoryConfig(), ACCELERATOR, BF16).values(), ACCELERATOR)
+    assert 0 < nbytes < 2**27
+    assert places(MemoryConfig(device=8 * nbytes - 1)) == set()
+    assert places(MemoryConfig(device=8 * nbytes)) == {Tier.HOST}
+
+
+def test_without_an_accelerator_the_setting_is_refused(tmp_path):
+    with pytest.raises(SettingError, match=r"memory\.updates.*there is no accelerator"):
+        make_rules(MemoryConfig(updates="device"), CPU, BF16)
+    rules = make_rules(MemoryConfig(), CPU, BF16)
+    assert all(isinstance(rule, AdamWRule) for rule in rules.values())
+    model = build(models.build("llama", seed=1)[0], "bf16", ["memory.host=64MiB", "memory.updates=device"])
+    with pytest.raises(infinity.RecipeError, match=r"memory\.updates"):
+        infinity.AdamW(model)
+    infinity.close(model)
