@@ -32,10 +32,11 @@ from tests.accelerator.simulator import Entry
 _POLL_S = 0.001
 
 
-class SimWork:
+class SimWork(dist.Work):
     """A collective in flight."""
 
     def __init__(self, group: "SimGroup", entry: Entry, stream: int, device: int, held: Sequence[Tensor]) -> None:
+        super().__init__()
         self._group, self._entry, self._device = group, entry, device
         self._mark = simulator.mark(stream)
         self._held: Sequence[Tensor] = held  # not given back before the caller's stream waits
@@ -114,6 +115,8 @@ class SimGroup(dist.ProcessGroup):
             lambda: self._wire.alltoall_base(out, given, output_sizes, input_sizes),
             [input], [output],
         )  # fmt: skip
+
+    all_to_all_single = alltoall_base
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
