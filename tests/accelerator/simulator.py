@@ -195,6 +195,8 @@ class Simulator:
             for queue in list(getattr(self, "queues", {}).values()):
                 if queue.last is not None:
                     self._run_until(queue.last)
+            if hasattr(self, "queues"):
+                self.before_enqueue()  # what waited for these entries ends with them
             self.schedule, self.random, self.most = schedule, random.Random(seed), most
             self.queues: dict[int, Queue] = {}
             self.events: dict[int, Mark] = {}
