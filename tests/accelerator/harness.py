@@ -72,6 +72,7 @@ class Run:
 
     Attributes:
         digest: Of every bit of the losses, the norms and the weights.
+        bits: The same without the norms, which the CPU adds up in another order.
         races: Pairs of accesses that nothing orders.
         early: Memory that was given back while something in flight used it.
         waits: How often the host waited for the device, by place and thread.
@@ -80,6 +81,7 @@ class Run:
     schedule: str
     losses: list[float]
     digest: str
+    bits: str
     races: list[str] = field(default_factory=list)
     early: list[str] = field(default_factory=list)
     waits: Counter[Wait] = field(default_factory=Counter)
@@ -106,8 +108,12 @@ def here() -> torch.device:
     return torch.device("cpu") if found is None else torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def train(scenario: Scenario, folder: str) -> Trained:
-    """Train on this process's device; the same numbers on every rank's."""
+def train(scenario: Scenario, folder: str, before: Callable[[int], object] = lambda step: None) -> Trained:
+    """Train on this process's device; the same numbers on every rank's.
+
+    Args:
+        before: Called before each step.
+    """
     tensor_cache.LEAST_NBYTES = 512  # tiny models have tiny activations
     overrides = [each.format(folder=folder) for each in (*scenario.place, *scenario.more)]
     torch.manual_seed(7)
@@ -118,6 +124,7 @@ def train(scenario: Scenario, folder: str) -> Trained:
         closing = stack.enter_context(contextlib.ExitStack())
         closing.callback(optimizer.close)
         for step in range(scenario.steps):
+            before(step)
             if scenario.resumed and step == scenario.steps - 1:
                 model, optimizer = _again(scenario, model, optimizer, overrides, Path(folder))
                 closing.pop_all().close()
@@ -228,7 +235,7 @@ def play(scenario: Scenario, folder: str, schedules: Sequence[tuple[Schedule, in
         runs.append(
             Run(
                 schedule=f"{schedule} {seed}", losses=trained.losses, digest=digest(trained),
-                races=simulator.races, early=simulator.early, waits=simulator.waits, kernels=simulator.kernels,
+                bits=digest(trained, norms=False), races=simulator.races, early=simulator.early, waits=simulator.waits, kernels=simulator.kernels,
             )  # fmt: skip
         )
     if torch.distributed.is_initialized():
