@@ -64,7 +64,7 @@ class Slot:
     """A storage that autograd saves; lives as long as a graph refers to it.
 
     While it is RESIDENT or STORING it holds its storage. A stored slot is held again from its load until its
-    readers have read it, and can be loaded again as long as the graph lives. (Its fourteen attributes are one
+    readers have read it, and can be loaded again as long as the graph lives. (Its fifteen attributes are one
     storage's identity, its bytes here, and its bytes elsewhere: taken apart, each part would need the lock.)
 
     Args:
@@ -74,6 +74,7 @@ class Slot:
         stats: Counts them.
 
     Attributes:
+        store_number: Of its store, as the queue counts; 0: it has none.
         readers: Saved tensors in it that backward has not read.
         was_loaded: Its bytes are no longer where they were packed.
     """
@@ -83,7 +84,7 @@ class Slot:
     ) -> None:
         self.key, self.version, self.nbytes = key, version, storage.nbytes()
         self.lifecycle: Lifecycle[SlotState] = Lifecycle(f"activation {key.region}.{key.ordinal}", S.RESIDENT)
-        self.readers = 0
+        self.store_number = self.readers = 0
         self.was_loaded = False
         self._stats = stats
         self._lock = threading.RLock()  # guards what follows

@@ -184,6 +184,8 @@ class PassRecord:
 
     def packed_before(self, key: SlotKey) -> list[SlotKey]:
         """Slots that were packed before ``key``, latest first, as many bytes as the largest region has."""
+        if key not in self.positions:  # an earlier pass packed it
+            return []
         found, nbytes = [], max(self.region_nbytes.values())
         for position in range(self.positions[key] - 1, -1, -1):
             slot = self.slots.get(self.packed[position])
@@ -341,7 +343,7 @@ class TensorCache:
             self.profiler.packed(slot.key, tensor)
         place = record.policy.place(slot.key)
         if place is not Place.KEEP:
-            record.stores[slot.key] = self.queue.put(slot, self.stores[place])
+            record.stores[slot.key] = slot.store_number = self.queue.put(slot, self.stores[place])
             if self.backlog_nbytes is not None and self.queue.nbytes > self.backlog_nbytes:
                 self._count_wait(lambda: self.queue.wait_below(self.backlog_nbytes or 0))
         self._wait_for_stores(record, slot.key, backward=False)
@@ -391,8 +393,7 @@ class TensorCache:
         self.queue.cancel(slot)
         self._start_loads(packed.record, slot.key)
         if slot.state is SlotState.STORING and self._is_strict(packed.record):
-            number = packed.record.stores[slot.key]
-            self._count_wait(lambda: self.queue.wait_for(number))
+            self._count_wait(lambda: self.queue.wait_for(slot.store_number))
         self.stats.forwarded += slot.state is SlotState.STORING
         if self._fetch(slot):
             self.stats.on_demand += 1

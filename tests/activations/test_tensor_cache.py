@@ -16,7 +16,7 @@ from infinity.activations.tensor_cache import (
 )
 from infinity.core.plan import ActivationPlan, Load, Place
 from infinity.core.profile import SlotKey
-from tests.activations.stage import assert_parity, cached_gradients, gradients
+from tests.activations.stage import STORE, assert_parity, cached_gradients, gradients
 
 N = 64
 
@@ -323,3 +323,21 @@ def test_one_rule_for_all_spares_what_backward_begins_with():
 def test_the_last_block_is_not_recomputed_for_nothing():
     policy = UniformPolicy(Place.KEEP, recompute=True, last=3)
     assert [policy.recomputes(region) for region in (1, 3, 5)] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [STORE, PlannedPolicy(ActivationPlan("plan", {SlotKey(0, 0): Place.NVME}, capacity_nbytes=1))],
+    ids=["uniform", "planned"],
+)
+def test_a_pass_reads_a_slot_that_only_an_earlier_pass_packed(stage, policy):
+    stage.engine.delay_s = 0.02  # it is still being stored
+    x = torch.randn(4096, requires_grad=True)
+    with stage.forward(policy=policy):
+        first = x.sin().sum()
+    with stage.forward(policy=policy):
+        second = x.cos().sum()
+    (second + first).backward()
+    assert torch.equal(x.grad, x.detach().cos() - x.detach().sin())
+    del first, second
+    stage.assert_empty()

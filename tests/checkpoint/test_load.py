@@ -373,13 +373,13 @@ def test_values_are_asked_for_once_and_never_more_than_a_chunk_at_a_time(saved, 
     directory, _, _ = saved("llama")
     from infinity.checkpoint.load import CheckpointValues
 
-    ranges, real = [], CheckpointValues._range
+    ranges, real = [], CheckpointValues.master
 
     def spy(self, unit, start, stop):
         ranges.append((unit.index, start, stop))
         return real(self, unit, start, stop)
 
-    monkeypatch.setattr(CheckpointValues, "_range", spy)
+    monkeypatch.setattr(CheckpointValues, "master", spy)
     model = load(directory)
     runtime = runtime_of(model)
     assert max(stop - start for _, start, stop in ranges) <= runtime.tiers.chunk_numel
