@@ -262,14 +262,16 @@ class _Model:
         fakes: dict[int, nn.Parameter] = {}
         for unit, segment in self.units.segments():
             param = segment.param
-            segment.param = nn.Parameter(torch.empty(param.shape, dtype=unit.dtype), param.requires_grad)
+            segment.param = nn.Parameter(
+                torch.empty(param.shape, dtype=unit.dtype, device="cpu"), param.requires_grad
+            )
             fakes[id(param)] = segment.param
         for module in self.model.modules():
             own = {n: p if p is None else fakes.get(id(p), p) for n, p in module._parameters.items()}
             module.__dict__["_parameters"] = own
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         self.units.replace(list(self.units))
         del before
 
@@ -712,7 +714,7 @@ class _Planner:
         batch, length = recipe.train.batch_size, recipe.model.seq_len
         with _hooked(model, hooks):
             loss = CausalLoss(model)
-            tokens = torch.zeros((batch, length), dtype=torch.int64)
+            tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
             targets = torch.zeros_like(tokens)
             with profiler, library_errors(CheckpointError, _WHY):
                 value = loss(tokens, targets)

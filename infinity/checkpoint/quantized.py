@@ -208,7 +208,7 @@ class Decoded:
     def _read_slabs(self, first: int, last: int, read: Read | None = None) -> Tensor:
         needed = []
         for tensor, start, stop in self._needs(first, last):
-            needed.append(torch.empty(stop - start, dtype=tensor.dtype))
+            needed.append(torch.empty(stop - start, dtype=tensor.dtype, device="cpu"))
             if read is not None and isinstance(tensor, FileTensor):
                 tensor.fill(start, needed[-1], read)
             else:
@@ -373,7 +373,7 @@ def _packed(group: _Group) -> Decoded:
     groups = scales.shape[1]
     columns = groups * group_size
     if not columns:
-        stored_shape = torch.empty(2, dtype=size.dtype)
+        stored_shape = torch.empty(2, dtype=size.dtype, device="cpu")
         size.fill(0, stored_shape)
         columns = int(stored_shape[1])
     zeros = None

@@ -300,9 +300,11 @@ class MappedBase:
         if self._values.exact_dtype(unit) == unit.dtype:
             self._values.make(unit, step.start, out, read)
             return
-        master = torch.empty(len(out), dtype=torch.float32)
+        master = torch.empty(len(out), dtype=torch.float32, device="cpu")
         self._values.make(unit, step.start, master, read)
-        rest = tuple(torch.empty(len(out), dtype=field.dtype) for field in self._layout.fields[:1])
+        rest = tuple(
+            torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self._layout.fields[:1]
+        )
         store_master(self._layout, master, out, rest)
 
     def _read_tail(self, piece: Piece, memory: memoryview) -> None:

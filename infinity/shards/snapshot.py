@@ -115,7 +115,7 @@ class Snapshot:
                 return None
             weight, *state = (each[start:stop] for each in values)
             missing = self._layout.fields[len(state) :]  # of a unit that was never trained
-            state += [torch.zeros(stop - start, dtype=field.dtype) for field in missing]
+            state += [torch.zeros(stop - start, dtype=field.dtype, device="cpu") for field in missing]
             exact = master_of(self._layout, weight, tuple(state))
             return tuple(each.clone() for each in (exact, *state[-2:]))
 
