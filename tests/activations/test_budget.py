@@ -23,7 +23,7 @@ from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
 
-STEPS = METERED + 4
+STEPS = METERED + 2
 
 LEAST_NBYTES = 16 * 2**10
 
