@@ -390,19 +390,24 @@ def native_dropout(t: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
     return t.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
-def alias(t: Tensor) -> Tensor:
-    return t.as_strided(t.size(), t.stride(), t.storage_offset())
-
-
 # --- torch.sim ---------------------------------------------------------------------------------
+
+
+_registered: dict[int, int] = {}
 
 
 def host_register(address: int, nbytes: int) -> int:
     """Page-lock memory that exists; 0, or an error's number as of cudaHostRegister."""
-    return int(_lib.sim_register(address, nbytes))
+    code = int(_lib.sim_register(address, nbytes))
+    if code == 0:
+        _registered[address] = nbytes
+    return code
 
 
 def host_unregister(address: int) -> int:
+    """Undo :func:`host_register`; 0, or an error's number as of cudaHostUnregister."""
+    nbytes = _registered.pop(address, 0)
+    simulator.released("page-locked memory", [(address, address + nbytes)] if nbytes else [])
     return int(_lib.sim_unregister(address))
 
 
@@ -578,6 +583,9 @@ def start() -> Simulator:
     torch._register_device_module("sim", Module)
     torch.utils.generate_methods_for_privateuse1_backend()
     _register_kernels()
+    from tests.accelerator import simccl
+
+    simccl.register()
     return simulator
 
 
@@ -598,7 +606,7 @@ def _register_kernels() -> None:
     everything.fallback(fallback, "PrivateUse1")
     for name, kernel in (
         ("_copy_from", copy_from), ("_local_scalar_dense", local_scalar), ("resize_", resize),
-        ("native_dropout", native_dropout), ("alias", alias),
+        ("native_dropout", native_dropout),
     ):  # fmt: skip
         aten.impl(name, kernel, "PrivateUse1")
     # Where the CPU has a kernel, a composite one in its place would round otherwise.

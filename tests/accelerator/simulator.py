@@ -301,6 +301,9 @@ class Simulator:
                 queue.entries.popleft()
             entry.done, entry.external, entry.ended_s = True, None, queue.time_s
             self.changed.notify_all()
+            for other in list(self.queues.values()) if self.schedule == "eager" else ():
+                if other.last is not None:
+                    self._advance(other.last)
 
     # --- the host ----------------------------------------------------------------------------
 

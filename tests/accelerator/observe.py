@@ -1,0 +1,140 @@
+"""What the product's host code does to memory that devices reach, told to the simulator. The only such place.
+
+Wraps the few functions through which infinity's drives and update threads read and write host memory, and through
+which leases are given back. The product knows nothing of this.
+
+[Note: seen]
+A move of an engine is in flight until a thread of the product has seen its end: ``wait`` returned, ``done`` said
+so, or a call that follows it began. That the drive happened to be quick orders nothing.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from infinity.device.memory import BufferPool
+from infinity.nvme.engines.base import Move, QueuedEngine
+from infinity.optim import norm
+from infinity.optim.rules import AdamWRule
+from infinity.shards import updates
+from tests.accelerator.device import is_sim, simulator, span
+from tests.accelerator.simulator import Flight, Range
+
+_flights: dict[int, Flight] = {}  # of moves whose end nobody has seen, by id
+
+
+def install() -> None:
+    """Wrap the product's functions, once in a process."""
+    if hasattr(QueuedEngine._start, "__wrapped__"):
+        return
+    for owner, name, around in (
+        (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks), (Move, "then", _follows),
+        (AdamWRule, "update", _updates), (BufferPool, "_take_back", _takes_back),
+    ):  # fmt: skip
+        _wrap(owner, name, around)
+    for module in (norm, updates):
+        if hasattr(module, "sum_of_squares"):
+            _wrap(module, "sum_of_squares", _sums)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+
+def _starts(start: Any, engine: Any, extent: Any, memory: Any, queue: Any, *, writes: bool) -> Move:
+    if not isinstance(memory, memoryview):
+        return start(engine, extent, memory, queue, writes=writes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ranges = [(address, address + memory.nbytes)]
+    told = simulator.flight(f"{engine.name} {'write' if writes else 'read'}", ranges if writes else (), () if writes else ranges)
+    try:
+        move = start(engine, extent, memory, queue, writes=writes)
+    except BaseException:
+        simulator.landed(told)
+        raise
+    _flights[id(move)] = told
+    return move
+
+
+def _seen(move: Move) -> None:
+    flight = _flights.pop(id(move), None)
+    if flight is not None:
+        simulator.landed(flight)
+
+
+def _sees(wait: Any, move: Move) -> None:
+    try:
+        wait(move)
+    finally:
+        if _ended(move):
+            _seen(move)
+
+
+def _asks(done: Any, move: Move) -> bool:
+    ended = done(move)
+    if ended:
+        _seen(move)
+    return ended
+
+
+def _follows(then: Any, move: Move, call: Callable[[], None]) -> None:
+    def after() -> None:
+        _seen(move)
+        call()
+
+    then(move, after)
+
+
+def _ended(move: Move) -> bool:
+    return move._done
+
+
+# --- threads of the host -------------------------------------------------------------------------
+
+
+@contextmanager
+def _in_flight(what: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> Iterator[None]:
+    flight = simulator.flight(what, _host(reads), _host(writes))
+    try:
+        yield
+    finally:
+        simulator.landed(flight)
+
+
+def _host(tensors: Sequence[Tensor]) -> list[Range]:
+    return [span(t) for t in tensors if t.device.type == "cpu"]
+
+
+def _updates(update: Any, rule: Any, weight: Tensor, grad: Tensor, state: Any, weight_out: Tensor, hyper: Any) -> None:
+    with _in_flight("AdamW", [weight, grad, *state], [*state, weight_out]):
+        update(rule, weight, grad, state, weight_out, hyper)
+
+
+def _sums(sum_of_squares: Any, grad: Tensor) -> float:
+    with _in_flight("norm", [grad]):
+        return sum_of_squares(grad)
+
+
+# --- leases ------------------------------------------------------------------------------------
+
+
+def _takes_back(take_back: Any, pool: Any, lease: Any, *args: Any, **kwargs: Any) -> None:
+    """Host memory that is given back may be lent and written at once, unless its next writer waits for an event."""
+    buffer = lease._buffer
+    ordered = any(each is not None for each in (*args, *kwargs.values()))
+    if buffer is not None and not ordered and not is_sim(buffer.tensor):
+        simulator.released(lease.who, [span(buffer.tensor)])
+    take_back(pool, lease, *args, **kwargs)
