@@ -77,7 +77,7 @@ _NOT_BY_FALLBACK = frozenset(
     [
         "empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "unfold", "alias", "resize_",
         "_local_scalar_dense", "_copy_from", "native_dropout", "is_set_to", "_fused_sdp_choice", "_pin_memory",
-        "is_pinned", "record_stream", "_has_compatible_shallow_copy_type",
+        "is_pinned", "record_stream", "_has_compatible_shallow_copy_type", "histc",
     ]
 )  # fmt: skip
 
@@ -184,8 +184,7 @@ class _BareDispatch:
     def __enter__(self) -> None:
         self.modes = torch._C._DisableTorchDispatch()
         self.autocast = torch._C._ExcludeDispatchKeyGuard(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-            | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+            torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | _AUTOCAST
         )
         self.autocast.__enter__()
 
@@ -388,6 +387,54 @@ def native_dropout(t: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
         return t.clone(), torch.ones_like(t, dtype=torch.bool)
     mask = torch.empty_like(t, dtype=torch.bool).bernoulli_(1 - p)
     return t.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def convolution(given: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    return fallback(torch.ops.aten.convolution.default, given, weight, bias, *geometry)
+
+
+def convolution_backward(
+    grad: Tensor, given: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int, wanted: list[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    sizes = [weight.size(1) * groups if transposed else weight.size(0)]
+    return fallback(
+        torch.ops.aten.convolution_backward.default, grad, given, weight, sizes, stride, padding, dilation,
+        transposed, output_padding, groups, wanted,
+    )  # fmt: skip
+
+
+def histc(t: Tensor, bins: int = 100, low: Any = 0, high: Any = 0) -> Tensor:
+    """Of integers, too, as CUDA's."""
+    counted = fallback(torch.ops.aten.histc.default, t if t.is_floating_point() else t.float(), bins, low, high)
+    return counted.to(t.dtype)
+
+
+# --- autocast ------------------------------------------------------------------------------------
+
+#: As CUDA's lists, as far as models of transformers need them.
+_LOWER = (
+    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "einsum", "linear",
+    "matmul", "mm", "mv", "scaled_dot_product_attention",
+)  # fmt: skip
+_FP32 = (
+    "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy_loss", "cumsum", "exp", "expm1",
+    "group_norm", "kl_div", "layer_norm", "log", "log1p", "log_softmax.int", "mse_loss", "nll_loss", "nll_loss_nd",
+    "norm.Scalar", "pow.Tensor_Scalar", "prod", "reciprocal", "rsqrt", "smooth_l1_loss", "softmax.int", "softplus",
+    "sum", "sum.dim_IntList",
+)  # fmt: skip
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+
+def _in_dtype(op: Any, lower: bool, *args: Any, **kwargs: Any) -> Any:
+    dtype = torch.get_autocast_dtype("sim") if lower else torch.float32
+
+    def cast(value: Any) -> Any:
+        floats = is_sim(value) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if floats else value
+
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return op(*_map(cast, args), **_map(cast, kwargs))
 
 
 # --- torch.sim ---------------------------------------------------------------------------------
@@ -606,7 +653,8 @@ def _register_kernels() -> None:
     everything.fallback(fallback, "PrivateUse1")
     for name, kernel in (
         ("_copy_from", copy_from), ("_local_scalar_dense", local_scalar), ("resize_", resize),
-        ("native_dropout", native_dropout),
+        ("native_dropout", native_dropout), ("convolution_overrideable", convolution),
+        ("convolution_backward_overrideable", convolution_backward), ("histc", histc),
     ):  # fmt: skip
         aten.impl(name, kernel, "PrivateUse1")
     # Where the CPU has a kernel, a composite one in its place would round otherwise.
@@ -621,6 +669,12 @@ def _register_kernels() -> None:
         if op is None or any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns):
             continue
         aten.impl(name, functools.partial(fallback, op), "PrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for lower, names in ((True, _LOWER), (False, _FP32)):
+        for name in names:
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            aten.impl(name, functools.partial(_in_dtype, op, lower), "AutocastPrivateUse1")
     _keep.extend((everything, aten))
 
 

@@ -1,22 +1,36 @@
-"""Runs training of the product on an accelerator: a real one, or the simulated one under several schedules."""
+"""Runs training of the product on an accelerator: a real one, or the simulated one under several schedules.
+
+A scenario knows no device. ``on_accelerator`` runs it where there is one, in this process; else in processes of their
+own (forks of the suite's server, one for each rank) on the simulated device, under each schedule in turn.
+"""
 
 import contextlib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import infinity
 from infinity.activations import tensor_cache
-from tests.accelerator.simulator import Schedule
-from tests.helpers import models
+from tests.accelerator import build
+from tests.accelerator.simulator import Schedule, Wait
+from tests.helpers import models, training
+from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
-from tests.helpers.training import Trained, train
+from tests.helpers.training import Trained, optimizer_for, small_units
+
+#: All that a test tries; the first reports every race, the others let many of them change numbers.
+SCHEDULES: tuple[tuple[Schedule, int], ...] = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
+
+NVME = ("memory.nvme=[{folder}]", "memory.host=4MiB", "memory.resident=false", "memory.engine=threads")
+HOST = ("memory.host=1GiB",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +38,32 @@ class Scenario:
     """One way to train a tiny model.
 
     Attributes:
-        model: A name of :mod:`tests.helpers.models`.
-        overrides: Of the recipe; ``{folder}`` is a directory of the test.
+        model: A name of :mod:`tests.helpers.models`, or ``mixtral``.
+        place: Overrides of the recipe that say where states are; ``{folder}`` is a directory of the test.
+        more: Further overrides.
         clip: The rule's ``max_grad_norm``.
-        dropout: Of the model.
+        through: Micro-batches that go through the layers together; 0: no layer schedule.
+        lora: Rank of the adapters; 0: none.
+        resumed: Between two steps all is exported and loaded again.
+        world: Ranks.
     """
 
     model: str = "llama"
-    overrides: tuple[str, ...] = ("memory.nvme=[{folder}]", "memory.host=4MiB", "memory.resident=false")
+    place: tuple[str, ...] = NVME
+    more: tuple[str, ...] = ()
     dtype: str = "bf16"
     steps: int = 3
     accumulate: int = 1
     clip: float | None = None
     dropout: float = 0.0
+    through: int = 0
+    lora: int = 0
+    resumed: bool = False
+    world: int = 1
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(max_grad_norm=self.clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +72,7 @@ class Run:
 
     Attributes:
         digest: Of every bit of the losses, the norms and the weights.
+        bits: The same without the norms, which the CPU adds up in another order.
         races: Pairs of accesses that nothing orders.
         early: Memory that was given back while something in flight used it.
         waits: How often the host waited for the device, by place and thread.
@@ -53,53 +81,166 @@ class Run:
     schedule: str
     losses: list[float]
     digest: str
+    bits: str
     races: list[str] = field(default_factory=list)
     early: list[str] = field(default_factory=list)
-    waits: Counter[Any] = field(default_factory=Counter)
+    waits: Counter[Wait] = field(default_factory=Counter)
     kernels: int = 0
 
+    @property
+    def faults(self) -> list[str]:
+        return [*self.races, *self.early]
 
-def digest(trained: Trained) -> str:
-    sha = hashlib.sha256(repr((trained.losses, trained.norms)).encode())
+
+def digest(trained: Trained, *, norms: bool = True) -> str:
+    sha = hashlib.sha256(repr((trained.losses, trained.norms if norms else ())).encode())
     for name in sorted(trained.weights):
         sha.update(name.encode() + trained.weights[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 
-def train_once(scenario: Scenario, folder: str) -> Trained:
-    """Train on this process's accelerator, or the CPU if it has none."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+# --- training ----------------------------------------------------------------------------------
+
+
+def here() -> torch.device:
+    """Where this process trains."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def train(scenario: Scenario, folder: str, before: Callable[[int], object] = lambda step: None) -> Trained:
+    """Train on this process's device; the same numbers on every rank's.
+
+    Args:
+        before: Called before each step.
+    """
     tensor_cache.LEAST_NBYTES = 512  # tiny models have tiny activations
-    factory, batch = models.build(scenario.model, seed=1, dropout=scenario.dropout)
-
-    def on_device(*args: int) -> dict[str, torch.Tensor]:
-        return {key: value.to(device) for key, value in batch(*args).items()}
-
+    overrides = [each.format(folder=folder) for each in (*scenario.place, *scenario.more)]
     torch.manual_seed(7)
-    return train(
-        factory, on_device, [each.format(folder=folder) for each in scenario.overrides],
-        dtype=scenario.dtype, steps=scenario.steps, accumulate=scenario.accumulate,
-        rule=Rule(max_grad_norm=scenario.clip), rank=rank, world=world,
+    out = Trained()
+    with contextlib.ExitStack() as stack:
+        model = _build(scenario, overrides)
+        optimizer = optimizer_for(model, scenario.rule)
+        closing = stack.enter_context(contextlib.ExitStack())
+        closing.callback(optimizer.close)
+        for step in range(scenario.steps):
+            before(step)
+            if scenario.resumed and step == scenario.steps - 1:
+                model, optimizer = _again(scenario, model, optimizer, overrides, Path(folder))
+                closing.pop_all().close()
+                closing.callback(optimizer.close)
+            _step(scenario, model, optimizer, step, out)
+        out.weights = infinity.state_dict(model, every_rank=True)
+    return out
+
+
+def _build(scenario: Scenario, overrides: list[str]) -> nn.Module:
+    factory = _factory(scenario)[0]
+    model = training.build(factory, scenario.dtype, overrides)
+    if scenario.lora:
+        model = infinity.add_lora(model, rank=scenario.lora)
+    return model
+
+
+def _factory(scenario: Scenario) -> tuple[Callable[[], nn.Module], Callable[..., dict[str, Tensor]]]:
+    if scenario.model in models.NAMES:
+        return models.build(scenario.model, seed=1, dropout=scenario.dropout)
+    return _mixtral, models.build("llama", seed=1)[1]
+
+
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(1)
+    config = MixtralConfig(
+        vocab_size=models.VOCABULARY, hidden_size=models.HIDDEN, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
     )  # fmt: skip
+    return MixtralForCausalLM(config).train()
 
 
-def simulated(scenario: Scenario, folder: str, schedules: Sequence[tuple[Schedule, int]]) -> list[Run]:
-    """Train under each schedule in turn; in a process of its own, on each rank."""
+def _step(scenario: Scenario, model: nn.Module, optimizer: infinity.AdamW, step: int, out: Trained) -> None:
+    called: Callable[..., Any] = model
+    if scenario.through:
+        called = infinity.layer_schedule(model, scenario.through)
+    for micro in range(scenario.accumulate):
+        last = micro == scenario.accumulate - 1
+        with contextlib.nullcontext() if last else infinity.no_sync(model):
+            loss = called(**batch_of(scenario, step * scenario.accumulate + micro)).loss
+            optimizer.scale(loss).backward()
+            out.losses.append(loss.item())
+    optimizer.step()
+    assert optimizer.grad_norm is not None
+    out.norms.append(optimizer.grad_norm)
+
+
+def batch_of(scenario: Scenario, number: int) -> dict[str, Tensor]:
+    """This rank's part of a batch, on its device."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    given = _factory(scenario)[1](number, rank, world)
+    return {key: value.to(here()) for key, value in given.items()}
+
+
+def _again(
+    scenario: Scenario, model: nn.Module, optimizer: infinity.AdamW, overrides: list[str], folder: Path
+) -> tuple[nn.Module, infinity.AdamW]:
+    """The same model and optimizer, from what the first ones gave out."""
+    weights, states = infinity.state_dict(model, every_rank=True), [optimizer.state_dict()]
+    if scenario.world > 1:
+        torch.distributed.broadcast_object_list(states, src=0)
+    optimizer.close()
+    again = _build(scenario, overrides)
+    again.load_state_dict(weights)
+    new = optimizer_for(again, scenario.rule)
+    new.load_state_dict(states[0])
+    return again, new
+
+
+# --- simulated -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def math_attention() -> Iterator[None]:
+    """Attention by the composite operators, as on the simulated device; the CPU has a fused kernel."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def simulate(scenario: Scenario, folder: Path, schedules: Sequence[tuple[Schedule, int]] = SCHEDULES) -> list[list[Run]]:
+    """For each rank the runs of ``scenario``, by schedule."""
+    needs_simulator()
+    return run_ranks(play, scenario.world, scenario, str(folder), tuple(schedules), group=False, timeout_s=170)
+
+
+def needs_simulator() -> None:
+    """Skip the test where the simulated device cannot be built."""
+    try:
+        build.library()
+    except build.CannotBuildError as error:
+        pytest.skip(str(error))
+
+
+def play(scenario: Scenario, folder: str, schedules: Sequence[tuple[Schedule, int]]) -> list[Run]:
+    """On each rank, in a process of its own: train under each schedule."""
     from tests.accelerator import device, observe
 
     simulator = device.start()
     observe.install()
     runs = []
     for schedule, seed in schedules:
-        simulator.reset(schedule, seed + int(os.environ["RANK"]))
-        trained = train_once(scenario, folder)
+        simulator.reset(schedule, 2 * seed + int(os.environ["RANK"]))
+        trained = train(scenario, folder)
         runs.append(
             Run(
                 schedule=f"{schedule} {seed}", losses=trained.losses, digest=digest(trained),
-                races=simulator.races, early=simulator.early, waits=simulator.waits, kernels=simulator.kernels,
+                bits=digest(trained, norms=False), races=simulator.races, early=simulator.early, waits=simulator.waits, kernels=simulator.kernels,
             )  # fmt: skip
         )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return runs
+
+
+__all__ = ["HOST", "NVME", "SCHEDULES", "Run", "Scenario", "digest", "math_attention", "needs_simulator", "simulate", "small_units", "train"]

@@ -131,10 +131,10 @@ def _sums(sum_of_squares: Any, grad: Tensor) -> float:
 # --- leases ------------------------------------------------------------------------------------
 
 
-def _takes_back(take_back: Any, pool: Any, lease: Any, *args: Any, **kwargs: Any) -> None:
-    """Host memory that is given back may be lent and written at once, unless its next writer waits for an event."""
+def _takes_back(take_back: Any, pool: Any, lease: Any) -> None:
+    """Host memory that is given back may be lent and written at once, but after the events that the buffer carries."""
     buffer = lease._buffer
-    ordered = any(each is not None for each in (*args, *kwargs.values()))
-    if buffer is not None and not ordered and not is_sim(buffer.tensor):
-        simulator.released(lease.who, [span(buffer.tensor)])
-    take_back(pool, lease, *args, **kwargs)
+    if buffer is not None and not is_sim(buffer.tensor):
+        events = [event.event_id for event in buffer.events]
+        simulator.released(lease.who, [span(buffer.tensor)], after=events)
+    take_back(pool, lease)

@@ -59,10 +59,11 @@ class Site:
             at = at.f_back
         self.frames, self.thread = tuple(frames), threading.current_thread().name
 
-    @property
-    def place(self) -> str:
-        """The innermost frame: ``partition/mover.py UnitMover._upload``; without the line, which changes."""
-        return next((f"{_short(c.co_filename)} {c.co_qualname}" for c, _ in self.frames), "torch")
+    def place(self, below: str) -> str:
+        """The innermost function that is not in the folder ``below``, as ``partition/mover.py UnitMover._upload``."""
+        outside = [code for code, _ in self.frames if f"{os.sep}{below}{os.sep}" not in code.co_filename]
+        codes = outside or [code for code, _ in self.frames]
+        return f"{_short(codes[0].co_filename)} {codes[0].co_qualname}" if codes else "torch"
 
     def __str__(self) -> str:
         told = " < ".join(f"{_short(c.co_filename)}:{line}" for c, line in self.frames)
@@ -178,7 +179,7 @@ class Simulator:
         self.lock = threading.RLock()  # guards all
         self.changed = threading.Condition(self.lock)  # an external entry ended
         self.before_enqueue: Callable[[], None] = lambda: None
-        self.running = threading.local()
+        self.helpers = "infinity/device"  # whose waits count as their callers'
         self._flights = HOST
         self.seq = 0
         self.reset("eager")
@@ -195,6 +196,8 @@ class Simulator:
             for queue in list(getattr(self, "queues", {}).values()):
                 if queue.last is not None:
                     self._run_until(queue.last)
+            if hasattr(self, "queues"):
+                self.before_enqueue()  # what waited for these entries ends with them
             self.schedule, self.random, self.most = schedule, random.Random(seed), most
             self.queues: dict[int, Queue] = {}
             self.events: dict[int, Mark] = {}
@@ -339,11 +342,16 @@ class Simulator:
                             found[id(access)] = access
             return list(found.values())
 
-    def released(self, what: str, ranges: Sequence[Range]) -> None:
-        """Memory is given back; note what in flight still uses it."""
+    def released(self, what: str, ranges: Sequence[Range], *, after: Sequence[int] = ()) -> None:
+        """Memory is given back; note what in flight still uses it, but for what the events ``after`` stand for."""
         with self.lock:
             site: Site | None = None
+            clock: Clock = {}
+            for event in after:
+                _join(clock, self.events[event].clock if event in self.events else {})
             for access in self.in_flight(ranges):
+                if access.flight is None and access.seq <= clock.get(access.stream, 0):
+                    continue
                 site = site or Site()
                 self.early.append(f"{what} ({site}) is given back before {access}")
 
@@ -437,8 +445,8 @@ class Simulator:
     def synchronize(self, event: int, stream: int, device: int) -> None:
         with self.lock:
             self.before_enqueue()
-            site = Site(1)
-            self.waits[Wait(site.place, site.thread)] += 1
+            site = Site(6)
+            self.waits[Wait(site.place(self.helpers), site.thread)] += 1
             if event >= 0:
                 marks = [self.events[event]] if event in self.events else []
             elif stream >= 0:

@@ -1,0 +1,52 @@
+"""What is trained on accelerators, real or simulated: each model, each place of each state, each way to train."""
+
+from tests.accelerator.harness import HOST, NVME, Scenario
+
+TIGHT = ("memory.device=64KiB",)
+
+#: The few that the fast suite runs: together they take every path between device, host and disk.
+FAST: dict[str, Scenario] = {
+    "llama on nvme": Scenario(more=TIGHT),
+    "t5 in host memory, clipped": Scenario(model="t5", place=HOST, clip=1.0, steps=2),
+    "gpt2 with activations stored": Scenario(model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2),
+    "two ranks, accumulated": Scenario(accumulate=3, world=2, steps=2, clip=1.0),
+}
+
+SLOW: dict[str, Scenario] = {
+    "llama on nvme, clipped": Scenario(clip=1.0, more=("memory.device=192KiB",)),
+    "llama in host memory": Scenario(place=HOST),
+    "llama, one version": Scenario(more=("memory.versions=1",)),
+    "llama, one version, clipped": Scenario(more=("memory.versions=1",), clip=1.0),
+    "llama resident in part": Scenario(
+        place=("memory.nvme=[{folder}]", "memory.host=500KiB", "memory.resident=true", "memory.engine=threads"), clip=1.0
+    ),
+    "llama with libaio": Scenario(place=(*NVME[:-1], "memory.engine=libaio")),
+    "llama in fp32": Scenario(dtype="fp32", clip=1.0),
+    "llama in fp16": Scenario(dtype="fp16"),
+    "llama, accumulated": Scenario(accumulate=3, clip=1.0, steps=2),
+    "gpt2": Scenario(model="gpt2", clip=1.0),
+    "gpt2 with dropout": Scenario(model="gpt2", dropout=0.1, more=("memory.activations=recompute",)),
+    "t5": Scenario(model="t5", clip=1.0),
+    "vit": Scenario(model="vit"),
+    "bert": Scenario(model="bert", clip=1.0),
+    "gpt": Scenario(model="gpt"),
+    "experts": Scenario(model="mixtral", clip=1.0, steps=2),
+    "activations kept": Scenario(more=("memory.activations=keep",), clip=1.0),
+    "activations stored": Scenario(more=("memory.activations=offload",), clip=1.0),
+    "activations recomputed": Scenario(more=("memory.activations=recompute",), clip=1.0),
+    "activations planned": Scenario(more=("memory.activations=plan", "memory.device=400KiB"), clip=1.0),
+    "layer schedule": Scenario(through=2, clip=1.0),
+    "layer schedule in little memory": Scenario(through=4, more=("memory.device=160KiB",)),
+    "lora": Scenario(lora=4),
+    "lora, clipped, in host memory": Scenario(lora=4, clip=1.0, place=HOST),
+    "out and in again": Scenario(resumed=True, clip=1.0),
+    "out and in again, in host memory": Scenario(resumed=True, place=HOST),
+    "two ranks": Scenario(world=2),
+    "two ranks in host memory, clipped": Scenario(world=2, place=HOST, clip=1.0),
+    "two ranks, gpt2, activations stored": Scenario(model="gpt2", world=2, more=("memory.activations=offload",), steps=2),
+    "two ranks, t5, one version": Scenario(model="t5", world=2, clip=1.0, more=("memory.versions=1",), steps=2),
+    "two ranks, experts": Scenario(model="mixtral", world=2, steps=2, more=("partition.leaf=[MixtralExperts]",)),
+    "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
+    "two ranks, lora": Scenario(world=2, lora=4, steps=2),
+    "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
+}

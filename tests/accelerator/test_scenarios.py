@@ -1,0 +1,39 @@
+"""Training on an accelerator gives the same bits under every schedule, the CPU's bits, and no race.
+
+Where a real accelerator is at hand, ``tests/gpu`` trains the same scenarios on it.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.harness import SCHEDULES, Scenario, digest, math_attention, simulate, train
+from tests.accelerator.scenarios import FAST, SLOW
+
+
+def check(scenario: Scenario, folder: Path) -> None:
+    ranks = simulate(scenario, folder)
+    assert len(ranks) == scenario.world
+    for runs in ranks:
+        assert len(runs) == len(SCHEDULES)
+        for run in runs:
+            assert run.faults == [], f"{run.schedule}: {len(run.faults)} faults, first:\n{run.faults[0]}"
+        assert {run.schedule: run.losses for run in runs} == {run.schedule: runs[0].losses for run in runs}
+        assert {run.schedule: run.digest for run in runs} == {run.schedule: runs[0].digest for run in runs}
+        assert all(run.kernels > 1000 for run in runs)  # it trained on the device
+    if scenario.world == 1 and not scenario.dropout:
+        with math_attention():
+            plain = train(scenario, str(folder))
+        assert ranks[0][0].losses == plain.losses
+        assert ranks[0][0].bits == digest(plain, norms=False)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_training_is_bitwise_the_same_under_every_schedule_without_a_race(tmp_path: Path, name: str):
+    check(FAST[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_scenario_is_bitwise_the_same_under_every_schedule_without_a_race(tmp_path: Path, name: str):
+    check(SLOW[name], tmp_path)
