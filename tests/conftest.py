@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)  # else one may be left at the end
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):

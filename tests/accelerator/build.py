@@ -34,7 +34,8 @@ def library() -> Path:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     command = [
-        *compiler, *_FLAGS, abi, *includes, str(SOURCE), f"-L{lib}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}",
+        *compiler, *_FLAGS, abi, *includes, str(SOURCE), f"-L{lib}", "-lc10", "-ltorch_cpu",
+        f"-Wl,-rpath,{lib}",
     ]  # fmt: skip
     key = hashlib.sha256(f"{torch.__version__} {command}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())

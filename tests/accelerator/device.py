@@ -1,12 +1,12 @@
 """The device ``sim``: ``torch.sim``, and every operator by the CPU's kernel, on the queue of a stream.
 
-``start()`` makes it this process's accelerator, once and for good, before the first backward pass: so it is called
-in processes of their own (:mod:`tests.accelerator.process`), and no other test ever sees it.
+``start()`` makes it this process's accelerator, once and for good, before the first backward pass: so it is
+called in processes of their own (:mod:`tests.accelerator.process`), and no other test ever sees it.
 
 [Note: shapes first]
-A kernel that waits in a queue has no result yet, but its caller needs the result's shape. So each operator runs
-once on zeros of the same shapes on the CPU, and what it gives is remembered. Operators whose result's shape
-depends on values make the host wait, as CUDA's do.
+A kernel that waits in a queue has no result yet, but its caller needs the result's shape. So each operator
+runs once on zeros of the same shapes on the CPU, and what it gives is remembered. Operators whose result's
+shape depends on values make the host wait, as CUDA's do.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.accelerator import build
-from tests.accelerator.simulator import HOST, STREAMS_PER_DEVICE, Mark, Range, Simulator
+from tests.accelerator.simulator import HOST, Mark, Range, Simulator
 
 simulator = Simulator()
 #: Of each device (bytes); addresses only, until they are used.
@@ -66,8 +66,8 @@ def kernel_view(t: Tensor) -> Tensor:
 _WAITS = frozenset(
     f"aten::{name}"
     for name in (
-        "_local_scalar_dense", "_unique2", "allclose", "bincount", "equal", "is_nonzero", "item", "masked_select",
-        "nonzero", "repeat_interleave", "unique_consecutive", "unique_dim",
+        "_local_scalar_dense", "_unique2", "allclose", "bincount", "equal", "is_nonzero", "item",
+        "masked_select", "nonzero", "repeat_interleave", "unique_consecutive", "unique_dim",
     )
 )  # fmt: skip
 #: They take indices in host memory, too.
@@ -75,9 +75,9 @@ _MIXES = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 #: Their results share memory with an argument, or their kernel is in C++ or below.
 _NOT_BY_FALLBACK = frozenset(
     [
-        "empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "unfold", "alias", "resize_",
-        "_local_scalar_dense", "_copy_from", "native_dropout", "is_set_to", "_fused_sdp_choice", "_pin_memory",
-        "is_pinned", "record_stream", "_has_compatible_shallow_copy_type", "histc",
+        "empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "unfold", "alias",
+        "resize_", "_local_scalar_dense", "_copy_from", "native_dropout", "is_set_to", "_fused_sdp_choice",
+        "_pin_memory", "is_pinned", "record_stream", "_has_compatible_shallow_copy_type", "histc",
     ]
 )  # fmt: skip
 
@@ -96,7 +96,13 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(
-    op: Any, schema: Any, args: Any, kwargs: Any, leaves: list[Tensor], written: list[Tensor], device: torch.device
+    op: Any,
+    schema: Any,
+    args: Any,
+    kwargs: Any,
+    leaves: list[Tensor],
+    written: list[Tensor],
+    device: torch.device,
 ) -> Any:
     stream = current_stream()
     if "out" in kwargs or any(a.is_out for a in schema.arguments):
@@ -137,7 +143,8 @@ def _wrapped(schema: Any, args: Any) -> Any:
     tensors = [str(a.type) in ("Tensor", "Optional[Tensor]") for a in schema.arguments]
     number = (bool, int, float, complex)
     return tuple(
-        torch.ops.sim.wrapped_number(a) if tensor and isinstance(a, number) else a for a, tensor in zip(args, tensors)
+        torch.ops.sim.wrapped_number(a) if tensor and isinstance(a, number) else a
+        for a, tensor in zip(args, tensors)
     )
 
 
@@ -205,7 +212,9 @@ def _next_generator(given: torch.Generator | None, device: torch.device) -> torc
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + offset) % 2**63)
 
 
-def _waited(op: Any, name: str, args: Any, kwargs: Any, reads: list[Range], stream: int, device: torch.device) -> Any:
+def _waited(
+    op: Any, name: str, args: Any, kwargs: Any, reads: list[Range], stream: int, device: torch.device
+) -> Any:
     """Compute now; the host waits."""
     simulator.enqueue(stream, name, None, reads)
     simulator.synchronize(-1, stream, -1)
@@ -252,7 +261,9 @@ def _try(op: Any, args: Any, kwargs: Any) -> Any:
         kwargs["generator"] = generator
     results: list[Any] = []
     try:
-        _kernel(lambda: results.append(op(*_wrapped(op._schema, _map(_zeros, args)), **_map(_zeros, kwargs))))()
+        _kernel(
+            lambda: results.append(op(*_wrapped(op._schema, _map(_zeros, args)), **_map(_zeros, kwargs)))
+        )()
     except (RuntimeError, IndexError):
         return None  # zeros are no valid values
     return _map(lambda r: _Shape.of(r) if isinstance(r, Tensor) else r, results[0])
@@ -352,7 +363,9 @@ def _copy_between_devices(source: Tensor, target: Tensor, stream: int) -> Tensor
     s, t = kernel_view(source), kernel_view(target)
     with simulator.lock:
         simulator.wait_for(simulator.mark(other), stream)
-        simulator.enqueue(stream, "copy between devices", _kernel(lambda: t.copy_(s)), [span(source)], [span(target)])
+        simulator.enqueue(
+            stream, "copy between devices", _kernel(lambda: t.copy_(s)), [span(source)], [span(target)]
+        )
         simulator.wait_for(simulator.mark(stream), other)
     return target
 
@@ -406,7 +419,9 @@ def convolution_backward(
 
 def histc(t: Tensor, bins: int = 100, low: Any = 0, high: Any = 0) -> Tensor:
     """Of integers, too, as CUDA's."""
-    counted = fallback(torch.ops.aten.histc.default, t if t.is_floating_point() else t.float(), bins, low, high)
+    counted = fallback(
+        torch.ops.aten.histc.default, t if t.is_floating_point() else t.float(), bins, low, high
+    )
     return counted.to(t.dtype)
 
 
@@ -414,14 +429,14 @@ def histc(t: Tensor, bins: int = 100, low: Any = 0, high: Any = 0) -> Tensor:
 
 #: As CUDA's lists, as far as models of transformers need them.
 _LOWER = (
-    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "einsum", "linear",
-    "matmul", "mm", "mv", "scaled_dot_product_attention",
+    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "einsum",
+    "linear", "matmul", "mm", "mv", "scaled_dot_product_attention",
 )  # fmt: skip
 _FP32 = (
     "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy_loss", "cumsum", "exp", "expm1",
-    "group_norm", "kl_div", "layer_norm", "log", "log1p", "log_softmax.int", "mse_loss", "nll_loss", "nll_loss_nd",
-    "norm.Scalar", "pow.Tensor_Scalar", "prod", "reciprocal", "rsqrt", "smooth_l1_loss", "softmax.int", "softplus",
-    "sum", "sum.dim_IntList",
+    "group_norm", "kl_div", "layer_norm", "log", "log1p", "log_softmax.int", "mse_loss", "nll_loss",
+    "nll_loss_nd", "norm.Scalar", "pow.Tensor_Scalar", "prod", "reciprocal", "rsqrt", "smooth_l1_loss",
+    "softmax.int", "softplus", "sum", "sum.dim_IntList",
 )  # fmt: skip
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
@@ -666,7 +681,9 @@ def _register_kernels() -> None:
             continue
         base, _, overload = plain.partition(".")
         op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-        if op is None or any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns):
+        if op is None or any(
+            r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns
+        ):
             continue
         aten.impl(name, functools.partial(fallback, op), "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -678,4 +695,4 @@ def _register_kernels() -> None:
     _keep.extend((everything, aten))
 
 
-__all__ = ["HOST", "DEVICES", "is_pinned", "is_sim", "kernel_view", "simulator", "span", "start"]
+__all__ = ["DEVICES", "HOST", "is_pinned", "is_sim", "kernel_view", "simulator", "span", "start"]

@@ -1,7 +1,8 @@
 """Runs training of the product on an accelerator: a real one, or the simulated one under several schedules.
 
-A scenario knows no device. ``on_accelerator`` runs it where there is one, in this process; else in processes of their
-own (forks of the suite's server, one for each rank) on the simulated device, under each schedule in turn.
+A scenario knows no device. ``on_accelerator`` runs it where there is one, in this process; else in processes
+of their own (forks of the suite's server, one for each rank) on the simulated device, under each schedule in
+turn.
 """
 
 import contextlib
@@ -9,22 +10,21 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import infinity
 from infinity.activations import tensor_cache
-from tests.accelerator import build
+from tests.accelerator.process import needs_simulator
 from tests.accelerator.simulator import Schedule, Wait
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
-from tests.helpers.training import Trained, optimizer_for, small_units
+from tests.helpers.training import Trained, optimizer_for
 
 #: All that a test tries; the first reports every race, the others let many of them change numbers.
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
@@ -45,6 +45,7 @@ class Scenario:
         through: Micro-batches that go through the layers together; 0: no layer schedule.
         lora: Rank of the adapters; 0: none.
         resumed: Between two steps all is exported and loaded again.
+        around: A policy of ``offload_activations`` around a plain model; its weights are the device's own.
         world: Ranks.
     """
 
@@ -59,6 +60,7 @@ class Scenario:
     through: int = 0
     lora: int = 0
     resumed: bool = False
+    around: str = ""
     world: int = 1
 
     @property
@@ -95,7 +97,9 @@ class Run:
 def digest(trained: Trained, *, norms: bool = True) -> str:
     sha = hashlib.sha256(repr((trained.losses, trained.norms if norms else ())).encode())
     for name in sorted(trained.weights):
-        sha.update(name.encode() + trained.weights[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        sha.update(
+            name.encode() + trained.weights[name].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return sha.hexdigest()
 
 
@@ -105,7 +109,11 @@ def digest(trained: Trained, *, norms: bool = True) -> str:
 def here() -> torch.device:
     """Where this process trains."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return (
+        torch.device("cpu")
+        if found is None
+        else torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    )
 
 
 def train(scenario: Scenario, folder: str, before: Callable[[int], object] = lambda step: None) -> Trained:
@@ -117,6 +125,8 @@ def train(scenario: Scenario, folder: str, before: Callable[[int], object] = lam
     tensor_cache.LEAST_NBYTES = 512  # tiny models have tiny activations
     overrides = [each.format(folder=folder) for each in (*scenario.place, *scenario.more)]
     torch.manual_seed(7)
+    if scenario.around:
+        return _train_plain(scenario, folder)
     out = Trained()
     with contextlib.ExitStack() as stack:
         model = _build(scenario, overrides)
@@ -132,6 +142,27 @@ def train(scenario: Scenario, folder: str, before: Callable[[int], object] = lam
             _step(scenario, model, optimizer, step, out)
         out.weights = infinity.state_dict(model, every_rank=True)
     return out
+
+
+def _train_plain(scenario: Scenario, folder: str) -> Trained:
+    """A plain model and torch's own optimizer; only saved activations are ours."""
+    model, out = _factory(scenario)[0]().to(here()), Trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with infinity.offload_activations(model, policy=scenario.around, nvme=folder, host="64MiB"):
+        for step in range(scenario.steps):
+            loss = model(**batch_of(scenario, step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.losses.append(loss.item())
+    out.weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    return out
+
+
+def in_memory(scenario: Scenario) -> Scenario:
+    """The same numbers by the plainest way: states in host memory, activations kept."""
+    more = tuple(each for each in scenario.more if not each.startswith("memory."))
+    return replace(scenario, place=HOST, more=more, around="keep" if scenario.around else "", resumed=False)
 
 
 def _build(scenario: Scenario, overrides: list[str]) -> nn.Module:
@@ -154,7 +185,8 @@ def _mixtral() -> nn.Module:
     torch.manual_seed(1)
     config = MixtralConfig(
         vocab_size=models.VOCABULARY, hidden_size=models.HIDDEN, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2,
+        use_cache=False,
     )  # fmt: skip
     return MixtralForCausalLM(config).train()
 
@@ -208,18 +240,14 @@ def math_attention() -> Iterator[None]:
         yield
 
 
-def simulate(scenario: Scenario, folder: Path, schedules: Sequence[tuple[Schedule, int]] = SCHEDULES) -> list[list[Run]]:
+def simulate(
+    scenario: Scenario, folder: Path, schedules: Sequence[tuple[Schedule, int]] = SCHEDULES
+) -> list[list[Run]]:
     """For each rank the runs of ``scenario``, by schedule."""
     needs_simulator()
-    return run_ranks(play, scenario.world, scenario, str(folder), tuple(schedules), group=False, timeout_s=170)
-
-
-def needs_simulator() -> None:
-    """Skip the test where the simulated device cannot be built."""
-    try:
-        build.library()
-    except build.CannotBuildError as error:
-        pytest.skip(str(error))
+    return run_ranks(
+        play, scenario.world, scenario, str(folder), tuple(schedules), group=False, timeout_s=170
+    )
 
 
 def play(scenario: Scenario, folder: str, schedules: Sequence[tuple[Schedule, int]]) -> list[Run]:
@@ -234,13 +262,16 @@ def play(scenario: Scenario, folder: str, schedules: Sequence[tuple[Schedule, in
         trained = train(scenario, folder)
         runs.append(
             Run(
-                schedule=f"{schedule} {seed}", losses=trained.losses, digest=digest(trained),
-                bits=digest(trained, norms=False), races=simulator.races, early=simulator.early, waits=simulator.waits, kernels=simulator.kernels,
-            )  # fmt: skip
+                schedule=f"{schedule} {seed}",
+                losses=trained.losses,
+                digest=digest(trained),
+                bits=digest(trained, norms=False),
+                races=simulator.races,
+                early=simulator.early,
+                waits=simulator.waits,
+                kernels=simulator.kernels,
+            )
         )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return runs
-
-
-__all__ = ["HOST", "NVME", "SCHEDULES", "Run", "Scenario", "digest", "math_attention", "needs_simulator", "simulate", "small_units", "train"]

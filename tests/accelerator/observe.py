@@ -1,11 +1,11 @@
 """What the product's host code does to memory that devices reach, told to the simulator. The only such place.
 
-Wraps the few functions through which infinity's drives and update threads read and write host memory, and through
-which leases are given back. The product knows nothing of this.
+Wraps the few functions through which infinity's drives and update threads read and write host memory, and
+through which leases are given back. The product knows nothing of this.
 
 [Note: seen]
-A move of an engine is in flight until a thread of the product has seen its end: ``wait`` returned, ``done`` said
-so, or a call that follows it began. That the drive happened to be quick orders nothing.
+A move of an engine is in flight until a thread of the product has seen its end: ``wait`` returned, ``done``
+said so, or a call that follows it began. That the drive happened to be quick orders nothing.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ def install() -> None:
     if hasattr(QueuedEngine._start, "__wrapped__"):
         return
     for owner, name, around in (
-        (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks), (Move, "then", _follows),
-        (AdamWRule, "update", _updates), (BufferPool, "_take_back", _takes_back),
+        (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks),
+        (Move, "then", _follows), (AdamWRule, "update", _updates), (BufferPool, "_take_back", _takes_back),
     ):  # fmt: skip
         _wrap(owner, name, around)
     for module in (norm, updates):
@@ -59,7 +59,9 @@ def _starts(start: Any, engine: Any, extent: Any, memory: Any, queue: Any, *, wr
         return start(engine, extent, memory, queue, writes=writes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ranges = [(address, address + memory.nbytes)]
-    told = simulator.flight(f"{engine.name} {'write' if writes else 'read'}", ranges if writes else (), () if writes else ranges)
+    told = simulator.flight(
+        f"{engine.name} {'write' if writes else 'read'}", ranges if writes else (), () if writes else ranges
+    )
     try:
         move = start(engine, extent, memory, queue, writes=writes)
     except BaseException:
@@ -118,7 +120,9 @@ def _host(tensors: Sequence[Tensor]) -> list[Range]:
     return [span(t) for t in tensors if t.device.type == "cpu"]
 
 
-def _updates(update: Any, rule: Any, weight: Tensor, grad: Tensor, state: Any, weight_out: Tensor, hyper: Any) -> None:
+def _updates(
+    update: Any, rule: Any, weight: Tensor, grad: Tensor, state: Any, weight_out: Tensor, hyper: Any
+) -> None:
     with _in_flight("AdamW", [weight, grad, *state], [*state, weight_out]):
         update(rule, weight, grad, state, weight_out, hyper)
 
@@ -132,9 +136,10 @@ def _sums(sum_of_squares: Any, grad: Tensor) -> float:
 
 
 def _takes_back(take_back: Any, pool: Any, lease: Any) -> None:
-    """Host memory that is given back may be lent and written at once, but after the events that the buffer carries."""
-    buffer = lease._buffer
-    if buffer is not None and not is_sim(buffer.tensor):
-        events = [event.event_id for event in buffer.events]
-        simulator.released(lease.who, [span(buffer.tensor)], after=events)
+    """Host memory that is given back may be written at once, but after the events that it carries."""
+    with pool._changed:  # else another thread could give it back now, and a third one use it
+        buffer = lease._buffer
+        if buffer is not None and not is_sim(buffer.tensor):
+            events = [event.event_id for event in buffer.events]
+            simulator.released(lease.who, [span(buffer.tensor)], after=events)
     take_back(pool, lease)

@@ -1,22 +1,28 @@
-"""Runs a test's function in a process of its own, whose accelerator is the simulated one."""
+"""Runs functions of tests in processes of their own, whose accelerator is the simulated one."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import pytest
 
-from tests.accelerator.harness import needs_simulator
-from tests.helpers.launch import RanksError, run_ranks
+from tests.accelerator import build
+from tests.helpers.launch import run_ranks
 
 P = ParamSpec("P")
 
 
-def simulated(test: Callable[P, None]) -> Callable[P, None]:
-    """Run ``test`` in a fork that has started the simulator; it skips where there is no compiler.
+def needs_simulator() -> None:
+    """Skip the test where the simulated device cannot be built; build it where it was not."""
+    try:
+        build.library()
+    except build.CannotBuildError as error:
+        pytest.skip(str(error))
 
-    The test's body is looked up by name in the fork, so it may not use fixtures other than plain values.
-    """
+
+def simulated(test: Callable[P, None]) -> Callable[P, None]:
+    """Let ``test``, without fixtures, run in a fork that has started the simulator."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -27,12 +33,7 @@ def simulated(test: Callable[P, None]) -> Callable[P, None]:
 
 
 def _body(module: str, name: str, args: Any, kwargs: Any) -> None:
-    import importlib
-
     from tests.accelerator import device
 
     device.start()
     getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
-
-
-__all__ = ["RanksError", "pytest", "simulated"]

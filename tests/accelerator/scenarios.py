@@ -1,4 +1,4 @@
-"""What is trained on accelerators, real or simulated: each model, each place of each state, each way to train."""
+"""What is trained on accelerators, real or simulated: models, places of states, ways to train."""
 
 from tests.accelerator.harness import HOST, NVME, Scenario
 
@@ -8,7 +8,9 @@ TIGHT = ("memory.device=64KiB",)
 FAST: dict[str, Scenario] = {
     "llama on nvme": Scenario(more=TIGHT),
     "t5 in host memory, clipped": Scenario(model="t5", place=HOST, clip=1.0, steps=2),
-    "gpt2 with activations stored": Scenario(model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2),
+    "gpt2 with activations stored": Scenario(
+        model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2
+    ),
     "two ranks, accumulated": Scenario(accumulate=3, world=2, steps=2, clip=1.0),
 }
 
@@ -18,7 +20,13 @@ SLOW: dict[str, Scenario] = {
     "llama, one version": Scenario(more=("memory.versions=1",)),
     "llama, one version, clipped": Scenario(more=("memory.versions=1",), clip=1.0),
     "llama resident in part": Scenario(
-        place=("memory.nvme=[{folder}]", "memory.host=500KiB", "memory.resident=true", "memory.engine=threads"), clip=1.0
+        place=(
+            "memory.nvme=[{folder}]",
+            "memory.host=500KiB",
+            "memory.resident=true",
+            "memory.engine=threads",
+        ),
+        clip=1.0,
     ),
     "llama with libaio": Scenario(place=(*NVME[:-1], "memory.engine=libaio")),
     "llama in fp32": Scenario(dtype="fp32", clip=1.0),
@@ -41,11 +49,19 @@ SLOW: dict[str, Scenario] = {
     "lora, clipped, in host memory": Scenario(lora=4, clip=1.0, place=HOST),
     "out and in again": Scenario(resumed=True, clip=1.0),
     "out and in again, in host memory": Scenario(resumed=True, place=HOST),
+    "plain model, activations stored": Scenario(around="offload"),
+    "plain model, activations recomputed": Scenario(model="gpt2", around="recompute"),
     "two ranks": Scenario(world=2),
     "two ranks in host memory, clipped": Scenario(world=2, place=HOST, clip=1.0),
-    "two ranks, gpt2, activations stored": Scenario(model="gpt2", world=2, more=("memory.activations=offload",), steps=2),
-    "two ranks, t5, one version": Scenario(model="t5", world=2, clip=1.0, more=("memory.versions=1",), steps=2),
-    "two ranks, experts": Scenario(model="mixtral", world=2, steps=2, more=("partition.leaf=[MixtralExperts]",)),
+    "two ranks, gpt2, activations stored": Scenario(
+        model="gpt2", world=2, more=("memory.activations=offload",), steps=2
+    ),
+    "two ranks, t5, one version": Scenario(
+        model="t5", world=2, clip=1.0, more=("memory.versions=1",), steps=2
+    ),
+    "two ranks, experts": Scenario(
+        model="mixtral", world=2, steps=2, more=("partition.leaf=[MixtralExperts]",)
+    ),
     "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),

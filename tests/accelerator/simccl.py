@@ -1,13 +1,13 @@
 """``simccl``: collectives between simulated devices, with NCCL's order; the bytes travel over gloo.
 
 A collective is an entry of a stream of its own, which waits for what the caller's stream was given before.
-``work.wait()`` blocks nobody: it makes the caller's stream wait. A peer that is gone leaves the entry unended for
-ever, as a kernel of NCCL would spin for ever, until the group is aborted.
+``work.wait()`` blocks nobody: it makes the caller's stream wait. A peer that is gone leaves the entry unended
+for ever, as a kernel of NCCL would spin for ever, until the group is aborted.
 
 [Note: who wants it]
-Under the schedule ``lazy`` a collective runs once somebody waits for it, on any rank: what only one rank starts
-ends nowhere. So each rank tells the others, in a few shared bytes, how many collectives of the group it has
-started, and a thread of each starts its own.
+Under the schedule ``lazy`` a collective runs once somebody waits for it, on any rank: what only one rank
+starts ends nowhere. So each rank tells the others, in a few shared bytes, how many collectives of the group
+it has started, and a thread of each starts its own.
 """
 
 import mmap
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ _POLL_S = 0.001
 class SimWork(dist.Work):
     """A collective in flight."""
 
-    def __init__(self, group: "SimGroup", entry: Entry, stream: int, device: int, held: Sequence[Tensor]) -> None:
+    def __init__(
+        self, group: "SimGroup", entry: Entry, stream: int, device: int, held: Sequence[Tensor]
+    ) -> None:
         super().__init__()
         self._group, self._entry, self._device = group, entry, device
         self._mark = simulator.mark(stream)
@@ -100,7 +103,9 @@ class SimGroup(dist.ProcessGroup):
         if not is_sim(output):
             return super()._allgather_base(output, input, *_given(opts))
         out, given = kernel_view(output), kernel_view(input)
-        return self._issue("all-gather", lambda: self._wire._allgather_base(out, given.clone()), [input], [output])
+        return self._issue(
+            "all-gather", lambda: self._wire._allgather_base(out, given.clone()), [input], [output]
+        )
 
     all_gather_single = _allgather_base
 
@@ -223,7 +228,7 @@ class _Started:
         store.set(f"opened/{rank}", "")
         if rank == 0:
             store.wait([f"opened/{each}" for each in range(size)])
-            os.unlink(path)
+            Path(path).unlink()
 
     def tell(self, number: int) -> None:
         struct.pack_into("q", self._memory, 8 * self._rank, number)

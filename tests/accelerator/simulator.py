@@ -1,24 +1,24 @@
 """The queues of a simulated accelerator: when kernels run, and which accesses nothing orders.
 
 [Note: schedules]
-A kernel is an entry in the queue of a stream. Its stream's order and the events that the stream waits for are all
-that decides when it may run; within that, three schedules choose:
+A kernel is an entry in the queue of a stream. Its stream's order and the events that the stream waits for are
+all that decides when it may run; within that, three schedules choose:
 
     eager    at once, in the order of the calls: a missing wait gives right numbers, and is still a race
     lazy     as late as possible: when somebody waits for it, another rank included
     random   in between, by a seed
 
 [Note: races]
-Each stream has a vector clock. Recording an event copies it, waiting for an event joins it, and what the host has
-waited for is joined by everything that is enqueued later. Two accesses to overlapping bytes, at least one of them
-a write, of which the later is not after the earlier by these clocks are a race, whatever the numbers say. Host
-memory takes part: a copy reads or writes it on a stream; what the host does to it is told by
+Each stream has a vector clock. Recording an event copies it, waiting for an event joins it, and what the host
+has waited for is joined by everything that is enqueued later. Two accesses to overlapping bytes, at least one
+of them a write, of which the later is not after the earlier by these clocks are a race, whatever the numbers
+say. Host memory takes part: a copy reads or writes it on a stream; what the host does to it is told by
 :meth:`Simulator.host_access`, or by :meth:`Simulator.flight` where it takes time (a drive's DMA, an update on
 another thread).
 
 [Note: one clock for the host]
-All threads of the host share one clock: what one of them waited for, all know. Threads of the host that race with
-each other are therefore not seen, unless one of them is in flight.
+All threads of the host share one clock: what one of them waited for, all know. Threads of the host that race
+with each other are therefore not seen, unless one of them is in flight.
 """
 
 import os
@@ -60,7 +60,7 @@ class Site:
         self.frames, self.thread = tuple(frames), threading.current_thread().name
 
     def place(self, below: str) -> str:
-        """The innermost function that is not in the folder ``below``, as ``partition/mover.py UnitMover._upload``."""
+        """The innermost function outside of the folder ``below``, as ``mover.py UnitMover._upload``."""
         outside = [code for code, _ in self.frames if f"{os.sep}{below}{os.sep}" not in code.co_filename]
         codes = outside or [code for code, _ in self.frames]
         return f"{_short(codes[0].co_filename)} {codes[0].co_qualname}" if codes else "torch"
@@ -109,7 +109,13 @@ class Access:
     flight: Flight | None = None
 
     def __str__(self) -> str:
-        who = "the host" if self.stream == HOST else "the host, in flight" if self.flight else f"stream {self.stream}"
+        who = (
+            "the host"
+            if self.stream == HOST
+            else "the host, in flight"
+            if self.flight
+            else f"stream {self.stream}"
+        )
         return f"{self.what} on {who} {'writes' if self.writes else 'reads'} ({self.site})"
 
 
@@ -343,7 +349,7 @@ class Simulator:
             return list(found.values())
 
     def released(self, what: str, ranges: Sequence[Range], *, after: Sequence[int] = ()) -> None:
-        """Memory is given back; note what in flight still uses it, but for what the events ``after`` stand for."""
+        """Memory is given back; note what still uses it, but for what the events ``after`` stand for."""
         with self.lock:
             site: Site | None = None
             clock: Clock = {}
@@ -381,11 +387,11 @@ class Simulator:
         kept = []
         for other in self.pages.get(page, ()):
             ordered = self._known(other, mine.stream, clock)
-            if (mine.writes or other.writes) and not ordered and other.seq != mine.seq:
-                if other.begin < mine.end and mine.begin < other.end:
-                    self._race(other, mine)
-            # What comes before a write that covers it is never needed again, nor is a read before an equal read:
-            # what is after mine is after the other, too.
+            overlaps = other.begin < mine.end and mine.begin < other.end
+            if overlaps and (mine.writes or other.writes) and not ordered and other.seq != mine.seq:
+                self._race(other, mine)
+            # What comes before a write that covers it is never needed again, nor is a read before an equal
+            # read: what is after mine is after the other, too.
             covered = ordered and mine.begin <= other.begin and other.end <= mine.end
             if not (covered and (mine.writes or not other.writes)):
                 kept.append(other)
@@ -463,7 +469,6 @@ class Simulator:
 
     def elapsed_ms(self, begin: int, end: int) -> float:
         with self.lock:
-            ended_s = []
-            for mark in (self.events[begin], self.events[end]):
-                ended_s.append(mark.time_s if mark.last is None else mark.last.ended_s)
+            marks = self.events[begin], self.events[end]
+            ended_s = [mark.time_s if mark.last is None else mark.last.ended_s for mark in marks]
             return (ended_s[1] - ended_s[0]) * 1e3

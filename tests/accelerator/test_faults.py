@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from infinity.core.errors import DiskError, InfinityError
-from tests.accelerator.harness import SCHEDULES, Scenario, needs_simulator, train
+from tests.accelerator.harness import SCHEDULES, Scenario, train
+from tests.accelerator.process import needs_simulator
 from tests.accelerator.simulator import Schedule
 from tests.helpers.faulty import Fault
 from tests.helpers.launch import run_ranks, start_ranks
@@ -54,9 +55,12 @@ def fail_the_disk(folder: str, on: str, activations: str) -> list[tuple[str, lis
 @pytest.mark.parametrize(
     ("on", "activations"),
     [("read", "keep"), pytest.param("write", "keep", marks=pytest.mark.slow),
-     pytest.param("write", "offload", marks=pytest.mark.slow), pytest.param("read", "offload", marks=pytest.mark.slow)],
+     pytest.param("write", "offload", marks=pytest.mark.slow), pytest.param("read", "offload",
+     marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_a_disk_error_is_raised_and_nothing_in_flight_loses_its_memory(tmp_path: Path, on: str, activations: str):
+def test_a_disk_error_is_raised_and_nothing_in_flight_loses_its_memory(
+    tmp_path: Path, on: str, activations: str
+):
     needs_simulator()
     [ends] = run_ranks(fail_the_disk, 1, str(tmp_path), on, activations, group=False, timeout_s=170)
     assert ends == [("DiskError", [])] * len(SCHEDULES)

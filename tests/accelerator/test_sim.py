@@ -1,5 +1,6 @@
 """The simulated accelerator itself: it finds the races of small programs, and none where there is none."""
 
+import functools
 import signal
 
 import pytest
@@ -8,12 +9,17 @@ from torch import nn
 
 from tests.accelerator import device
 from tests.accelerator.device import host_register, host_unregister, simulator
-from tests.accelerator.harness import needs_simulator
-from tests.accelerator.process import simulated
+from tests.accelerator.process import needs_simulator, simulated
 from tests.accelerator.simulator import Schedule
 from tests.helpers.launch import start_ranks
 
-SCHEDULES: list[tuple[Schedule, int]] = [("eager", 0), ("lazy", 0), ("random", 1), ("random", 2), ("random", 3)]
+SCHEDULES: list[tuple[Schedule, int]] = [
+    ("eager", 0),
+    ("lazy", 0),
+    ("random", 1),
+    ("random", 2),
+    ("random", 3),
+]
 
 
 def races_of(program, schedule: Schedule = "eager", seed: int = 0) -> list[str]:
@@ -71,7 +77,7 @@ def a_tensor_is_freed_while_another_stream_reads_it(wait: bool) -> None:
     side = torch.Stream("sim")
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        x + 1  # noqa: B018
+        x + 1
     if wait:
         x.record_stream(side)
     del x
@@ -80,7 +86,7 @@ def a_tensor_is_freed_while_another_stream_reads_it(wait: bool) -> None:
 
 def a_fresh_tensor_is_written_by_a_stream_that_does_not_wait_for_its_allocator(wait: bool) -> None:
     old = torch.zeros(100, device="sim")
-    old + 1  # noqa: B018
+    old + 1
     del old
     side, fresh = torch.Stream("sim"), torch.empty(100, device="sim")
     if wait:
@@ -104,7 +110,8 @@ PROGRAMS = [
     a_kernel_reads_what_another_stream_writes, a_copy_to_the_host_is_read_before_it_has_ended,
     a_pinned_buffer_is_filled_again_while_it_is_copied, a_drive_still_writes_what_is_copied,
     a_tensor_is_freed_while_another_stream_reads_it,
-    a_fresh_tensor_is_written_by_a_stream_that_does_not_wait_for_its_allocator, an_event_that_was_recorded_too_early,
+    a_fresh_tensor_is_written_by_a_stream_that_does_not_wait_for_its_allocator,
+    an_event_that_was_recorded_too_early,
 ]  # fmt: skip
 
 
@@ -112,8 +119,14 @@ PROGRAMS = [
 def test_a_missing_wait_is_a_race_under_every_schedule_and_the_wait_ends_it():
     for program in PROGRAMS:
         for schedule, seed in SCHEDULES:
-            assert races_of(lambda: program(wait=False), schedule, seed), (program.__name__, schedule)
-            assert races_of(lambda: program(wait=True), schedule, seed) == [], (program.__name__, schedule)
+            assert races_of(functools.partial(program, wait=False), schedule, seed), (
+                program.__name__,
+                schedule,
+            )
+            assert races_of(functools.partial(program, wait=True), schedule, seed) == [], (
+                program.__name__,
+                schedule,
+            )
 
 
 @simulated
@@ -262,7 +275,7 @@ def test_a_recorded_block_waits_for_its_stream():
     address = x.data_ptr()
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        x + 1  # noqa: B018
+        x + 1
     x.record_stream(side)
     del x
     assert torch.empty(1000, device="sim").data_ptr() != address

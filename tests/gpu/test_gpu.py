@@ -1,72 +1,44 @@
-"""The CUDA path: placement never changes numbers there either. Runs where an accelerator is at hand."""
+"""Training on a real accelerator: the scenarios of ``tests/accelerator``, simulated everywhere."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
-import infinity
-from infinity.activations import tensor_cache
+from tests.accelerator.harness import Scenario, digest, here, in_memory, train
+from tests.accelerator.scenarios import FAST, SLOW
 from tests.helpers import models
-from tests.helpers.reference import Rule
-from tests.helpers.training import reference, streaming, train
+from tests.helpers.launch import run_ranks
+from tests.helpers.training import reference
 
 pytestmark = pytest.mark.gpu
 
-
-def on_gpu(batch):
-    """The same batches, on the accelerator."""
-
-    def moved(*args):
-        return {key: value.cuda() for key, value in batch(*args).items()}
-
-    return moved
+EVERY = {**FAST, **SLOW}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt"])
-@pytest.mark.parametrize("clip", [1.0, None])
-def test_placements_give_the_same_bits_on_the_accelerator(tmp_path, name, clip):
-    factory, batch = models.build(name, seed=1)
-    rule = Rule(max_grad_norm=clip)
-    places = (
-        ["memory.host=1GiB"],
-        streaming(tmp_path, "memory.host=4MiB", "memory.engine=threads"),
-        streaming(tmp_path, "memory.host=4MiB", "memory.versions=1"),
-    )
-    runs = [train(factory, on_gpu(batch), place, rule=rule, steps=8) for place in places]
-    for run in runs[1:]:
-        assert run.losses == runs[0].losses
-        assert all(torch.equal(run.weights[k], v) for k, v in runs[0].weights.items())
+def train_both(scenario: Scenario, folder: str) -> tuple[str, str]:
+    """On each rank: digests of the scenario, and of the same training with all in memory."""
+    ours, plain = (digest(train(each, folder)) for each in (scenario, in_memory(scenario)))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return ours, plain
 
 
-def test_the_accelerator_is_within_rounding_of_the_plain_loop_on_the_cpu(tmp_path):
-    factory, batch = models.build("llama", seed=2)
-    plain = reference(factory, batch, dtype="fp32", steps=8)
-    ours = train(factory, on_gpu(batch), streaming(tmp_path, "memory.host=4MiB"), dtype="fp32", steps=8)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-3)
+@pytest.mark.parametrize("name", EVERY)
+def test_placement_never_changes_a_bit_on_the_accelerator(tmp_path: Path, name: str):
+    scenario = EVERY[name]
+    if scenario.world > torch.accelerator.device_count():
+        pytest.skip(f"needs {scenario.world} accelerators")
+    if scenario.world == 1:
+        ranks = [train_both(scenario, str(tmp_path))]
+    else:
+        ranks = run_ranks(train_both, scenario.world, scenario, str(tmp_path), group=False, timeout_s=300)
+    for ours, plain in ranks:
+        assert ours == plain
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("policy", ["offload", "recompute", "plan"])
-def test_activations_that_leave_the_accelerator_come_back_to_the_bit(tmp_path, monkeypatch, name, policy):
-    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
-    factory, batch = models.build(name, seed=3, dropout=0.1 if name == "gpt2" else 0.0)
-    place = streaming(tmp_path, "memory.host=4MiB", "memory.engine=threads")
-    kept = train(factory, on_gpu(batch), place, steps=8)
-    ours = train(factory, on_gpu(batch), [*place, f"memory.activations={policy}"], steps=8)
-    assert ours.losses == kept.losses
-    assert all(torch.equal(ours.weights[k], v) for k, v in kept.weights.items())
-
-
-def test_activations_of_a_plain_model_wait_in_pinned_memory_or_on_nvme(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
-    factory, batch = models.build("llama", seed=4)
-    model, given = factory().cuda(), on_gpu(batch)(0)
-    losses = []
-    for policy in ("keep", "offload"):
-        with infinity.offload_activations(model, policy=policy, nvme=tmp_path, host="64MiB") as served:
-            loss = model(**given).loss
-            loss.backward()
-            losses.append([loss.item(), *(p.grad.clone() for p in model.parameters())])
-            model.zero_grad()
-    assert served.cache.stats.nbytes_loaded > 0
-    assert losses[0][0] == losses[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(losses[0][1:], losses[1][1:], strict=True))
+def test_the_accelerator_is_within_rounding_of_the_plain_loop_on_the_cpu(tmp_path: Path):
+    scenario = Scenario(dtype="fp32", steps=8, clip=1.0)
+    plain = reference(*models.build("llama", seed=1), dtype="fp32", steps=8, rule=scenario.rule)
+    assert here().type != "cpu"
+    assert train(scenario, str(tmp_path)).losses == pytest.approx(plain.losses, rel=1e-3)

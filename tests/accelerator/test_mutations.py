@@ -1,0 +1,108 @@
+"""A test of the tests: each wait and each event of the product that is left out is noticed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.mutate import Mutation, mutations, play_without
+from tests.accelerator.process import needs_simulator
+from tests.accelerator.scenarios import FAST, SLOW
+from tests.helpers.launch import RanksError, run_ranks
+
+#: What no training on this device can show, by the place of the call, and why.
+EXEMPT = {
+    "activations/profiler.py": "only times are read there",
+    "activations/store.py _host_bytes_per_s": "only times are read there",
+    "activations/store.py _Gds": "needs GPUDirect Storage",
+    "device/machine.py _finish": "only times are read there",
+}
+#: Scenarios in which a call is looked for, by the beginning of its place; the others come after.
+FIRST = {
+    "activations/": ("gpt2 with activations stored", "activations stored"),
+    "comm/": ("two ranks, accumulated",),
+    "partition/mover.py UnitMover.copy_to_host": ("llama on nvme, clipped",),
+}
+THEN = (
+    "llama on nvme",
+    "two ranks, accumulated",
+    "t5 in host memory, clipped",
+    "gpt2 with activations stored",
+)
+
+
+def place(mutation: Mutation) -> str:
+    return f"{mutation.file} {mutation.function}"
+
+
+def tried() -> list[Mutation]:
+    return [m for m in mutations() if not place(m).startswith(tuple(EXEMPT))]
+
+
+def scenarios_for(mutation: Mutation) -> list[str]:
+    first = [name for start, names in FIRST.items() if place(mutation).startswith(start) for name in names]
+    return list(dict.fromkeys((*first, *THEN)))
+
+
+def noticed(mutation: Mutation | None, name: str, folder: Path) -> str:
+    """How training shows that the call is left out; empty: it does not."""
+    world = {**FAST, **SLOW}[name].world
+    schedules = (("eager", 0), ("lazy", 0))
+    folder.mkdir(exist_ok=True)
+    try:
+        ranks = run_ranks(
+            play_without, world, mutation, name, str(folder), schedules, group=False, timeout_s=100
+        )
+    except RanksError as error:
+        return f"it fails: {str(error).strip().splitlines()[-1][:200]}"
+    for runs in ranks:
+        for run in runs:
+            if run.faults:
+                return f"{run.schedule}: {run.faults[0]}"
+    if any(len({run.digest for run in runs}) > 1 for runs in ranks):
+        return "other numbers"
+    return ""
+
+
+def check(mutation: Mutation, folder: Path) -> str:
+    needs_simulator()
+    for number, name in enumerate(scenarios_for(mutation)):
+        found = noticed(mutation, name, folder / str(number))
+        if found:
+            return f"{name}: {found}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", tried(), ids=str)
+def test_a_wait_that_is_left_out_is_noticed(tmp_path: Path, mutation: Mutation):
+    assert check(mutation, tmp_path)
+
+
+def test_the_wait_of_a_buffers_next_user_is_noticed_if_it_is_left_out(tmp_path: Path):
+    [mutation] = [m for m in tried() if place(m) == "device/memory.py BufferLease.tensor"]
+    assert "nothing orders" not in check(mutation, tmp_path) != ""
+
+
+def test_every_wait_is_found_and_what_is_exempt_exists():
+    found = [place(m) for m in mutations()]
+    assert len(found) >= 30
+    for start in EXEMPT:
+        assert any(each.startswith(start) for each in found), start
+    for start, names in FIRST.items():
+        assert any(each.startswith(start) for each in found), start
+        assert not {*names} - {*FAST, *SLOW}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("wait_on_stream(event, device)", 1),
+        ("self.lease.record_use()", 1),
+        ("torch.accelerator.current_stream().wait_event(e)", 1),
+        ("if not event.query(): event.synchronize()", 2),
+        ("runtime.synchronize(); future.wait(); files.record(step)", 0),
+    ],
+)
+def test_calls_that_order_work_are_told_from_others(tmp_path: Path, source: str, count: int):
+    (tmp_path / "part.py").write_text(source)
+    assert len(mutations(tmp_path)) == count
