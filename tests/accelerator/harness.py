@@ -116,11 +116,14 @@ def here() -> torch.device:
     )
 
 
-def train(scenario: Scenario, folder: str, before: Callable[[int], object] = lambda step: None) -> Trained:
+def train(
+    scenario: Scenario, folder: str,
+    before: Callable[[int, nn.Module], object] = lambda step, model: None,
+) -> Trained:  # fmt: skip
     """Train on this process's device; the same numbers on every rank's.
 
     Args:
-        before: Called before each step.
+        before: Called before each step, with its number and the model.
     """
     tensor_cache.LEAST_NBYTES = 512  # tiny models have tiny activations
     overrides = [each.format(folder=folder) for each in (*scenario.place, *scenario.more)]
@@ -134,7 +137,7 @@ def train(scenario: Scenario, folder: str, before: Callable[[int], object] = lam
         closing = stack.enter_context(contextlib.ExitStack())
         closing.callback(optimizer.close)
         for step in range(scenario.steps):
-            before(step)
+            before(step, model)
             if scenario.resumed and step == scenario.steps - 1:
                 model, optimizer = _again(scenario, model, optimizer, overrides, Path(folder))
                 closing.pop_all().close()

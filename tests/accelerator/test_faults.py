@@ -37,7 +37,7 @@ def fail_the_disk(folder: str, on: str, activations: str) -> list[tuple[str, lis
         simulator = start(schedule, seed)
         with breakable() as engines:
 
-            def before(step: int) -> None:
+            def before(step: int, model: Any) -> None:
                 if step == 1:
                     done = {"read": engines[0].reads, "write": engines[0].writes}[on]
                     engines[0].faults = (Fault(on=on, nth=done + 3),)
@@ -69,7 +69,7 @@ def test_a_disk_error_is_raised_and_nothing_in_flight_loses_its_memory(
 def die_in_step_2(folder: str, schedule: Schedule) -> str:
     simulator = start(schedule, int(os.environ["RANK"]))
 
-    def before(step: int) -> None:
+    def before(step: int, model: Any) -> None:
         if step == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
 

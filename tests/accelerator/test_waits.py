@@ -1,31 +1,72 @@
-"""How often the host waits for the device, by place: a figure with a bound."""
+"""How often the host waits for the device: a figure with a bound, by place."""
 
+import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
-from tests.accelerator.harness import Run, Scenario, simulate
+import pytest
 
-#: Waits of the user's program: its batches, its ``loss.item()``, and the model's own.
-OF_THE_USER = ("accelerator/", "helpers/", "transformers/", "utils/", "integrations/")
-#: Threads on which forward and backward run: a wait there is time that nothing is computed.
+from tests.accelerator.harness import Scenario, train
+from tests.accelerator.process import needs_simulator
+from tests.accelerator.scenarios import FAST, SLOW
+from tests.accelerator.simulator import Wait
+from tests.helpers.launch import run_ranks
+
+#: Where the user's program waits: its batches, its ``loss.item()``, and the model's own code.
+OF_THE_USER = ("helpers/", "transformers/", "integrations/")
+#: Threads on which forward and backward run; torch's own have no name but this.
 COMPUTE = ("MainThread", "Dummy-")
+#: Waits per unit and step on other threads, at most: the gradient that an update takes, and its weights.
+PER_UNIT = 2
 
 
-def waits_of(run: Run) -> Counter[str]:
-    """Waits of the product on the threads that compute, by place."""
-    found: Counter[str] = Counter()
-    for wait, count in run.waits.items():
-        if wait.thread.startswith(COMPUTE) and not wait.place.startswith(OF_THE_USER):
-            found[wait.place] += count
-    return found
+def count(scenario: Scenario, folder: str) -> tuple[Counter[Wait], int]:
+    """Waits of one step in the middle of training, and the number of units."""
+    import torch
+
+    from infinity.engine.runtime import runtime_of
+    from tests.accelerator import device, observe
+
+    simulator = device.start()
+    observe.install()
+    waits, n_units = [], []
+    for steps in (2, 3):  # what building, the last values and closing take is in both
+        simulator.reset("lazy", int(os.environ["RANK"]))
+        train(
+            replace(scenario, steps=steps),
+            folder,
+            lambda step, model: n_units.append(len(runtime_of(model).units)),
+        )
+        waits.append(simulator.waits)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return waits[1] - waits[0], n_units[0]
 
 
-def per_step(scenario: Scenario, folder: Path) -> Counter[str]:
-    """How many more waits a longer run has, by place: what building and closing take is left out."""
-    from dataclasses import replace
+def check(scenario: Scenario, folder: Path) -> None:
+    needs_simulator()
+    for waits, n_units in run_ranks(count, scenario.world, scenario, str(folder), group=False, timeout_s=170):
+        ours = Counter({w: n for w, n in waits.items() if not w.place.startswith(OF_THE_USER)})
+        assert waits.total() > ours.total()  # the user's .item() was counted
+        assert {w: n for w, n in ours.items() if w.thread.startswith(COMPUTE)} == {}
+        if "memory.activations=offload" not in scenario.more:
+            assert ours.total() <= PER_UNIT * n_units * scenario.accumulate, ours
 
-    counts = []
-    for steps in (2, 4):
-        ranks = simulate(replace(scenario, steps=steps), folder / str(steps), [("lazy", 0)])
-        counts.append(sum((waits_of(run) for runs in ranks for run in runs), Counter()))
-    return counts[1] - counts[0]
+
+def test_no_thread_that_computes_waits_for_the_device_between_steps(tmp_path: Path):
+    check(SLOW["llama on nvme, clipped"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two ranks, accumulated",
+        "gpt2 with activations stored",
+        "t5 in host memory, clipped",
+        "llama, one version",
+    ],
+)
+def test_no_thread_that_computes_waits_for_the_device_wherever_states_are(tmp_path: Path, name: str):
+    check({**FAST, **SLOW}[name], tmp_path)
