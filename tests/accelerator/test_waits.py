@@ -14,7 +14,7 @@ from tests.accelerator.simulator import Wait
 from tests.helpers.launch import run_ranks
 
 #: Where the user's program waits: its batches, its ``loss.item()``, and the model's own code.
-OF_THE_USER = ("helpers/", "transformers/", "integrations/")
+OF_THE_USER = ("accelerator/", "helpers/", "transformers/", "integrations/")
 #: Threads on which forward and backward run; torch's own have no name but this.
 COMPUTE = ("MainThread", "Dummy-")
 #: Waits per unit and step on other threads, at most: the gradient that an update takes, and its weights.
