@@ -90,7 +90,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     leaves = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
     device = next((t.device for t in leaves if is_sim(t)), None) or _device_of(kwargs)
     written = _written(schema, args, kwargs)
-    _check_devices(op, leaves, written)
+    _check_devices(op, leaves)
     with torch.accelerator.device_index(device.index):
         return _run(op, schema, args, kwargs, leaves, written, device)
 
@@ -113,6 +113,8 @@ def _run(
     cpu_args, cpu_kwargs = _wrapped(schema, _map(_to_kernel, args)), _map(_to_kernel, kwargs)
     if generator is not None:
         cpu_kwargs["generator"] = generator
+    if any(t.dim() and not is_sim(t) for t in leaves):
+        simulator.synchronize(-1, stream, -1)  # indices in host memory are copied first
     if schema.name in _WAITS:
         return _waited(op, schema.name, cpu_args, cpu_kwargs, reads, stream, device)
     if not schema.returns or all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns):
@@ -157,7 +159,7 @@ def _written(schema: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _check_devices(op: Any, leaves: list[Tensor], written: list[Tensor]) -> None:
+def _check_devices(op: Any, leaves: list[Tensor]) -> None:
     """Raise as CUDA does where host memory or another device is mixed in."""
     devices = {t.device for t in leaves if is_sim(t)}
     in_host = [t for t in leaves if not is_sim(t) and t.device.type != "meta"]

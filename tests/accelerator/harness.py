@@ -1,8 +1,7 @@
 """Runs training of the product on an accelerator: a real one, or the simulated one under several schedules.
 
-A scenario knows no device. ``on_accelerator`` runs it where there is one, in this process; else in processes
-of their own (forks of the suite's server, one for each rank) on the simulated device, under each schedule in
-turn.
+A scenario knows no device. ``train`` trains it on this process's; ``simulate`` in processes of their own
+(forks of the suite's server, one for each rank) on the simulated one, under each schedule in turn.
 """
 
 import contextlib

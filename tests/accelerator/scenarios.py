@@ -41,6 +41,9 @@ SLOW: dict[str, Scenario] = {
     "experts": Scenario(model="mixtral", clip=1.0, steps=2),
     "activations kept": Scenario(more=("memory.activations=keep",), clip=1.0),
     "activations stored": Scenario(more=("memory.activations=offload",), clip=1.0),
+    "activations stored in host memory": Scenario(
+        model="gpt2", place=HOST, more=("memory.activations=offload",), clip=1.0, steps=2
+    ),
     "activations recomputed": Scenario(more=("memory.activations=recompute",), clip=1.0),
     "activations planned": Scenario(more=("memory.activations=plan", "memory.device=400KiB"), clip=1.0),
     "layer schedule": Scenario(through=2, clip=1.0),
