@@ -6,8 +6,8 @@ TIGHT = ("memory.device=64KiB",)
 
 #: The few that the fast suite runs: together they take every path between device, host and disk.
 FAST: dict[str, Scenario] = {
-    "llama on nvme": Scenario(more=TIGHT),
-    "t5 in host memory, clipped": Scenario(model="t5", place=HOST, clip=1.0, steps=2),
+    "llama on nvme": Scenario(more=TIGHT, steps=2),
+    "gpt in host memory, clipped": Scenario(model="gpt", place=HOST, clip=1.0, steps=2),
     "gpt2 with activations stored": Scenario(
         model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2
     ),
@@ -15,6 +15,7 @@ FAST: dict[str, Scenario] = {
 }
 
 SLOW: dict[str, Scenario] = {
+    "llama on nvme, more steps": Scenario(more=TIGHT, steps=6),
     "llama on nvme, clipped": Scenario(clip=1.0, more=("memory.device=192KiB",)),
     "llama in host memory": Scenario(place=HOST),
     "llama, one version": Scenario(more=("memory.versions=1",)),
@@ -35,6 +36,7 @@ SLOW: dict[str, Scenario] = {
     "gpt2": Scenario(model="gpt2", clip=1.0),
     "gpt2 with dropout": Scenario(model="gpt2", dropout=0.1, more=("memory.activations=recompute",)),
     "t5": Scenario(model="t5", clip=1.0),
+    "t5 in host memory, clipped": Scenario(model="t5", place=HOST, clip=1.0, steps=2),
     "vit": Scenario(model="vit"),
     "bert": Scenario(model="bert", clip=1.0),
     "gpt": Scenario(model="gpt"),
