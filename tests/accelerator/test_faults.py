@@ -74,6 +74,8 @@ def test_a_disk_error_is_raised_and_nothing_in_flight_loses_its_memory(
 
 
 def die_in_step_2(folder: str, schedule: Schedule, where: str) -> str:
+    from tests.accelerator import simccl
+
     simulator = start(schedule, int(os.environ["RANK"]))
 
     def die(*args: Any) -> None:
@@ -83,6 +85,8 @@ def die_in_step_2(folder: str, schedule: Schedule, where: str) -> str:
     def before(step: int, model: Any) -> None:
         if step == 2 and where == "between steps":
             die()
+        if step == 2 and where == "collective" and os.environ["RANK"] == "1":
+            simccl.SimGroup._issue = die  # after the ranks have agreed on it: the other one's never ends
         if step == 2 and where == "backward":
             block = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))[1]
             block.register_forward_hook(lambda module, args, out: out.register_hook(die) and None)
@@ -97,9 +101,11 @@ def die_in_step_2(folder: str, schedule: Schedule, where: str) -> str:
 @pytest.mark.parametrize(
     ("schedule", "where"),
     [
-        ("eager", "backward"),
+        ("eager", "between steps"),
+        pytest.param("eager", "backward", marks=pytest.mark.slow),
         pytest.param("lazy", "backward", marks=pytest.mark.slow),
-        pytest.param("eager", "between steps", marks=pytest.mark.slow),
+        pytest.param("eager", "collective", marks=pytest.mark.slow),
+        pytest.param("lazy", "collective", marks=pytest.mark.slow),
         pytest.param("lazy", "between steps", marks=pytest.mark.slow),
     ],
 )

@@ -17,8 +17,8 @@ from tests.helpers.launch import run_ranks
 OF_THE_USER = ("accelerator/", "helpers/", "transformers/", "integrations/")
 #: Threads on which forward and backward run; torch's own have no name but this.
 COMPUTE = ("MainThread", "Dummy-")
-#: Waits per unit and step on other threads, at most: the gradient that an update takes, and its weights.
-PER_UNIT = 2
+#: Waits per unit and step on other threads, at most: for the gradient of an update, its norm, the weights.
+PER_UNIT = 3
 
 
 def count(scenario: Scenario, folder: str) -> tuple[Counter[Wait], int]:
