@@ -413,9 +413,15 @@ class Collectives:
                 self.fail(self._peer_error(told, what, ""))
         if self._overdue(what) is not None:
             self._issued.clear()
-            backend = self._group._get_backend(self.device)
-            if hasattr(backend, "abort"):
-                backend.abort()
+            _abort(self._group, self.device)
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    """End what a group has issued, where its back end can."""
+    with suppress(RuntimeError):  # a group that is its own back end has no other
+        group = group._get_backend(device)
+    if hasattr(group, "abort"):
+        group.abort()
 
 
 def _never_destroy(group: Any) -> None:
