@@ -179,9 +179,10 @@ class DeviceBuffer:
             wait_on_stream(event, self.device)
 
     def close(self) -> None:
-        """Let the memory's next owner wait; torch's allocator takes it with the last reference."""
+        """Let the memory's next owner wait, and give it to torch's allocator."""
         with on_stream(self._stream):
             self.wait()
+        self.tensor = self.tensor.new_empty(0)  # whoever still has the buffer does not hold its memory
 
 
 __all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -172,6 +173,16 @@ def test_a_device_pool_has_tensors_and_no_host_memory() -> None:
             lease.memory[0]
         with pytest.raises(BudgetError, match=r"raise memory\.device"):
             pool.lease(2 * MIB, who="b")
+
+
+def test_device_memory_is_given_back_before_other_memory_takes_its_place(monkeypatch) -> None:
+    pool = DevicePool(8 * MIB, torch.device("cpu"))
+    with pool.lease(5 * MIB, who="a") as lease:
+        before = weakref.ref(lease.tensor.untyped_storage())
+    make, alive = pool._make, []
+    monkeypatch.setattr(pool, "_make", lambda nbytes: (alive.append(before() is not None), make(nbytes))[1])
+    pool.lease(8 * MIB, who="b").release()
+    assert alive == [False]
 
 
 @settings(max_examples=40, deadline=None)
