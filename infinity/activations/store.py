@@ -303,16 +303,21 @@ class Copy(Transfer):
     def perform(self, after: torch.Event | None, device: torch.device) -> None:
         move, self._move = self._move, None
         assert move is not None
-        wait_on_stream(after, device)
-        error = None
+        error: BaseException | None = None
         try:
-            move()
+            wait_on_stream(after, device)
+            try:
+                move()
+            finally:
+                del move
+                self.issued.record(device)
         except BaseException as raised:  # surfaces at wait
             error = raised.with_traceback(None)
-        del move
-        self.issued.record(device)
         self.issued.finish(error)
-        wait_on_host(record(device))
+        try:
+            wait_on_host(record(device))
+        except BaseException as raised:  # of the device
+            error = error or raised.with_traceback(None)
         self.finish(error)
 
 

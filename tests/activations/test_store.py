@@ -1,5 +1,7 @@
 """Stores: every byte there and back at the same place of a block, and all room given back."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,3 +98,23 @@ def test_a_store_reserves_all_pieces_or_none(tmp_path):
 def test_direct_stores_close_nothing_of_others(stage):
     DirectStore(stage.volume, stage.engine).close()
     stage.volume.free(stage.volume.allocate(BLOCK_NBYTES, what="still open"))
+
+
+def test_a_device_that_fails_ends_the_copies_that_wait_for_it(tmp_path, monkeypatch):
+    def fail(device):
+        raise RuntimeError("the device")
+
+    stage = Stage(tmp_path, "host")
+    stored = stage.store.reserve(torch.empty(5000, dtype=torch.uint8).untyped_storage(), "test")
+    for module in ("activations.store", "device.accelerator"):
+        monkeypatch.setattr(f"infinity.{module}.record", fail)
+    copy = stage.store.storing.run(lambda: None, None)
+    for transfer in (copy.issued, copy):
+        until = time.monotonic() + 20
+        while not transfer.done() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert transfer.done()
+        with pytest.raises(RuntimeError, match="the device"):
+            transfer.wait()
+    stored.free()
+    stage.close()
