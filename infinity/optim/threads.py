@@ -5,6 +5,7 @@ torch's pool belongs to training. Slices are whole pieces of an elementwise loop
 by one, so their number changes no bit.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -43,6 +44,12 @@ def rank_threads() -> int:
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if threads > 1 or threads == _given or not by_torchrun:
         return threads
+    return _share_of_cores()
+
+
+@functools.cache
+def _share_of_cores() -> int:
+    """This rank's; files of the system are read for it, and every update asks."""
     return max(1, usable_cores() // local_ranks())
 
 

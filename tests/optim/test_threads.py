@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,15 +13,18 @@ from infinity.optim.threads import background_threads, rank_threads, set_rank_th
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
     """Sixteen cores for two ranks."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
+    asked = Mock(return_value=16)
+    monkeypatch.setattr(threads, "usable_cores", asked)
+    threads._share_of_cores.cache_clear()
     monkeypatch.setattr(threads, "_given", None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    yield
+    yield asked
     torch.set_num_threads(before)
+    threads._share_of_cores.cache_clear()
 
 
 def start_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +38,13 @@ def test_torchrun_does_not_leave_a_loop_of_ones_own_with_a_single_thread_for_its
     start_with_torchrun(monkeypatch)
     assert (rank_threads(), background_threads()) == (8, 4)
     assert AdamWRule(torch.float32).threads == 4
+
+
+def test_the_system_is_asked_for_its_cores_once_and_not_at_every_update(monkeypatch, cores):
+    start_with_torchrun(monkeypatch)
+    for _ in range(3):
+        background_threads()
+    assert cores.call_count == 1
 
 
 @pytest.mark.parametrize(("chosen", "background"), [(1, 1), (6, 3)])
