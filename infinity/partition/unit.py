@@ -333,16 +333,16 @@ def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Se
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One NaN expanded to ``shape``: see [Note: the released parameter]."""
-    return (_nan if device.type == "cpu" else _shared_nan)(dtype, device).expand(shape)
+    if device.type != "cpu":
+        return _shared_nan(dtype, device).expand(shape)
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+@functools.cache
+def _shared_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One for all: on an accelerator each takes a kernel, and what is written to one is not looked for."""
     with torch.inference_mode(False):
         return torch.full((), math.nan, dtype=dtype, device=device)
-
-
-#: On an accelerator each one takes a kernel, and what is written to one is not looked for.
-_shared_nan = functools.cache(_nan)
 
 
 def is_placeholder(data: Tensor) -> bool:
