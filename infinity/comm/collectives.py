@@ -64,6 +64,8 @@ _FAREWELL_S = 5.0
 _SLICE_S = 0.25
 #: After so long, and as often, an accelerator's collective makes this rank look whether the others exist (s).
 _LOOK_S = 2.0
+#: Between two looks whether the last of them have ended (s).
+_ENDING_S = 0.01
 #: NCCL's own watchdog ends the process without a word: it waits for so much longer than we do (s).
 _WATCHDOG_S = 120.0
 
@@ -391,16 +393,23 @@ class Collectives:
         while (job := self._next()) is not None:
             job()
             del job  # while nothing comes, no model is held
+        while self._waits_for_issued():  # what is not given up here would let the accelerator wait for ever
+            self._look_after(self._issued[0][1])
+            time.sleep(_ENDING_S)
 
     def _next(self) -> Callable[[], None] | None:
         """The next job; meanwhile look after what was issued: see [Note: on an accelerator]."""
         while True:
-            while self._issued and self._issued[0][0].is_completed():
-                self._issued.popleft()
             try:
-                return self._queue.get(timeout=_SLICE_S if self._issued else None)
+                return self._queue.get(timeout=_SLICE_S if self._waits_for_issued() else None)
             except queue.Empty:
                 self._look_after(self._issued[0][1])
+
+    def _waits_for_issued(self) -> bool:
+        """Whether something that was issued has not ended; what has is forgotten."""
+        while self._issued and self._issued[0][0].is_completed():
+            self._issued.popleft()
+        return bool(self._issued)
 
     def _look_after(self, deadline: float) -> None:
         """Abort what was issued if it will not end: another rank failed, died, left or stalled."""

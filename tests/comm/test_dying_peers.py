@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import torch
@@ -34,8 +35,13 @@ class Group:
         self.aborted.set()
 
 
-def gather(dies: bool, timeout_s: float) -> tuple[str, bool]:
-    """Gather over a group whose work never ends; rank 1 is killed inside if it ``dies``."""
+def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, bool]:
+    """Gather over a group whose work never ends.
+
+    Args:
+        dies: Rank 1 is killed inside.
+        closes: The ranks fail, and close at once.
+    """
     failed, errors = threading.Event(), list[BaseException]()
 
     def on_failure(error: BaseException) -> None:
@@ -55,8 +61,13 @@ def gather(dies: bool, timeout_s: float) -> tuple[str, bool]:
 
     collectives._all_gather, ranks.collectives._group = issue, stuck
     ranks.collectives.gather(0, "layers.0", lambda: torch.zeros(4))
+    if closes:
+        while not ranks.collectives._issued:
+            time.sleep(0.01)
+        ranks.collectives.fail(ValueError("no disk"))
+        ranks.collectives.close()
     failed.wait(100)
-    aborted = stuck.aborted.wait(100)
+    aborted = stuck.aborted.wait(1 if closes else 100)
     ranks.collectives.close()
     dist.destroy_process_group()  # before the helper waits for the other rank
     return f"{type(errors[0]).__name__}: {errors[0]}", aborted
@@ -78,3 +89,9 @@ def test_a_collective_that_does_not_end_is_given_up_when_the_time_is_over():
             told, aborted = ended.result
             assert told.startswith("PeerError")
             assert aborted
+
+
+def test_a_rank_that_fails_and_closes_at_once_leaves_no_collective_on_its_accelerator():
+    with start_ranks(gather, 2, False, 10_000.0, True) as running:
+        for ended in running.wait():
+            assert ended.result[1]
