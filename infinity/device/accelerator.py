@@ -9,7 +9,8 @@ streams. A thread that moves bytes has a stream of its own, so that copies overl
 what one thread makes for another one travels with an event.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +35,18 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
     """Return a context in which the calling thread works on ``stream``; None: where it works already."""
-    return nullcontext() if stream is None else stream
+    return nullcontext() if stream is None else _working_on(stream)
+
+
+@contextmanager
+def _working_on(stream: torch.Stream) -> Iterator[None]:
+    # Not ``with stream``: that keeps the stream from before in ``stream``, which threads may share.
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 def record(device: torch.device) -> torch.Event | None:

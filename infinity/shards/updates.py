@@ -692,8 +692,17 @@ class Updates:
         if self._beside is None:
             update()
             return
-        ready.future = self._futures[index] = UpdateFuture()
-        self._beside.submit(ready.future.run, update)
+        future = ready.future = self._futures[index] = UpdateFuture()
+
+        def beside() -> None:
+            error = None
+            try:
+                update()
+            except BaseException as raised:  # surfaces at wait
+                error = raised.with_traceback(None)
+            self._landed(future, error)
+
+        self._beside.submit(beside)
 
     def _launch(self, ready: PendingUpdate, grad_scale: float, state: UpdateState) -> None:
         assert self.pipeline is not None
@@ -730,7 +739,7 @@ class Updates:
             future.computed.set()
 
     def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
-        """The end of an update; on the pipeline's thread."""
+        """The end of an update; on the thread that ran it."""
         if error is not None:
             self.on_failure(error)
         future.finish(error)

@@ -1,0 +1,68 @@
+"""What :mod:`infinity.device.accelerator` promises, on the simulated device; and an update beside a step."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.device.accelerator import on_stream, use_own_stream
+from tests.accelerator.process import needs_simulator, simulated
+from tests.helpers.launch import run_ranks
+
+
+@simulated
+def test_threads_that_share_a_stream_go_back_to_their_own_ones() -> None:
+    device, wrong = torch.device("sim", 0), list[object]()
+    shared = torch.Stream(device)
+
+    def work() -> None:
+        use_own_stream(device)
+        mine = torch.accelerator.current_stream(device)
+        for _ in range(50):
+            with on_stream(shared):
+                time.sleep(0)
+            wrong.extend(each for each in [torch.accelerator.current_stream(device)] if each != mine)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []
+
+
+def break_an_update(folder: str) -> tuple[str, str]:
+    """The rule raises in step 1, beside the step: what the runtime is told at once, and how training ends."""
+    from infinity.engine.runtime import runtime_of
+    from infinity.optim.rules import AdamWRule
+    from tests.accelerator import device, harness
+
+    device.start().reset("eager", 0)
+    found: list[str] = []
+
+    def fail(*args: object) -> None:
+        raise ArithmeticError("the rule")
+
+    def before(step: int, model: nn.Module) -> None:
+        if step == 0:
+            AdamWRule.update = fail  # type: ignore[method-assign]
+        if step == 1:
+            runtime = runtime_of(model)
+            beside = runtime.executor().updates._beside
+            assert beside is not None
+            beside.submit(int).result()  # after all updates
+            found.append(repr(runtime._failure))
+
+    with pytest.raises(ArithmeticError) as raised:
+        harness.train(harness.Scenario(place=harness.HOST), folder, before)
+    return found[0], str(raised.value)
+
+
+def test_all_that_waits_learns_of_an_update_that_fails_beside_the_step(tmp_path: Path) -> None:
+    needs_simulator()
+    assert run_ranks(break_an_update, 1, str(tmp_path), group=False) == [
+        ("ArithmeticError('the rule')", "the rule")
+    ]
