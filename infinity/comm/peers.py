@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -65,6 +65,7 @@ class Peers:
         self.rank, self.world_size, self._on_end = rank, world_size, on_end
         self._lock = threading.Lock()  # a connection carries one question at a time
         self._store, self._prefix = _own_store(), f"infinity/{next(_made)}"
+        self._here: list[int] | None = None  # ranks of this machine, once they were looked for
         self._me = Entry(pid=os.getpid(), host=socket.gethostname(), machine=_machine())
         self._publish(self._me)
         self._ending = threading.Event()
@@ -98,11 +99,17 @@ class Peers:
             time.sleep(0.2)
 
     def dead(self) -> str:
-        """Ranks of this machine whose processes have ended without a word; empty if none has. Looks once."""
+        """Ranks of this machine whose processes have ended without a word; empty if none has. Looks once.
+
+        Call when every rank has written its entry.
+        """
         try:
-            return _gone(self._others(), self._me.machine, "ZX")
+            entries = self._others(self._here)
         except RuntimeError:
             return ""  # the store is gone: explain() says so
+        self._here = [rank for rank, entry in entries.items() if entry.machine == self._me.machine]
+        silent = {rank: entry for rank, entry in entries.items() if not entry.end}
+        return _gone(silent, self._me.machine, "ZX")
 
     def close(self) -> None:
         """End the thread; the entry stays."""
@@ -135,11 +142,11 @@ class Peers:
             self._me = replace(entry, end=end.end, failed=end.failed)
             self._store.set(f"{self._prefix}/{self.rank}", json.dumps(asdict(self._me)))
 
-    def _others(self) -> dict[int, Entry]:
-        """The entries of all other ranks that wrote one."""
+    def _others(self, ranks: Iterable[int] | None = None) -> dict[int, Entry]:
+        """The entries of other ``ranks``, of all by default, as far as they wrote one."""
         found = {}
         with self._lock:
-            for rank in range(self.world_size):
+            for rank in range(self.world_size) if ranks is None else ranks:
                 key = f"{self._prefix}/{rank}"
                 if rank != self.rank and self._store.check([key]):
                     found[rank] = Entry(**json.loads(self._store.get(key)))

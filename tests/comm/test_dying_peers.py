@@ -4,12 +4,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from infinity.comm import collectives
+from infinity.comm import collectives, peers
 from infinity.comm.ranks import open_ranks
 from tests.helpers.launch import start_ranks
 
@@ -95,3 +97,22 @@ def test_a_rank_that_fails_and_closes_at_once_leaves_no_collective_on_its_accele
     with start_ranks(gather, 2, False, 10_000.0, True) as running:
         for ended in running.wait():
             assert ended.result[1]
+
+
+def test_a_rank_that_said_how_it_ended_is_not_taken_for_one_that_died(monkeypatch):
+    monkeypatch.setattr(peers, "_process_state", lambda pid: "X")
+    looked: list[Iterable[int] | None] = []
+    mine = peers.Entry(pid=0, host="a", machine="a")
+    entries = {1: replace(mine, end="closed its model"), 2: replace(mine, machine="b"), 3: mine}
+
+    def others(ranks: Iterable[int] | None) -> dict[int, peers.Entry]:
+        looked.append(ranks)
+        return entries
+
+    here = object.__new__(peers.Peers)
+    here._me, here._here = mine, None
+    monkeypatch.setattr(here, "_others", others)
+    assert here.dead().startswith("rank 3 (process 0 on a) was killed")
+    entries.pop(3)
+    assert here.dead() == ""
+    assert looked == [None, [1, 3]]  # those of other machines are asked once
