@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, more = parser.parse_known_args(argv)
+    if more and (not hasattr(args, "overrides") or any(each.startswith("-") for each in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:  # argparse ends a list of arguments at the first option
+        args.overrides = [*args.overrides, *more]
     for name, value in vars(args).items():
         if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
             parser.error(f"argument --{name}: expected one argument")
@@ -144,13 +147,19 @@ def _report(line: str) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    if Path(args.run).is_file():
+    from infinity.core.files import is_file
+
+    if is_file(args.run):
         from infinity.app.plan_recipe import show_recipe
 
         show_recipe(
             args.run, args.overrides, _console(), on=args.on, ranks=args.ranks, budget=args.budget,
             tokens=args.tokens,
         )  # fmt: skip
+    elif args.overrides or any(getattr(args, name) is not None for name in ("on", "ranks", "tokens")):
+        raise RecipeError(
+            f"{args.run}: no such file; key=value, --on, --ranks and --tokens are for plans of a recipe"
+        )
     else:
         from infinity.app.plan import show_plan
 

@@ -57,7 +57,7 @@ def add_lora(
 
     Raises:
         StateError: The model is not finished, or runs already.
-        RecipeError: peft is not installed, or finds no such layers.
+        RecipeError: peft is not installed, finds no such layers, or would adapt experts in one parameter.
     """
     _peft()  # without it nothing else matters
     runtime = runtime_of(model)
@@ -81,7 +81,7 @@ def make_adapters(
     """Give a finished model adapters in units of ``construction``; see :func:`add_lora`.
 
     Raises:
-        RecipeError: peft is not installed, or finds no such layers.
+        RecipeError: peft is not installed, finds no such layers, or would adapt experts in one parameter.
     """
     peft = _peft()
     config = peft.LoraConfig(
@@ -96,8 +96,34 @@ def make_adapters(
             adapted = peft.get_peft_model(model, config)
         except ValueError as error:
             raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
+    _refuse_packed(adapted, type(model).__name__)
     _cut_into_units(adapted, construction, world_size)
     return adapted
+
+
+def _refuse_packed(adapted: nn.Module, kind: str) -> None:
+    """Raise where peft would write sums into a frozen parameter: experts in one parameter, a router.
+
+    Raises:
+        RecipeError: Names such a parameter, and the layers that can have adapters.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    layers = {name: each for name, each in adapted.named_modules() if isinstance(each, LoraLayer)}
+    packed = {name: each for name, each in layers.items() if isinstance(each, ParamWrapper)}
+    if not packed:
+        return
+    blocks = tuple(f"{name.rpartition('.')[0]}." for name in packed)
+    inside = {name.rpartition(".")[2] for name in layers if name.startswith(blocks)}
+    free = {name.rpartition(".")[2] for name in layers.keys() - packed.keys()} - inside
+    name, first = next(iter(packed.items()))
+    name = f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.{first.parameter_name}"
+    choose = f": lora.target_modules=[{','.join(sorted(free))}]" if free else " in lora.target_modules"
+    raise RecipeError(
+        f"adapters for {kind}: peft writes those of {name}, which is a parameter, no layer (packed experts "
+        f"or a router), into the frozen weight itself. Name other layers{choose}"
+    )
 
 
 def _peft() -> Any:

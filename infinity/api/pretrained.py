@@ -145,6 +145,7 @@ def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runti
         opened.pop_all()  # the volume closes them
     base = MappedBase(storage, first, [file.nbytes for file in files], loading, loading.whole_nbytes)
     storage.before_close(base.close)
+    tiers.base_files = {file.path.name: file.sample() for file in checkpoint.files}
     tiers.base, tiers.resident_nbytes = base, max(0, tiers.resident_nbytes - base.buffers_nbytes)
     return base
 

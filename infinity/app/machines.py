@@ -9,7 +9,7 @@ from typing import Any
 
 from infinity.app.recipe import load_sections
 from infinity.core.errors import RecipeError
-from infinity.core.files import user_path, write_file
+from infinity.core.files import is_file, user_path, write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.planner.machines import (
     DevicesConfig,
@@ -43,7 +43,7 @@ def load_machine(name: str, overrides: Sequence[str] = ()) -> Machine:
     if name in machine_names():
         return load_sections(Machine, SHIPPED / f"{name}.yaml", overrides)
     path = user_path(name, "--on")
-    if not path.is_file():
+    if not is_file(path):
         near = difflib.get_close_matches(name, machine_names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(machine_names())}"
         raise RecipeError(f"--on {name}: no such file, and no hardware file of that name is shipped; {hint}")

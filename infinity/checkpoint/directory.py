@@ -18,6 +18,7 @@ the file's, and mapped into memory rather than read as a whole.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,6 +52,8 @@ _MOST_JSON_NBYTES = 100_000_000
 _AHEAD_NBYTES = 16 * 2**20
 #: Elements that are converted at one time.
 _PIECE_NUMEL = 2**18
+#: Blocks of a file that :meth:`ReadableFile.sample` reads, and their size (bytes).
+_SAMPLES, _SAMPLE_NBYTES = 64, 4096
 
 
 #: Puts the bytes of a file from an offset on into a contiguous tensor.
@@ -227,6 +230,21 @@ class ReadableFile:
                     "ends there. Download or copy it again"
                 )
             done += count
+
+    def sample(self) -> str:
+        """A digest of the file's size and of blocks from its beginning to its end: of all, if it is small.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        nbytes = os.fstat(self.fd).st_size
+        digest, block = hashlib.blake2b(str(nbytes).encode(), digest_size=16), bytearray(_SAMPLE_NBYTES)
+        last = max(0, nbytes - _SAMPLE_NBYTES)
+        for offset in sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)}):
+            taken = memoryview(block)[: nbytes - offset]
+            self.read_bytes(offset, taken)
+            digest.update(taken)
+        return digest.hexdigest()
 
     def read_ahead(self, offset: int) -> None:
         """Ask the kernel for the bytes from ``offset`` on; not every file system takes the hint."""

@@ -352,15 +352,14 @@ class PortableSave:
         self._stack.close()
 
     def _write(self, read_fields: ReadFields, end: Callable[[], object]) -> None:
-        contents = self._contents
-        nbytes = contents.nbytes(self._ranks.rank)
-        with _DataFile(self._folder, self._ranks.rank, nbytes) as file:
-            try:
+        contents, rank = self._contents, self._ranks.rank
+        with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as reading:  # training may wait for its end, also if no file is made
+                reading.callback(end)
+                file = stack.enter_context(_DataFile(self._folder, rank, contents.nbytes(rank)))
                 for unit in contents.units:
                     _write_unit(unit, contents, read_fields, file)
-            finally:
-                end()
-            if self._ranks.rank == 0:
+            if rank == 0:
                 for tensor, keys in contents.whole:
                     values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
                     file.add(keys, Box((0,) * tensor.ndim, tuple(tensor.shape)), values)

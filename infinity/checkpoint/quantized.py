@@ -85,7 +85,7 @@ def read_quantization(path: Path) -> Quantization | None:
         return None
     try:
         return _parse(given)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise CheckpointError(
             f"{path} holds quantized weights that cannot be decoded: quantization_config in config.json: "
             f"{error}. Decoded are fp8 (e4m3 with block scales), mxfp4, compressed-tensors "

@@ -232,6 +232,14 @@ def user_path(path: str | Path, what: str) -> Path:
         raise RecipeError(f"{what} {str(path)[:200]!r}: {error}") from error
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether there is a regular file; no error if none can have this path."""
+    try:
+        return Path(path).is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 # --- locks -----------------------------------------------------------------------------------------
 
 

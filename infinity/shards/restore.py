@@ -30,7 +30,7 @@ from infinity.shards.verified import BlockSums, load_sums
 def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
     """Where the versions of every unit lie, and what lies there: a layout for a commit.
 
-    A unit whose values come from a checkpoint that is loaded again has none.
+    A unit whose values come from a checkpoint that is loaded again has none, and the files of that are.
     """
     store = tiers.store
     assert store is not None
@@ -41,7 +41,10 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
             versions = versions_to_plain(store.versions_of(unit.index))
         segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
         listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
-    return {"dtype": str(tiers.layout.dtype), "drives": tiers.storage.drives, "units": listed}
+    base = dict(tiers.base_files) if tiers.from_base else {}
+    return {
+        "dtype": str(tiers.layout.dtype), "drives": tiers.storage.drives, "units": listed, "base": base
+    }  # fmt: skip
 
 
 def _is_there(unit: Unit, tiers: Tiers, unsaved: Container[str]) -> bool:
@@ -76,7 +79,8 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     """Give every unit the states of the saved commit, in its home; this rank's part.
 
     Raises:
-        StateError: The model is another one than that of the run; names the first difference.
+        StateError: The model, or its frozen base, is another one than that of the run; names the first
+            difference.
         DiskError: States cannot be read, or there is no room.
     """
     layout = (saved.own or saved.ranks[0]).layout
@@ -91,6 +95,8 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
         segment[0] for unit in layout["units"] if unit["versions"] is None for segment in unit["segments"]
     }
     left, restored = Restored(likes), [u for u in units if not _is_there(u, tiers, unsaved)]
+    if len(restored) < len(units):
+        _check_base(layout.get("base", tiers.base_files), tiers.base_files)
     sources = {} if mine is None or saved.own is None else {saved.own.files.rank: mine}
     if any(unit.index not in likes for unit in restored):
         for rank in range(saved.world_size):
@@ -116,6 +122,21 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     else:
         left.sources = list(sources.values())
     return left
+
+
+def _check_base(was: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise unless the files of the frozen base are those of the interrupted run.
+
+    Raises:
+        StateError: They differ; names one.
+    """
+    other = next((name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)), None)
+    if other is not None:
+        how = "lacked it then" if other not in was else "holds other bytes" if other in now else "lacks it"
+        raise StateError(
+            f"the frozen base is not the one of the interrupted run: {other}: the checkpoint {how}. Put back "
+            f"the files that the run began with; {BEGIN_ANEW}"
+        )
 
 
 def _open_source(saved: SavedRank, volume: Volume, sums: BlockSums | None) -> "_Source":

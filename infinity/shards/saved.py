@@ -313,7 +313,9 @@ def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]
     """
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     sizes, [drives] = StateLayout.of(dtypes[layout["dtype"]]), whole_numbers([layout["drives"]], most=2**12)
-    units = layout["units"]
+    units, base = layout["units"], layout.get("base", {})
+    if type(base) is not dict:
+        raise ValueError("no files of a base")
     if not drives or not len(units) == len(record.versions) == len(record.counts):
         raise ValueError(f"{len(units)} units on {drives} drives")
     for unit, counts in zip(units, record.counts, strict=True):

@@ -11,7 +11,7 @@ would live on NVMe. A unit that is thawed later gets its moments then.
 """
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -74,11 +74,12 @@ class Tiers:
     Attributes:
         base: Reads units of a frozen base where they lie in a checkpoint, while it is loaded.
         from_base: Indices of units that were loaded so: their values can be had again.
+        base_files: Digests of a sample of each of its files, by name.
         mapped: The base of each unit that is read where it lies, by the unit's index.
         pending: The states of an interrupted run are still to be put into their places. Until then units
             on NVMe have none, and what is stored in a unit is forgotten.
         before_write: Called before committed values are written in place.
-        snapshot: What is being saved beside training; None: nothing is.
+        snapshot: What is being saved beside training; any thread may end that, and leave one of no unit.
     """
 
     def __init__(self, storage: Storage, ranks: Ranks, reduce_dtype: torch.dtype) -> None:
@@ -93,11 +94,12 @@ class Tiers:
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
         self.base: MappedBase | None = None
         self.from_base: set[int] = set()
+        self.base_files: Mapping[str, str] = {}
         self.mapped: dict[int, MappedBase] = {}
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
         self.before_write: Callable[[], object] = lambda: None
-        self.snapshot: Snapshot | None = None
+        self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, nullcontext)
 
     # --- homes -------------------------------------------------------------------------------
 
@@ -342,8 +344,7 @@ class Tiers:
         Moments of a unit that has none are zeros, and are not stored.
         """
         if write:
-            if self.snapshot is not None:
-                self.snapshot.wait()
+            self.snapshot.wait()
             self.before_write()
             self.from_base.discard(unit.index)
             self._recorded.discard(unit.index)
@@ -411,7 +412,7 @@ class Tiers:
 
     def _unmap(self, unit: Unit) -> None:
         """The unit has a home of its own."""
-        if self.snapshot is not None and unit.index in self.mapped:
+        if unit.index in self.mapped:
             self.snapshot.wait_for(unit.index)
         base = self.mapped.pop(unit.index, None)
         if base is not None:
@@ -535,8 +536,7 @@ class Tiers:
     def about_to_update(self, unit: Unit) -> tuple[Resident, Callable[[], object]]:
         """Return a unit in host memory whose values will change in their place, and what to call before."""
         self._recorded.discard(unit.index)
-        snapshot = self.snapshot  # not one of values that this update makes
-        preserve = partial(snapshot.preserve, unit.index) if snapshot is not None else lambda: None
+        preserve = partial(self.snapshot.preserve, unit.index)  # not a snapshot of what this update makes
         return self.residents[unit.index], preserve
 
     def store_resident(
@@ -597,10 +597,9 @@ class Tiers:
         """
         self._train(unit)
         if self.versions == 1:
-            if self.snapshot is not None:
-                self.snapshot.wait_for(unit.index)
+            self.snapshot.wait_for(unit.index)
             return unit.version
-        taken = set() if self.snapshot is None else {self.snapshot.place(unit.index)}
+        taken = {self.snapshot.place(unit.index)}
         if unit.index not in self.residents:  # whose committed values are in memory, too
             taken.add(unit.version)
         places = range(len(self._store.versions_of(unit.index)))
@@ -610,10 +609,10 @@ class Tiers:
         """Return a place beside the one that is being saved, which :meth:`next_place` had to leave out.
 
         It is made; if the file system is full, it is the one that was saved, once it has been. None: no place
-        of the unit is being saved.
+        of the unit is being saved any more.
         """
-        pinned = None if self.snapshot is None else self.snapshot.place(unit.index)
-        if self.snapshot is None or pinned is None:
+        pinned = self.snapshot.place(unit.index)
+        if pinned is None:
             return None
         try:
             self._store.add_version(unit.index)
@@ -670,9 +669,8 @@ class Tiers:
 
     def unpin(self) -> None:
         """End what is saved beside training. May be called twice."""
-        snapshot, self.snapshot = self.snapshot, None
-        if snapshot is not None:
-            snapshot.close()
+        snapshot, self.snapshot = self.snapshot, self._nothing
+        snapshot.close()
 
     def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
         """Start fetching this shard's committed weights from byte ``start`` on."""

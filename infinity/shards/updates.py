@@ -566,24 +566,27 @@ class Updates:
 
     def _next_place(self, unit: Unit) -> int:
         """Return the place that the unit's update writes."""
-        for _ in range(2):
-            recorded = [record.versions[unit.index] for record in self._records]
-            place = self.tiers.next_place(unit, recorded)
-            if place is not None:
-                return place
+        place = self._free_place(unit)
+        if place is None:
             self._pass_barrier()
-        place = self.tiers.spare_place(unit)
+            place = self._free_place(unit)
+        if place is None:
+            place = self.tiers.spare_place(unit)
+        if place is None:  # the one that was being saved has been read meanwhile
+            place = self._free_place(unit)
         if place is None:
             raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
         return place
+
+    def _free_place(self, unit: Unit) -> int | None:
+        return self.tiers.next_place(unit, [record.versions[unit.index] for record in self._records])
 
     def land_residents(self) -> None:
         """Return when units in host memory may be written in place: none is written to NVMe, or saved."""
         for transfers in self._stored.values():
             for transfer in transfers:
                 transfer.wait()
-        if self.tiers.snapshot is not None:
-            self.tiers.snapshot.wait()
+        self.tiers.snapshot.wait()
 
     def _before_write(self) -> None:
         """Committed values are about to be written in place."""

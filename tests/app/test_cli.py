@@ -119,7 +119,25 @@ def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["train"], ["fly"]])
+def test_overrides_may_stand_before_and_after_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from infinity.app import plan_recipe
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(plan_recipe, "show_recipe", lambda path, given, *rest, **options: seen.append(given))
+    given = ["train.steps=3", "memory.host=1GiB", "train.batch_size=2"]
+    assert main(["train", write(tmp_path), given[0], "--dry-run", given[1], "--on", "gh200", given[2]]) == 0
+    assert main(["plan", write(tmp_path), "--on", "gh200", *given]) == 0
+    assert seen == [given, given]
+    assert main(["plan", str(tmp_path / "none.yaml"), "--on", "gh200"]) == 1
+    assert "none.yaml: no such file; key=value, --on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["train"], ["fly"], ["train", "recipe.yaml", "a.b=1", "--fly"], ["export", "a", "b", "c=1"]],
+)
 def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(argv)
@@ -219,7 +237,8 @@ COMMANDS: list[list[str]] = [
     ["plan", "{}"], ["plan", "run", "--budget={}"], ["export", "{}", "out"], ["export", "run", "{}"],
     ["resume", "{}"], ["resume", "run", "{}=3"], ["runs", "{}"], ["runs", ".", "--remove", "{}", "--yes"],
     ["rok", "{}"], ["rok", "recipe.yaml", "--batches={}"], ["rok", "recipe.yaml", "--steps={}"],
-    ["recipe", "{}"],
+    ["recipe", "{}"], ["plan", "recipe.yaml", "--on={}"], ["plan", "recipe.yaml", "--on=gh200", "--ranks={}"],
+    ["plan", "recipe.yaml", "--on=gh200", "--tokens={}"],
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from infinity.shards.snapshot import Snapshot
 from infinity.shards.store import ShardStore
+from infinity.shards.tiers import Tiers
 from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
 from tests.helpers import training
@@ -99,7 +100,7 @@ def play(
         assert not out.exists()
         opened.set()
         save.wait()
-        assert runtime.tiers.snapshot is None
+        assert not runtime.tiers.snapshot._sources
     state = state_of(model, optimizer)
     infinity.close(model)
     return state
@@ -184,6 +185,34 @@ def test_a_full_disk_leaves_nothing_and_training_goes_on(tmp_path: Path) -> None
     save.wait()
     assert left_in(tmp_path) == {"out"}
     infinity.close(model)
+
+
+def test_an_update_does_not_wait_for_a_save_whose_file_cannot_be_made(tmp_path: Path) -> None:
+    model, optimizer = made([f"memory.nvme=[{tmp_path / 'nvme'}]", *NVME, "memory.versions=1"], "bf16")
+    steps_of(model, optimizer, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "reserve", lambda *args: os.posix_fallocate(-1, 0, 1))
+        save = infinity.save_checkpoint(model, optimizer, tmp_path / "out", background=True)
+        steps_of(model, optimizer, 2)
+        with pytest.raises(DiskError, match="EBADF"):
+            save.wait()
+    assert left_in(tmp_path) == set()
+    infinity.close(model)
+
+
+def test_a_place_that_was_read_while_another_one_was_sought_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare_place, sought = Tiers.spare_place, []
+
+    def late(self: Tiers, unit: Any) -> int | None:
+        sought.append(unit.index)
+        self.snapshot.wait_for(unit.index)
+        return spare_place(self, unit)
+
+    monkeypatch.setattr(Tiers, "spare_place", late)
+    compare(tmp_path, NVME, "bf16", waits=True)
+    assert sought
 
 
 def test_values_are_written_in_place_when_the_save_is_over(tmp_path: Path) -> None:

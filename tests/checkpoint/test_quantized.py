@@ -149,6 +149,7 @@ def test_decoding_holds_a_part_of_a_tensor_only(tmp_path, monkeypatch):
     [
         ("qwen3_fp8", {"quant_method": "awq"}, 'quant_method is "awq"'),
         ("qwen3_fp8", {"weight_block_size": [0, 8]}, "positive whole number"),
+        ("qwen3_fp8", {"weight_block_size": [8]}, "index out of range"),
         ("qwen3_fp8", {"weight_block_size": [7, 8]}, None),  # the file's own blocks count
         ("qwen3_fp8", {"quant_method": "gptq", "bits": 4}, "no tensor ends with qweight"),
         ("gptq", {"bits": 3}, "3 bits"),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mxfp4Config
 
 import infinity
-from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskError
+from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models, quantized
@@ -336,6 +336,42 @@ def test_a_file_that_changes_under_a_run_is_an_error_that_names_it(tmp_path, che
             optimizer.step()
         assert isinstance(raised.value, ChangedFileError)
         assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def goes_on(checkpoint: Path, nvme: Path, steps: range) -> list[float]:
+    """Losses of a run of adapters that goes on where it was interrupted, and is interrupted again."""
+    _, batch = models.build("llama", 1)
+    model = load(checkpoint, nvme, "run.name=mine")
+    try:
+        model = adapted(model)
+        optimizer, losses = optimizer_for(model, Rule()), []
+        assert infinity.resume(model, optimizer) == steps.start
+        assert mapped(model)
+        for step in steps:
+            loss = model(**batch(step)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+    finally:
+        infinity.close(model, keep=True)
+
+
+def test_a_run_goes_on_with_the_base_that_it_had_and_with_no_other(tmp_path, checkpoint):
+    path, nvme = checkpoint / "model.safetensors", tmp_path / "nvme"
+    expected = goes_on(checkpoint, tmp_path / "whole", range(4))
+    losses = goes_on(checkpoint, nvme, range(2))
+    replace(path)
+    touch(path)
+    assert losses + goes_on(checkpoint, nvme, range(2, 4)) == expected
+    kept = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(len(kept) // 2)
+        file.write(bytes(8192))
+    with pytest.raises(StateError, match=r"is not the one .* run: model\.safetensors: .*holds ot"):
+        goes_on(checkpoint, nvme, range(4, 5))
+    path.write_bytes(kept)
+    assert len(goes_on(checkpoint, nvme, range(4, 5))) == 1
 
 
 def test_the_links_of_a_hub_cache_are_followed(tmp_path, checkpoint):
