@@ -13,7 +13,6 @@ from tests.helpers.launch import RanksError, run_ranks
 EXEMPT = {
     "activations/profiler.py": "only times are read there",
     "activations/store.py _host_bytes_per_s": "only times are read there",
-    "activations/store.py _Gds": "needs GPUDirect Storage",
     "activations/store.py CopyThread.synchronize": "only GPUDirect Storage calls it",
 }
 #: Scenarios in which a call is looked for, by the beginning of its place.
