@@ -277,10 +277,6 @@ class CopyThread:
         self._thread.submit(copy.perform, after, self._device)
         return copy
 
-    def synchronize(self) -> None:
-        """Return when all that this thread's stream was given has been done; call on this thread."""
-        wait_on_host(record(self._device))
-
     def close(self) -> None:
         """Finish all moves."""
         self._thread.shutdown()

@@ -117,9 +117,9 @@ def play_without(mutation: Mutation | None, name: str, folder: str, schedules: S
             raise RuntimeError("infinity was imported before it could be changed")
         sys.meta_path.insert(0, _Finder(mutation))
     from tests.accelerator import harness
-    from tests.accelerator.scenarios import FAST, SLOW
+    from tests.accelerator.scenarios import ALL
 
-    runs = harness.play({**FAST, **SLOW}[name], folder, schedules)
+    runs = harness.play(ALL[name], folder, schedules)
     if mutation is not None and not isinstance(sys.modules[sys.meta_path[0]._name].__spec__.loader, _Loader):
         raise RuntimeError(f"{mutation.file} was not changed")
     return runs

@@ -71,3 +71,10 @@ SLOW: dict[str, Scenario] = {
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
 }
+
+#: The last one needs an accelerator; the others run on the CPU, too.
+ALL: dict[str, Scenario] = {
+    **FAST,
+    **SLOW,
+    "updated on the accelerator": Scenario(more=("memory.updates=device",), clip=1.0, steps=2),
+}

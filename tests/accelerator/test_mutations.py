@@ -6,14 +6,14 @@ import pytest
 
 from tests.accelerator.mutate import Mutation, mutations, play_without
 from tests.accelerator.process import needs_simulator
-from tests.accelerator.scenarios import FAST, SLOW
+from tests.accelerator.scenarios import ALL
 from tests.helpers.launch import RanksError, run_ranks
 
 #: What no training on this device can show, by the place of the call, and why.
 EXEMPT = {
     "activations/profiler.py": "only times are read there",
     "activations/store.py _host_bytes_per_s": "only times are read there",
-    "activations/store.py CopyThread.synchronize": "only GPUDirect Storage calls it",
+    "nvme/engines/gds_engine.py": "needs GPUDirect Storage",
 }
 #: Scenarios in which a call is looked for, by the beginning of its place.
 SCENARIOS = {
@@ -22,6 +22,7 @@ SCENARIOS = {
     "comm/": ("two ranks, accumulated",),
     "engine/gradients.py Gradients._reduce": ("two ranks, accumulated",),
     "engine/gradients.py Gradients._add_up": ("two ranks, accumulated",),
+    "optim/rules.py": ("updated on the accelerator",),
     "": (
         "llama on nvme",
         "two ranks, accumulated",
@@ -46,7 +47,7 @@ def scenarios_for(mutation: Mutation) -> tuple[str, ...]:
 
 def noticed(mutation: Mutation, name: str, folder: Path) -> str:
     """How training shows that the call is left out; empty: it does not."""
-    world = {**FAST, **SLOW}[name].world
+    world = ALL[name].world
     digests = []
     for schedule in (("eager", 0), ("lazy", 0)):  # most show as races under the first
         folder.mkdir(exist_ok=True, parents=True)
@@ -89,7 +90,7 @@ def test_every_wait_is_found_and_what_is_exempt_exists():
         assert any(each.startswith(start) for each in found), start
     for start, names in SCENARIOS.items():
         assert any(each.startswith(start) for each in found), start
-        assert not {*names} - {*FAST, *SLOW}
+        assert not {*names} - {*ALL}
 
 
 @pytest.mark.parametrize(
