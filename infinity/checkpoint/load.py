@@ -355,6 +355,7 @@ class CheckpointValues:
                     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
                     self._values[id(tensor)][0][1].fill(0, flat)
                     tensor.copy_(flat.view(tensor.shape))
+        self._on_progress = None  # what is read where it lies from now on loads nothing
         self._initialise()
 
     def gives(self, unit: Unit) -> bool:

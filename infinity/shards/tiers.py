@@ -99,7 +99,7 @@ class Tiers:
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
         self.before_write: Callable[[], object] = lambda: None
-        self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, nullcontext)
+        self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, lambda chunk: nullcontext(()))
 
     # --- homes -------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from infinity.app.machines import load_machine, machine_names
+from infinity.app.machines import _flops_per_s, load_machine, machine_names
 from infinity.cli import main
 from infinity.core.errors import RecipeError
 from infinity.planner.machines import rank_rates
@@ -68,7 +69,7 @@ def test_errors_name_the_key_and_what_is_valid(name: str, overrides: list[str], 
 def test_probe_writes_a_file_that_is_read_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.app.machines._SIZE", 128)
+    monkeypatch.setattr("infinity.app.machines._SIZES", (128,))
     file = tmp_path / "here.yaml"
     assert main(["probe", str(tmp_path), "--output", str(file)]) == 0
     assert "this machine: " in capsys.readouterr().out
@@ -78,3 +79,19 @@ def test_probe_writes_a_file_that_is_read_back(
     assert machine.host.cores <= (os.cpu_count() or 1)
     assert machine.devices.fp32_flops_per_s > 0
     assert [path.name for path in tmp_path.iterdir()] == ["here.yaml"]
+
+
+@pytest.mark.parametrize(("rate", "most"), [(1e11, 1024), (1e9, 512)])
+def test_a_busy_machine_is_not_taken_for_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch, rate: float, most: int
+) -> None:
+    sizes: list[int] = []
+
+    def multiply_s(dtype: torch.dtype, size: int, device: torch.device) -> float:
+        sizes.append(size)
+        return 8e-3 + 2 * size**3 / rate
+
+    monkeypatch.setattr("infinity.device.machine.multiply_s", multiply_s)
+    found = _flops_per_s(torch.bfloat16, torch.device("cpu"))
+    assert 0.7 * rate < found <= rate
+    assert max(sizes) == most
