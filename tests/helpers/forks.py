@@ -135,11 +135,8 @@ def _start(folder: Path, seed: int) -> None:
 def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     """Fork for every connection until ``owner`` has ended; a fork returns with its job."""
     owner_fd = os.pidfd_open(owner)
-    gc.disable()  # what imports make lives on
     for name in IMPORTS:
         importlib.import_module(name)
-    gc.enable()
-    gc.collect()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("an import has started a thread: forks would inherit the locks that it holds")
     gc.freeze()  # a collection in a fork would write to, and so copy, every page with an object
