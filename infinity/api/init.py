@@ -136,5 +136,8 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
 
     Args:
         keep: Leave them there in any case.
+
+    Raises:
+        DiskError: With ``keep``, and without an error before: the last step could not be kept.
     """
     runtime_of(model, ended=True).close(keep=keep)

@@ -39,7 +39,7 @@ from infinity.activations.tensor_cache import TensorCache
 from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BEGIN_ANEW, BudgetError, PeerError, StateError
+from infinity.core.errors import BEGIN_ANEW, BudgetError, DiskError, PeerError, StateError
 from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
@@ -447,11 +447,15 @@ class Runtime:
         Args:
             error: That exception; None: the one that is being handled, if any.
             keep: Leave the files of a run that can go on.
+
+        Raises:
+            DiskError: Without an error before: the last step could not be kept.
         """
+        lost: Exception | None = None
         if not self._ended:
             error = error or sys.exception()
             try:
-                self._settle(error, keep)
+                lost = self._settle(error, keep)
                 if hasattr(self, "tiers"):  # it may have failed while it was built
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
@@ -462,9 +466,16 @@ class Runtime:
         for pool in self._pools():
             pool.unmap_leased()
         _opened.discard(self)
+        if lost is not None:
+            raise lost
 
-    def _settle(self, error: BaseException | None, keep: bool) -> None:
-        """Wait for what is in flight, and for the last commit to ``keep``; or end it soon with ``error``."""
+    def _settle(self, error: BaseException | None, keep: bool) -> Exception | None:
+        """Wait for what is in flight, and for the last commit to ``keep``; or end it soon with ``error``.
+
+        Returns:
+            Why a step that is to be kept is not.
+        """
+        lost: Exception | None = None
         if error is not None and _is_failure(error):
             if isinstance(error, KeyboardInterrupt | SystemExit) and self._executor is not None:
                 self._executor.updates.land_commit(_LANDING_S)
@@ -472,12 +483,15 @@ class Runtime:
             if self._executor is not None:
                 self._executor.updates.abandon(error)
         else:
-            with contextlib.suppress(Exception):  # it has surfaced, or nothing waits for it any more
+            try:
                 if keep and self._executor is not None:
                     self._executor.updates.end_commit()
                 self.synchronize()  # gathers in flight wait for updates
+            except Exception as raised:  # it has surfaced, or nothing waits for it any more
+                lost = raised if keep and isinstance(raised, DiskError) else None
         if hasattr(self, "activations"):  # it may have failed while it was built
             self.activations.close()
+        return lost
 
     def _end(self, why: str) -> None:
         """Let every later use raise ``why``; the weights are gone."""

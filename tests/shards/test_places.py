@@ -12,6 +12,7 @@ import torch
 
 import infinity
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
+from infinity.optim.pipeline import UpdatePipeline
 from tests.helpers.crashes import PLACES, Net
 from tests.helpers.limits import file_limit
 from tests.helpers.training import build
@@ -184,6 +185,20 @@ def test_a_full_disk_leaves_the_commit_and_there_may_be_room_later(tmp_path, who
     assert failed
     again = train([tmp_path], 4, place=place)
     assert again in (whole[2:], whole[3:])
+
+
+def test_a_last_step_that_cannot_be_kept_is_an_error_of_close(tmp_path, whole, monkeypatch):
+    write = UpdatePipeline._write
+
+    def late(pipeline, slot):
+        time.sleep(0.05)
+        write(pipeline, slot)
+
+    train([tmp_path], 2, place="host")
+    monkeypatch.setattr(UpdatePipeline, "_write", late)
+    with file_limit(100), pytest.raises(DiskError, match="File too large"):
+        train([tmp_path], 3)
+    assert train([tmp_path], 4) == whole[2:]
 
 
 @pytest.mark.parametrize("limit", ["record", "layout"])
