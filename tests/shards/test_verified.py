@@ -313,7 +313,7 @@ def test_training_ends_at_the_first_read_of_a_flipped_byte(tmp_path, part):
         with pytest.raises(DamagedDataError, match=r"rank0-1-0\.bin: 4096 bytes from offset"):
             steps(model, optimizer)
     finally:
-        infinity.close(model, keep=True)
+        infinity.close(model)
 
 
 def test_stored_activations_are_checked(tmp_path, monkeypatch):
