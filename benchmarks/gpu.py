@@ -27,7 +27,7 @@ import processes
 import torch
 from worker import Job, Phase
 
-from infinity.device.accelerator import memory_nbytes, synchronize
+from infinity.device.accelerator import memory_nbytes, name_of, synchronize
 from infinity.device.machine import free_host_nbytes, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
 from infinity.optim.rules import measure_rates
@@ -119,10 +119,8 @@ def machine(found: Found) -> Section:
     """Versions and hardware."""
     device, rows = found.device, [["what", "which"]]
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        name = getattr(module, "get_device_name", lambda _: str(device))(device)
         free, total = memory_nbytes(device)
-        rows.append(["accelerators", f"{torch.accelerator.device_count()} x {name}"])
+        rows.append(["accelerators", f"{torch.accelerator.device_count()} x {name_of(device)}"])
         rows.append(["memory of one", f"{_gb(total)}, {_gb(free)} free"])
     rows += [
         ["processor", f"{_processor()}, {usable_cores()} cores"],
@@ -294,7 +292,7 @@ def mfu(shape: llama.Shape, tokens: int, length: int, step_s: float, peak_flops_
 def peak_of(found: Found) -> tuple[float, str]:
     """Return the flop/s that MFU is a share of, and whose word that is."""
     if found.device.type != "cpu":
-        name = getattr(torch.get_device_module(found.device), "get_device_name", str)(found.device)
+        name = name_of(found.device)
         for part, flops_per_s in PEAKS.items():
             if part in name:
                 return flops_per_s, f"{part}, by its vendor"

@@ -43,7 +43,7 @@ from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import reduction_dtype
-from infinity.engine.hooks import Frame, Hooks, register_forward_hooks
+from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -501,26 +501,8 @@ class _RecordedHooks(Hooks):
 
     by_storage: dict[int, Unit]
 
-    def enter(self, module: nn.Module, args: Any = ()) -> None:
-        frame = Frame(module, [])
-        if torch._C._current_graph_task_id() != -1:
-            self._enter_backward()
-        elif not self.stack:
-            self._open(frame)
-        self.stack.append(frame)
-        if module in self._leaves:
-            self._enter_leaf(self._leaves[module], frame)
-        for param in module._parameters.values():
-            place = None if param is None else self.units.find(param)
-            if place is not None:
-                self._use(place[0], frame)
-                if not place[0].trainable and torch.is_grad_enabled():
-                    self._watch(place[0].index, args)
-
-    def touch(self, param: nn.Parameter) -> None:
-        place = self.units.find(param)
-        if place is not None and self.prefetcher.streams(place[0].index):
-            self._touch(place[0])
+    def _check_attached(self, unit: Unit, segment: Segment) -> None:
+        """Do nothing: fake parameters view no buffer."""
 
     def pack(self, tensor: Tensor) -> Any:
         unit = self.by_storage.get(tensor.untyped_storage()._cdata)

@@ -158,16 +158,16 @@ def _copy_bytes_per_s(device: Any) -> float:
     """Bytes read and written per second by large copies."""
     import torch
 
+    from infinity.device.accelerator import synchronize
+
     source = torch.ones(_COPIED_NBYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best_s = float("inf")
     for _ in range(_TRIES + 1):
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(device)
         began_s = time.perf_counter()
         target.copy_(source)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(device)
         best_s = min(best_s, time.perf_counter() - began_s)
     return 2 * _COPIED_NBYTES / best_s
 
@@ -176,12 +176,12 @@ def _accelerators(device: Any) -> tuple[DevicesConfig, LinksConfig]:
     import torch
 
     from infinity.activations.store import measure_hardware
-    from infinity.device.accelerator import memory_nbytes
+    from infinity.device.accelerator import memory_nbytes, name_of
 
     link = measure_hardware(device, (), 0).host_bytes_per_s
     devices = DevicesConfig(
         per_node=torch.accelerator.device_count(),
-        name=str(torch.get_device_module(device).get_device_name(device)),
+        name=name_of(device),
         memory=memory_nbytes(device)[1],
         memory_bytes_per_s=_rounded(_copy_bytes_per_s(device)),
         efficiency=0.95,  # the figures are reached ones

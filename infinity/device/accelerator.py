@@ -106,6 +106,11 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def name_of(device: torch.device) -> str:
+    """Return the name that an accelerator's maker gave it; the device's own where its kind has none."""
+    return str(getattr(_module(device), "get_device_name", str)(device))
+
+
 def rounds_roots(device: torch.device) -> bool:
     """Whether ``Tensor.sqrt`` of float32 is correctly rounded: CUDA's is, as IEEE 754 wants it."""
     return device.type == "cuda" and torch.version.hip is None

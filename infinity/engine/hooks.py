@@ -51,7 +51,7 @@ from infinity.core.errors import StateError
 from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Unit, UnitIndex, placeholder
+from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Hooks:
             place = None if param is None else self.units.find(param)
             if place is not None:
                 self._use(place[0], frame)
-                place[0].check_attached(place[1])
+                self._check_attached(*place)
                 if not place[0].trainable and torch.is_grad_enabled():
                     self._watch(place[0].index, args)
 
@@ -196,6 +196,9 @@ class Hooks:
         unit, segment = place
         if self.prefetcher.streams(unit.index):
             self._touch(unit)
+        self._check_attached(unit, segment)
+
+    def _check_attached(self, unit: Unit, segment: Segment) -> None:
         unit.check_attached(segment)
 
     def _touch(self, unit: Unit) -> None:
