@@ -7,9 +7,15 @@ for ever, as a kernel of NCCL would spin for ever, until the group is aborted.
 [Note: who wants it]
 Under the schedule ``lazy`` a collective runs once somebody waits for it, on any rank: what only one rank
 starts ends nowhere. So each rank tells the others, in a few shared bytes, how many collectives of the group
-it has started, and a thread of each starts its own.
+it has started, and a thread of each (one for all groups) starts its own.
+
+[Note: straight to gloo]
+A worker of gloo drops what it has done while it holds the lock of its queue, and needs the GIL where that
+holds tensors of Python. A collective of a ``ProcessGroup`` that is a class of Python takes this lock with the GIL
+held, and both wait for ever. So those on the CPU go to gloo's own bindings, which release it.
 """
 
+import contextlib
 import mmap
 import os
 import queue
@@ -81,9 +87,9 @@ class SimGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         wire = dist.PrefixStore("wire", store)
         self._wire = dist.ProcessGroupGloo(wire, rank, size, timedelta(hours=1))
-        cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
-        cpu._set_sequence_number_for_group()
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, cpu)
+        self._cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
+        self._cpu._set_sequence_number_for_group()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._cpu)
         self._started = _Started(store, rank, size)
         self._streams: dict[int, int] = {}
         self._waiting: list[tuple[int, Entry]] = []  # guarded by the simulator's lock
@@ -91,8 +97,8 @@ class SimGroup(dist.ProcessGroup):
         self._count = 0
         self._aborted = False
         self._jobs: queue.SimpleQueue[tuple[Entry, int, Callable[[], Any]] | None] = queue.SimpleQueue()
-        for run in (self._carry, self._watch):
-            threading.Thread(target=run, name=f"simccl-{run.__name__}", daemon=True).start()
+        threading.Thread(target=self._carry, name="simccl-carry", daemon=True).start()
+        _watcher.groups.append(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "simccl"
@@ -101,7 +107,7 @@ class SimGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if not is_sim(output):
-            return super()._allgather_base(output, input, *_given(opts))
+            return self._cpu._allgather_base(output, input, *_given(opts))
         out, given = kernel_view(output), kernel_view(input)
         return self._issue(
             "all-gather", lambda: self._wire._allgather_base(out, given.clone()), [input], [output]
@@ -113,7 +119,7 @@ class SimGroup(dist.ProcessGroup):
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
         if not is_sim(output):
-            return super().alltoall_base(output, input, output_sizes, input_sizes, *_given(opts))
+            return self._cpu.alltoall_base(output, input, output_sizes, input_sizes, *_given(opts))
         out, given = kernel_view(output), kernel_view(input)
         return self._issue(
             "all-to-all",
@@ -126,16 +132,30 @@ class SimGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if not is_sim(tensors[0]):
-            return super().allreduce(tensors, *_given(opts))
+            return self._cpu.allreduce(tensors, *_given(opts))
         views = [kernel_view(t) for t in tensors]
         return self._issue("all-reduce", lambda: self._wire.allreduce(views, *_given(opts)), tensors, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if not is_sim(tensors[0]):
-            return super().broadcast(tensors, *_given(opts))
+            return self._cpu.broadcast(tensors, *_given(opts))
         views = [kernel_view(t) for t in tensors]
         return self._issue("broadcast", lambda: self._wire.broadcast(views, *_given(opts)), tensors, tensors)
+
+    # Those that only the CPU has; see [Note: straight to gloo].
+
+    def allgather(self, *args: Any, **options: Any) -> Any:
+        return self._cpu.allgather(*args, **options)
+
+    def barrier(self, *args: Any, **options: Any) -> Any:
+        return self._cpu.barrier(*args, **options)
+
+    def gather(self, *args: Any, **options: Any) -> Any:
+        return self._cpu.gather(*args, **options)
+
+    def scatter(self, *args: Any, **options: Any) -> Any:
+        return self._cpu.scatter(*args, **options)
 
     def _issue(
         self, what: str, carry: Callable[[], Any], reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -158,6 +178,7 @@ class SimGroup(dist.ProcessGroup):
             entry = simulator.enqueue(stream, what, None, map(span, reads), map(span, writes), external=start)
             if not entry.done:
                 self._waiting.append((number, entry))
+                _watcher.wake()
             work = self._works[number] = SimWork(self, entry, stream, index, held)
             if self._aborted:
                 self._end(entry, number, RuntimeError("the group was aborted"))
@@ -178,16 +199,16 @@ class SimGroup(dist.ProcessGroup):
             self._end(entry, number, None)
             del job, entry, carry
 
-    def _watch(self) -> None:
-        """Starts what other ranks wait for; see [Note: who wants it]."""
-        while not self._aborted:
-            wanted = self._started.most()
-            for number, entry in list(self._waiting):
-                if number < wanted and not entry.started:
-                    with simulator.lock:
-                        if not entry.done:
-                            simulator._advance(entry)
-            time.sleep(_POLL_S)
+    def start_wanted(self) -> bool:
+        """Start what other ranks wait for; whether there is something that nobody has started."""
+        unstarted = [each for each in self._waiting if not each[1].started]
+        wanted = self._started.most() if unstarted else 0
+        for number, entry in unstarted:
+            if number < wanted:
+                with simulator.lock:
+                    if not entry.done:
+                        simulator._advance(entry)
+        return bool(unstarted)
 
     def _end(self, entry: Entry, number: int, error: BaseException | None) -> None:
         with simulator.lock:
@@ -203,6 +224,9 @@ class SimGroup(dist.ProcessGroup):
             self._aborted = True
             for number, entry in list(self._waiting):
                 self._end(entry, number, RuntimeError("the group was aborted"))
+        self._jobs.put(None)
+        with contextlib.suppress(ValueError):  # aborted before
+            _watcher.groups.remove(self)
 
     def shutdown(self) -> None:
         self.abort()
@@ -210,6 +234,31 @@ class SimGroup(dist.ProcessGroup):
 
 def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
+
+
+class _Watcher:
+    """A thread that polls while a group has a collective that was not started; see [Note: who wants it]."""
+
+    def __init__(self) -> None:
+        self.groups: list[SimGroup] = []
+        self._thread: threading.Thread | None = None
+        self._something = threading.Event()
+
+    def wake(self) -> None:
+        """Something may have to be started; the simulator's lock is held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="simccl-watch", daemon=True)
+            self._thread.start()
+        self._something.set()
+
+    def _watch(self) -> None:
+        while self._something.wait():
+            self._something.clear()
+            while sum(group.start_wanted() for group in list(self.groups)):  # all of them, every time
+                time.sleep(_POLL_S)
+
+
+_watcher = _Watcher()
 
 
 class _Started:

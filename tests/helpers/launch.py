@@ -11,12 +11,14 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ __all__ = [
 GRACE_S = 10.0
 
 _MARKS = "INFINITY_TEST_MARKS"
+_STACK = re.compile(r"^(?:Current t|T)hread 0x.* first\):\n((?:  .*\n)+)\n?", re.MULTILINE)
 
 
 class RanksError(AssertionError):
@@ -230,7 +233,15 @@ class Ranks:
         )
 
     def _log(self, rank: int) -> str:
-        return (self.folder / f"log.{rank}").read_text(errors="replace")[-8000:]
+        return _fold_stacks((self.folder / f"log.{rank}").read_text(errors="replace"))[-8000:]
+
+
+def _fold_stacks(log: str) -> str:
+    """Of threads that stand at the same place, which faulthandler shows one by one, show one."""
+    stacks = _STACK.findall(log)
+    counts = Counter(stacks)
+    folded = [f"{counts[each]} at\n{each}" for each in dict.fromkeys(stacks)]  # the main thread is the last
+    return _STACK.sub("", log) + "\n".join(folded)
 
 
 def run_job(argument: str) -> int:
