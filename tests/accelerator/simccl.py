@@ -11,8 +11,8 @@ it has started, and a thread of each (one for all groups) starts its own.
 
 [Note: straight to gloo]
 A worker of gloo drops what it has done while it holds the lock of its queue, and needs the GIL where that
-holds tensors of Python. A collective of a ``ProcessGroup`` that is a class of Python takes this lock with the GIL
-held, and both wait for ever. So those on the CPU go to gloo's own bindings, which release it.
+holds tensors of Python. A collective of a ``ProcessGroup`` that is a class of Python takes this lock with the
+GIL held, and both wait for ever. So those on the CPU go to gloo's own bindings, which release it.
 """
 
 import contextlib
