@@ -8,7 +8,8 @@ or there is one place only, the update waits until the unit has been read.
 A unit that is read where it lies in a checkpoint does not change; one that is to get a home of its own waits.
 
 A unit in host memory is updated in its place. Just before, its values are left to where a commit has written
-them, or copied if the host budget has room; else the update waits.
+them, or copied if the host budget has room; else the update waits. Copies leave room for the chunk through which
+units on NVMe are read: else these would wait for copies, which are given back after them.
 """
 
 import threading
@@ -59,14 +60,15 @@ class Snapshot:
         sources: By index of the unit.
         layout: Of their state.
         pool: Host memory for copies.
+        chunk_nbytes: Of the pool, what reading a unit takes.
         reading: Gives weights and state of a chunk on NVMe, in memory that is held inside the context.
     """
 
     def __init__(
-        self, sources: Mapping[int, Source], layout: StateLayout, pool: Pool,
+        self, sources: Mapping[int, Source], layout: StateLayout, pool: Pool, chunk_nbytes: int,
         reading: Callable[[ChunkExtents], AbstractContextManager[tuple[Tensor, ...]]],
     ) -> None:  # fmt: skip
-        self._layout, self._pool, self._reading = layout, pool, reading
+        self._layout, self._pool, self._chunk_nbytes, self._reading = layout, pool, chunk_nbytes, reading
         self._changed = threading.Condition()  # guards what follows
         self._sources = dict(sources)  # of units that were not read yet
         self._copies = {index: ExitStack() for index in sources}
@@ -163,6 +165,11 @@ class Snapshot:
         lease = self._pool.try_lease(sum(rounded(each.nbytes) for each in values), who="a checkpoint")
         if lease is None:
             return False
+        chunk = self._pool.try_lease(self._chunk_nbytes, who="a checkpoint")
+        if chunk is None:
+            lease.release()
+            return False
+        chunk.release()
         self._copies[index].callback(lease.release)
         copies, at = [], 0
         for each in values:

@@ -99,7 +99,7 @@ class Tiers:
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
         self.before_write: Callable[[], object] = lambda: None
-        self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, lambda chunk: nullcontext(()))
+        self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, 0, lambda chunk: nullcontext(()))
 
     # --- homes -------------------------------------------------------------------------------
 
@@ -664,7 +664,9 @@ class Tiers:
             if version is not None:
                 chunks = [(chunk.start, chunk.numel) for chunk in version.chunks]
             sources[unit.index] = Source(chunks, values, version, place, landing.get(unit.index, ()))
-        self.snapshot = Snapshot(sources, self.layout, self.pool, self.reading)
+        numel = self.chunk_numel
+        nbytes = self.layout.weight_nbytes(numel) + self.layout.state_nbytes(numel)
+        self.snapshot = Snapshot(sources, self.layout, self.pool, nbytes, self.reading)
         return self.snapshot
 
     def unpin(self) -> None:

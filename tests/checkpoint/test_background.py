@@ -17,8 +17,10 @@ import infinity
 from infinity.checkpoint import portable
 from infinity.core.errors import DiskError, PeerError, StateError
 from infinity.core.lifecycle import Tier
+from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
-from infinity.shards.snapshot import Snapshot
+from infinity.optim.layout import StateLayout
+from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.store import ShardStore
 from infinity.shards.tiers import Tiers
 from tests.checkpoint.test_export import left_in
@@ -145,6 +147,23 @@ def test_without_room_for_a_copy_an_update_in_memory_waits_until_its_unit_is_rea
 ) -> None:
     monkeypatch.setattr(Snapshot, "_copy", lambda *args: False)
     compare(tmp_path, HOST, "bf16", waits=True)
+
+
+@pytest.mark.parametrize(("room_nbytes", "copied"), [(6 * 4096, True), (5 * 4096, False)])
+def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_others(
+    room_nbytes: int, copied: bool
+) -> None:
+    layout = StateLayout.of(torch.bfloat16)
+    values = (torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(8, dtype=f.dtype) for f in layout.fields))
+    assert len(values) == 4  # a page each
+    pool = HostPool(room_nbytes, patience_s=0)
+    snapshot = Snapshot(
+        {0: Source([(0, 8)], values)}, layout, pool, 8192, lambda chunk: contextlib.nullcontext(())
+    )
+    assert snapshot._copy(0, sources[0], values) is copied
+    assert (pool.leased_nbytes > 0) is copied
+    snapshot.close()
+    assert not pool.leased_nbytes
 
 
 def test_without_room_for_another_place_an_update_waits_until_its_unit_is_read(
