@@ -8,8 +8,8 @@ or there is one place only, the update waits until the unit has been read.
 A unit that is read where it lies in a checkpoint does not change; one that is to get a home of its own waits.
 
 A unit in host memory is updated in its place. Just before, its values are left to where a commit has written
-them, or copied if the host budget has room; else the update waits. Copies leave room for the chunk through which
-units on NVMe are read: else these would wait for copies, which are given back after them.
+them, or copied if the host budget has room; else the update waits. Copies leave room for the chunk through
+which units on NVMe are read: else these would wait for copies, which are given back after them.
 """
 
 import threading

@@ -157,9 +157,8 @@ def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_other
     values = (torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(8, dtype=f.dtype) for f in layout.fields))
     assert len(values) == 4  # a page each
     pool = HostPool(room_nbytes, patience_s=0)
-    snapshot = Snapshot(
-        {0: Source([(0, 8)], values)}, layout, pool, 8192, lambda chunk: contextlib.nullcontext(())
-    )
+    sources = {0: Source([(0, 8)], values)}
+    snapshot = Snapshot(sources, layout, pool, 8192, lambda chunk: contextlib.nullcontext(()))
     assert snapshot._copy(0, sources[0], values) is copied
     assert (pool.leased_nbytes > 0) is copied
     snapshot.close()
