@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 
 import infinity
 from infinity.app import checkpoints
-from infinity.app import train as train_module
 from infinity.app.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
+from infinity.app.loop import Loop
 from infinity.app.models.gpt import GPT
-from infinity.app.train import Loop, save_run, train
+from infinity.app.save import save_run
+from infinity.app.train import train
+from infinity.app.views import Views
 from infinity.checkpoint import portable
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.portable import PortableSave
@@ -168,7 +170,7 @@ def test_what_is_due_while_another_is_saved_comes_after_it(
 ) -> None:
     """After step 2 one begins; it ends after step 5, and then the one that was due after step 4 begins."""
     said: list[str] = []
-    monkeypatch.setattr(train_module.Views, "log", lambda self, line: said.append(line))
+    monkeypatch.setattr(Views, "log", lambda self, line: said.append(line))
     after = Checkpoints.after
     with held(monkeypatch) as opened:
 
