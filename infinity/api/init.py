@@ -138,6 +138,7 @@ def close(model: nn.Module, *, keep: bool = False) -> None:
         keep: Leave them there in any case.
 
     Raises:
-        DiskError: With ``keep``, and without an error before: the last step could not be kept.
+        DiskError: With ``keep``, and not on the way out of an exception: the last step could not be kept.
+            Where an error of that step was caught before, it is raised again.
     """
     runtime_of(model, ended=True).close(keep=keep)

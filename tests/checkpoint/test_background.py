@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import infinity
 from infinity.checkpoint import portable
 from infinity.core.errors import DiskError, PeerError, StateError
 from infinity.core.lifecycle import Tier
+from infinity.core.owned import close_collected
 from infinity.engine.runtime import runtime_of
 from infinity.shards.snapshot import Snapshot
 from infinity.shards.store import ShardStore
@@ -251,6 +253,19 @@ def test_closing_the_model_ends_a_save_and_leaves_nothing(
     assert not [t for t in threading.enumerate() if t.name == "infinity-save"]
     with pytest.raises(StateError, match="the model was closed"):
         save._work.wait()
+
+
+def test_a_model_that_is_dropped_during_a_save_leaves_nothing(tmp_path: Path) -> None:
+    model, optimizer = made([f"memory.nvme=[{tmp_path / 'nvme'}]", *NVME], "bf16")
+    steps_of(model, optimizer, 1)
+    with pytest.MonkeyPatch.context() as patch, gated(patch) as opened:
+        infinity.save_checkpoint(model, optimizer, tmp_path / "out", background=True)
+        assert left_in(tmp_path)
+        del model, optimizer
+        gc.collect()
+        opened.set()
+        close_collected()
+    assert left_in(tmp_path) == set()
 
 
 def test_what_is_taken_of_the_drive_is_taken_once(tmp_path: Path) -> None:

@@ -196,8 +196,9 @@ def test_a_last_step_that_cannot_be_kept_is_an_error_of_close(tmp_path, whole, m
 
     train([tmp_path], 2, place="host")
     monkeypatch.setattr(UpdatePipeline, "_write", late)
-    with file_limit(100), pytest.raises(DiskError, match="File too large"):
+    with file_limit(100), pytest.raises(DiskError, match="File too large") as raised:
         train([tmp_path], 3)
+    assert "goes on from the commit before" in raised.value.__notes__[-1]
     assert train([tmp_path], 4) == whole[2:]
 
 
