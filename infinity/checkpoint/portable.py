@@ -227,6 +227,9 @@ def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
 class PortableSave:
     """A portable checkpoint on its way; see :func:`infinity.save_checkpoint`. Every rank must make one.
 
+    It has more attributes than other classes: what is written, where, and how far it is, of which the thread
+    that writes and the one that trains each need most.
+
     [Note: a save beside training]
     A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives
     are left to the threads that train: in :meth:`advance`, which goes from the one to the other.

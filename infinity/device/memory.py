@@ -253,6 +253,9 @@ class BufferLease:
 class BufferPool:
     """A bounded set of buffers, with its accounting. Any thread may call.
 
+    It has more attributes than other classes: a buffer moves between lent, ending and kept, and the counts that
+    bound them, under one lock.
+
     Args:
         capacity_nbytes: Bytes that all buffers may take together.
         key: The setting that bounds them, for messages.

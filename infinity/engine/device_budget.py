@@ -28,6 +28,9 @@ from infinity.shards.tiers import Tiers
 class UnitBudget:
     """Divides ``memory.device`` among gradients, updates and gathered units of one model.
 
+    It has more attributes than other classes: all that a division depends on, since it is made anew when one
+    of them changes.
+
     Args:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.

@@ -177,7 +177,11 @@ class Construction:
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialised, least recently touched first
         self._thread = threading.get_ident()
-        self.active = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the block is not over."""
+        return Construction._open is self
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -200,7 +204,6 @@ class Construction:
                 "it outside)"
             )
         Construction._open = self
-        self.active = True
         self._patch_all()
         return self
 
@@ -215,7 +218,7 @@ class Construction:
                 self._finish()
             self._release_other_modules()
         finally:
-            self.active, Construction._open = False, None
+            Construction._open = None
 
     # --- units ---------------------------------------------------------------------------
 

@@ -394,6 +394,9 @@ class CommitInterval:
 class Commits:
     """Writes one rank's commit records, on a thread of its own.
 
+    It has more attributes than other classes: the files that make up a record (the record, its layout, its
+    sums, the heads of the data files) change together, in an order that survives a crash at any point.
+
     Args:
         folder: Where records lie.
         files: Their names.
