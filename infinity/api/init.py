@@ -17,7 +17,7 @@ from infinity.engine.runtime import Runtime, runtime_of, runtimes
 class Init:
     """Inside this context, parameters are cut into shards as they are created.
 
-    With more than one process, torch.distributed is initialised from the variables of torchrun, srun or
+    With more than one process, torch.distributed is initialized from the variables of torchrun, srun or
     mpirun unless it is already. Every rank must build the same model with the same seed.
 
     Args:

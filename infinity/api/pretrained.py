@@ -77,7 +77,7 @@ def from_pretrained(
         recipe: Budgets, dtype and directories, as for :class:`infinity.Init`.
         auto_class: Builds the model: a class such as ``AutoModelForSequenceClassification`` or
             ``BertForMaskedLM``; None: the one that ``config.json`` names, else ``AutoModelForCausalLM``.
-        new: Patterns (``classifier.*``) of parameters that the model initialises itself where the
+        new: Patterns (``classifier.*``) of parameters that the model initializes itself where the
             checkpoint lacks them or has them in another shape.
         ignore: Patterns of keys of the checkpoint that the model does not have.
         frozen: Freeze the parameters that the checkpoint has, and leave them where they lie.

@@ -21,7 +21,7 @@ _Found = TypeVar("_Found")
 
 
 def rank() -> int:
-    """Return this process's rank, from torch.distributed or, before it is initialised, the launcher."""
+    """Return this process's rank, from torch.distributed or, before it is initialized, the launcher."""
     return dist.get_rank() if dist.is_initialized() else launched().rank
 
 
@@ -57,7 +57,7 @@ def on_rank_0(find: Callable[[], _Found]) -> _Found:
 
 
 def world_size() -> int:
-    """Return the number of ranks, from torch.distributed or, before it is initialised, the launcher."""
+    """Return the number of ranks, from torch.distributed or, before it is initialized, the launcher."""
     return dist.get_world_size() if dist.is_initialized() else launched().world_size
 
 

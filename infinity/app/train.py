@@ -320,7 +320,7 @@ def write_model(recipe: Recipe, model: Any, out: Path) -> None:
 
 
 def _log_before_views(recipe: Recipe) -> Callable[[str], object]:
-    """Return a printer for lines before views are open, on any rank: one tokenises while others wait."""
+    """Return a printer for lines before views are open, on any rank: one tokenizes while others wait."""
     if not recipe.observe.progress:
         return lambda line: None
     return lambda line: Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)

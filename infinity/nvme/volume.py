@@ -132,7 +132,7 @@ class Space:
             self.give(taken.offset, taken.nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give a range back; it joins its free neighbours.
+        """Give a range back; it joins its free neighbors.
 
         Raises:
             ValueError: Some of it is not taken.

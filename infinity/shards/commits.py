@@ -21,7 +21,7 @@ writes the records go, and the next forward pass records the same step again.
 [Note: files that were put back]
 Records are numbered. Each data file begins with a block that says which run, rank and drive it belongs to,
 and the number of the oldest record that is whole: where a record has been removed, its versions may be
-written over. So a record, or a data file, that a copy put back is recognised. What cannot be: a copy of all
+written over. So a record, or a data file, that a copy put back is recognized. What cannot be: a copy of all
 files that was made while the run wrote.
 """
 
