@@ -66,7 +66,7 @@ class Slot:
     While it is RESIDENT or STORING it holds its storage. A stored slot is held again from its load until its
     readers have read it, and can be loaded again as long as the graph lives.
 
-    It has more attributes than other classes: one storage's identity, its bytes here, and its bytes elsewhere.
+    It has more attributes than other classes: one storage's identity, its bytes here, and its bytes away.
     Taken apart, each part would need the lock.
 
     Args:

@@ -34,8 +34,8 @@ class AdamW(torch.optim.Optimizer):
         betas: Decay of the first and second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so that
-            gradients need not wait in memory until ``step()``.
+        max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
+            that gradients need not wait in memory until ``step()``.
         params: Parameter groups as torch takes them, in place of the default two.
         follow: Objects whose state belongs to the run, by names of your choice: anything with ``state_dict``
             and ``load_state_dict`` (a scheduler, a torchdata loader). With a named run (``run.name``) and

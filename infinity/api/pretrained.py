@@ -68,10 +68,10 @@ def from_pretrained(
     the model freezes when it is built stay frozen. No code of the directory's runs.
 
     With ``frozen``, the checkpoint's weights are not trained: it is the base for adapters (``add_lora``).
-    Weights that do not fit host memory are then read from the checkpoint's own files whenever they are used, in
-    their stored form: nothing is copied, and any number of runs share the files. This needs a directory in
-    ``memory.nvme``. Weights that cannot be read in place are copied into the run's own files; a line says how
-    much, and why.
+    Weights that do not fit host memory are then read from the checkpoint's own files whenever they are used,
+    in their stored form: nothing is copied, and any number of runs share the files. This needs a directory
+    in ``memory.nvme``. Weights that cannot be read in place are copied into the run's own files; a line says
+    how much, and why.
 
     Args:
         path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).

@@ -22,7 +22,14 @@ from infinity.app.models.causal import CausalLoss
 from infinity.app.process_group import world_size
 from infinity.app.recipe import Recipe
 from infinity.app.views import Views
-from infinity.core.errors import BudgetError, CheckpointError, InfinityError, RecipeError, first_line, library_errors
+from infinity.core.errors import (
+    BudgetError,
+    CheckpointError,
+    InfinityError,
+    RecipeError,
+    first_line,
+    library_errors,
+)
 from infinity.optim.config import OptimConfig
 
 

@@ -1,4 +1,7 @@
-"""Portable checkpoints, in: what a directory of ``torch.distributed.checkpoint`` has for a model."""
+"""Portable checkpoints, in: what a directory of ``torch.distributed.checkpoint`` has for a model.
+
+[Note: names] is in :mod:`infinity.checkpoint.portable`.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -182,7 +185,7 @@ def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
 
 
 def _numbers(checkpoint: DistributedCheckpoint, prefix: str) -> dict[str, dict[str, Any]]:
-    """Hyperparameters by name of the parameter, from either form: see [Note: names] in :mod:`infinity.checkpoint.portable`."""
+    """Hyperparameters by name of the parameter, from either form: see [Note: names]."""
     found: dict[str, dict[str, Any]] = {}
     groups = f"{prefix}param_groups."
     listed: dict[str, list[str]] = {}

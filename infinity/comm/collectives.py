@@ -343,7 +343,9 @@ class Collectives:
         if not failed and bool(same.all()):
             return bool((digests == digest).all())
         wanted: list[Any] = [None] * self.world_size
-        dist.all_gather_object(wanted, where if failure is None else how_it_ended(failure), group=self._control)
+        dist.all_gather_object(
+            wanted, where if failure is None else how_it_ended(failure), group=self._control
+        )
         if failed:
             told = "; ".join(f"rank {r} {wanted[r]}" for r in failed)
             raise self.failure.peer_error(told)

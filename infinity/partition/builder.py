@@ -41,7 +41,7 @@ _EXPERTS = re.compile(r"moe(?![a-z])|MoE|Moe|Expert|Mixture")
 class UnitBuilder:
     """Collects parameters in order of construction and closes units.
 
-    It has more attributes than other classes: its settings, the open unit, and what it has learned of classes.
+    It has more attributes than other classes: its settings, the open unit, and what it has seen of classes.
     Whether a unit closes depends on all of them.
 
     Args:

@@ -66,8 +66,8 @@ class Resident:
 class Tiers:
     """The homes of all units of this rank.
 
-    It has more attributes than other classes: a table for each kind of home, and the parts of the storage that
-    hold them. Classes of one home each would ask each other where a unit is.
+    It has more attributes than other classes: a table for each kind of home, and the parts of the storage
+    that hold them. Classes of one home each would ask each other where a unit is.
 
     Args:
         storage: Host memory for residents and staging, and files for the others.
