@@ -193,7 +193,7 @@ class GroupFailure:
         return self.error
 
     def explained(self, what: str, error: BaseException | None = None) -> PeerError:
-        """Return why ``what`` did not end, or ended with ``error``; looks for some seconds who is at fault."""
+        """Return why ``what`` did not end, or ended with ``error``; looks for seconds who is at fault."""
         why = f" ({first_line(error)})" if error is not None else ""
         return self.peer_error(self.peers.explain(), what, why)
 

@@ -253,8 +253,8 @@ class BufferLease:
 class BufferPool:
     """A bounded set of buffers, with its accounting. Any thread may call.
 
-    It has more attributes than other classes: under one lock, a buffer moves between lent, ending and kept, and
-    the counts that bound them change.
+    It has more attributes than other classes: under one lock, a buffer moves between lent, ending and kept,
+    and the counts that bound them change.
 
     Args:
         capacity_nbytes: Bytes that all buffers may take together.
