@@ -6,8 +6,6 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +31,6 @@ from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.partition import builder
-from infinity.shards.snapshot import Snapshot
 from tests.app.test_goes_on import (
     STEPS,
     interrupt,
@@ -47,6 +44,7 @@ from tests.app.test_goes_on import (
     words,
 )
 from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.saves import go_on_when_closed, held
 
 __all__ = ["small_units", "whole"]  # fixtures
 
@@ -151,19 +149,6 @@ def test_a_run_saves_in_time_keeps_the_newest_and_its_numbers_do_not_change(
     assert same({k: newest[k] for k in model(whole / "runs/one/model")}, model(whole / "runs/one/model"))
 
 
-@contextmanager
-def held(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No checkpoint is written before the event is set."""
-    opened, write = threading.Event(), portable._write_unit
-
-    def writing(*args: Any) -> None:
-        assert opened.wait(60)
-        write(*args)
-
-    patch.setattr(portable, "_write_unit", writing)
-    yield opened
-
-
 @pytest.mark.parametrize("drives", [True, False], ids=["nvme", "host"])
 def test_what_is_due_while_another_is_saved_comes_after_it(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, drives: bool
@@ -214,13 +199,7 @@ def test_a_run_that_is_stopped_while_it_saves_leaves_what_was_complete(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, held(patch) as opened:
-        close = Snapshot.close
-
-        def closing(self: Snapshot) -> None:
-            opened.set()
-            close(self)
-
-        patch.setattr(Snapshot, "close", closing)
+        go_on_when_closed(patch, opened)
         stop(patch, "loss", 4, error)
         with pytest.raises(type(error)):
             train(recipe(tmp_path, 'checkpoint.every="2 steps"'))
