@@ -75,7 +75,7 @@ def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
 
 
 class _Unused:
-    """Takes what a training loop follows where there is no loop."""
+    """Stands for an object that a training loop follows, where there is no loop."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -218,7 +218,7 @@ def _blocks_nbytes(ranges: Iterable[ByteRange]) -> int:
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
-    """In which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
+    """Dtype in which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
     return torch.float32 if source.dtype.is_floating_point else source.dtype
 
 
@@ -501,7 +501,7 @@ class CheckpointValues:
             self._on_progress(done_nbytes, self._total_nbytes)
 
     def _dtype(self, unit: Unit) -> torch.dtype:
-        """In which the unit's values are exact and need no cast of what is stored."""
+        """Dtype in which the unit's values are exact and need no cast of what is stored."""
         half = unit.dtype == torch.bfloat16 and self._stored_dtypes(unit) <= {torch.bfloat16}
         return torch.bfloat16 if half else torch.float32
 

@@ -85,7 +85,7 @@ class Record(NamedTuple):
 
 
 class Contents:
-    """What a checkpoint of one model has in it, the same on every rank.
+    """The contents of a checkpoint of one model, the same on every rank.
 
     Args:
         model: Whose.

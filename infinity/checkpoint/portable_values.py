@@ -1,4 +1,4 @@
-"""Portable checkpoints, in: what a directory of ``torch.distributed.checkpoint`` has for a model.
+"""Portable checkpoints, in: the values of a directory of ``torch.distributed.checkpoint`` for a model.
 
 [Note: names] is in :mod:`infinity.checkpoint.portable`.
 """
@@ -21,7 +21,7 @@ _NUMBERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
 
 
 class PortableValues:
-    """What a checkpoint has for a model and its optimizer; decided before the first value is read.
+    """The values of a checkpoint for a model and its optimizer; decided before the first one is read.
 
     Args:
         checkpoint: Stays open while values are read.
@@ -126,7 +126,7 @@ class PortableValues:
     # --- values ------------------------------------------------------------------------------
 
     def master(self, unit: Unit) -> Callable[[int, int], Tensor]:
-        """What gives elements of the unit's flat buffer, fp32; gaps are zero."""
+        """Return a function that gives elements of the unit's flat buffer, fp32; gaps are zero."""
         return lambda start, stop: self._range(unit, 0, start, stop)
 
     def moments(self, unit: Unit) -> Callable[[int, int], Sequence[Tensor]]:
@@ -172,7 +172,7 @@ def _require_whole_units(units: Iterable[Unit], given: Collection[int]) -> None:
 
 
 def _prefix(names: Sequence[str], keys: Collection[str]) -> str:
-    """What stands before most of ``names`` among ``keys``; the shortest of several."""
+    """Return the prefix that most of ``names`` have among ``keys``; the shortest of several."""
     found = Counter[str]()
     for name in names:
         for key in keys:

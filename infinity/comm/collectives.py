@@ -357,7 +357,7 @@ class Collectives:
         )
 
     def _unite(self, used: bytes) -> bytes:
-        """What is 1 in ``used`` on any rank: see [Note: which parameters were used]."""
+        """Return 1 where ``used`` is 1 on any rank: see [Note: which parameters were used]."""
         mine = torch.frombuffer(bytearray(used), dtype=torch.uint8)
         return self._of_all_ranks(mine).amax(0).numpy().tobytes()
 

@@ -67,7 +67,7 @@ class UnitBudget:
 
     @property
     def pool_nbytes(self) -> int:
-        """What gradients, updates and gathered units have together."""
+        """Bytes that gradients, updates and gathered units have together."""
         return self.division.total - self._updates_nbytes
 
     @property

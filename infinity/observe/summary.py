@@ -42,7 +42,7 @@ class ActivationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """What the plan of a run says of a step on one rank, before it runs.
+    """The prediction for a step of a run on one rank.
 
     Attributes:
         nbytes_read: Bytes that units read; ``nbytes_written`` likewise.

@@ -277,7 +277,7 @@ def head_of(files: RankFiles, drive: int, oldest: int) -> bytes:
 
 
 def read_head(path: Path) -> tuple[RankFiles, int, int]:
-    """Whose a data file is, which drive's, and the number of the oldest record that is whole.
+    """Return the owner of a data file, its drive, and the number of the oldest record that is whole.
 
     Raises:
         CorruptRecordError: Its first block is not what was written.

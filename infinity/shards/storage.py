@@ -232,7 +232,7 @@ class Storage:
 
     @property
     def chunk_nbytes(self) -> int:
-        """What one chunk of an update takes (bytes)."""
+        """Bytes that one chunk of an update takes."""
         return budget.rounded(self.chunk_numel * self._itemsize)
 
     def _room_for_residents(self, staging_nbytes: int) -> int:

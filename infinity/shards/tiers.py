@@ -90,7 +90,7 @@ class Tiers:
         self.layout: StateLayout = storage.layout
         self.pool: Pool = storage.host_pool
         self.store, self.engine = storage.store, storage.units_engine
-        self.chunk_numel, self.versions = storage.chunk_numel, storage.memory.versions
+        self.chunk_numel = storage.chunk_numel
         self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
         self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
@@ -599,7 +599,7 @@ class Tiers:
             recorded: Places that commit records name, which a crash must leave whole.
         """
         self._train(unit)
-        if self.versions == 1:
+        if self.storage.memory.versions == 1:
             self.snapshot.wait_for(unit.index)
             return unit.version
         taken = {self.snapshot.place(unit.index)}
