@@ -11,11 +11,11 @@ system at once, which an allocator does when it pleases, and is exactly as large
 
 [Note: order lives in the lease]
 An accelerator works long after the call that gave it work. So a buffer carries the events of what was begun
-with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread, for
-host memory the thread itself, as it reads and writes at once. A thread that gave a stream work on a buffer
-that another thread or stream uses next calls ``record_use``; giving back accelerator memory does so by itself.
-There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it wait for
-what it records.
+with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread,
+for host memory the thread itself, as it reads and writes at once. A thread that gave a stream work on a
+buffer that another thread or stream uses next calls ``record_use``; giving back accelerator memory does so
+by itself. There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it
+wait for what it records.
 
 A buffer of accelerator memory is lent again at once, with its events. One of host memory is given back when
 its copies have ended: what is lent can be read into and written at once.
