@@ -25,9 +25,14 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else launched().rank
 
 
+def world_size() -> int:
+    """Return the number of ranks, from torch.distributed or, before it is initialized, the launcher."""
+    return dist.get_world_size() if dist.is_initialized() else launched().world_size
+
+
 @contextmanager
 def process_group(recipe: Recipe) -> Iterator[torch.device]:
-    """The ranks that the launcher started, joined in this block unless they are; yields this one's device."""
+    """Context manager that joins the launched ranks, unless they are joined; yields this rank's device."""
     owns_group = not dist.is_initialized()
     device = join_ranks(recipe.partition.timeout_s, recipe.train.device)
     try:
@@ -54,11 +59,6 @@ def on_rank_0(find: Callable[[], _Found]) -> _Found:
         raise RecipeError(outcome[1])
     found: _Found = outcome[0]
     return found
-
-
-def world_size() -> int:
-    """Return the number of ranks, from torch.distributed or, before it is initialized, the launcher."""
-    return dist.get_world_size() if dist.is_initialized() else launched().world_size
 
 
 def set_threads(config: TrainConfig) -> None:
