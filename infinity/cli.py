@@ -340,7 +340,8 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=help)
+    # The default says to argparse that none is needed.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

@@ -352,7 +352,7 @@ def test_an_interrupted_run_is_saved_and_still_goes_on(
     assert metrics(tmp_path) == metrics(whole)
     assert same(model(run / "model"), model(whole / "runs/one/model"))
     assert main(["save", str(run), str(tmp_path / "again")]) == 1
-    assert "is not the folder of a run that was interrupted" in capsys.readouterr().err
+    assert "not the folder of an interrupted run" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("at_once")
@@ -371,7 +371,7 @@ def test_a_run_of_which_nothing_was_committed_cannot_be_saved(tmp_path: Path) ->
     interrupt(tmp_path, step=1)
     assert main(["save", str(tmp_path / "runs/one"), str(tmp_path / "out")]) == 1
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match="is not the folder of a run that was interrupted"):
+    with pytest.raises(CheckpointError, match="not the folder of an interrupted run"):
         save_run(tmp_path, tmp_path / "out")
 
 
