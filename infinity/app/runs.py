@@ -380,8 +380,8 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
     for folder in folders:
         if not folder.is_dir():
             raise RecipeError(
-                f"{folder}: no such folder; wanted that of an interrupted run, or, of a loop of your own, the "
-                "run's directory on each drive (memory.nvme/NAME)"
+                f"{folder}: no such folder; wanted that of an interrupted run, or, of a loop of your own, "
+                "the run's directory on each drive (memory.nvme/NAME)"
             )
     with contextlib.ExitStack() as stack:
         if len(folders) == 1 and (folders[0] / RECIPE).is_file():

@@ -49,8 +49,8 @@ def save_run(path: str | Path, out: str | Path) -> str:
     if not is_interrupted(folder):
         what = "not the folder of an interrupted run" if folder.is_dir() else "no such folder"
         raise CheckpointError(
-            f"{path}: {what}. Only an interrupted run keeps all of its states; for checkpoints of a run while "
-            "it trains set checkpoint.every"
+            f"{path}: {what}. Only an interrupted run keeps all of its states; for checkpoints of a run "
+            "while it trains set checkpoint.every"
         )
     with _last_commit(folder) as (_, model, optimizer, step):
         infinity.save_checkpoint(model, optimizer, user_path(out, "DIR"))

@@ -358,10 +358,6 @@ class CheckpointValues:
         self._on_progress = None  # what is read where it lies from now on loads nothing
         self._initialize()
 
-    def gives(self, unit: Unit) -> bool:
-        """Whether the checkpoint has all values of ``unit``."""
-        return all(id(s.param) in self._values for s in unit.segments)
-
     def freeze(self, units: UnitIndex) -> None:
         """Freeze the parameters that the checkpoint gives."""
         for _, segment in units.segments():
