@@ -25,7 +25,7 @@ from typing import Any
 import dtypes
 import fio
 import torch
-from report import Claim, print_table, write_json
+from report import Claim, print_claims, print_table, write_json
 from torch import Tensor, nn
 from turns import Actor
 
@@ -376,9 +376,7 @@ def show(bench: Bench) -> list[Claim]:
     """Print a model's rows and claims, which may be hours before the last one's."""
     print_table(COLUMNS, bench.table())
     claims = bench.claims()
-    for claim in claims:
-        mark = "holds" if claim.holds else "MISSED"
-        print(f"{mark:7} {claim.claim}: {claim.value:.3f} (target: at most {claim.target:g})", flush=True)
+    print_claims(claims, digits=".3f")
     return claims
 
 

@@ -22,7 +22,7 @@ import dtypes
 import llama
 import processes
 from checkpoint_worker import forget, import_all
-from report import Claim, print_table, write_json
+from report import Claim, print_claims, print_table
 from train import SIZES, say
 from worker import peak_rss_nbytes
 
@@ -117,11 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         rows += more
         claims.append(claim)
     print_table(["size", "run", "start s", "/ mapped", "read MiB", "written MiB", "peak RSS MiB"], rows)
-    for claim in claims:
-        mark = "holds" if claim.holds else "MISSED"
-        print(f"{mark:7} {claim.claim}: {claim.value:.3g}{claim.unit} (target: at least {claim.target:g})")
-    if options.json:
-        write_json(options.json, claims)
+    print_claims(claims, options.json, wanted="at least")
 
 
 def work(text: str, out: str) -> None:

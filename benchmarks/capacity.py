@@ -22,7 +22,7 @@ import fio
 import llama
 import processes
 from processes import Measured
-from report import Claim, print_table, write_json
+from report import Claim, print_claims, print_table
 from train import as_planned, at_most, bytes_per_parameter, say
 from worker import Job, Phase
 
@@ -214,11 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         claims = []
     finally:
         shutil.rmtree(folder)
-    for claim in claims:
-        mark = "holds" if claim.holds else "MISSED"
-        print(f"{mark:7} {claim.claim}: {claim.value:.3g}{claim.unit} (target: at most {claim.target:g})")
-    if options.json:
-        write_json(options.json, claims)
+    print_claims(claims, options.json)
 
 
 if __name__ == "__main__":

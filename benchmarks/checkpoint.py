@@ -22,7 +22,7 @@ import llama
 import processes
 from capacity import nbytes_of, number_of, process_nbytes
 from checkpoint_worker import Job
-from report import Claim, print_table, write_json
+from report import Claim, print_claims, print_table
 from train import SIZES, at_most, say
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
@@ -168,11 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     print_table(columns, rows)
     if not fio.available():
         say("fio is not installed: no claim against it")
-    for claim in claims:
-        mark, side = "holds" if claim.holds else "MISSED", "at most" if options.params else "at least"
-        print(f"{mark:7} {claim.claim}: {claim.value:.3g}{claim.unit} (target: {side} {claim.target:g})")
-    if options.json:
-        write_json(options.json, claims)
+    print_claims(claims, options.json, wanted="at most" if options.params else "at least")
 
 
 if __name__ == "__main__":

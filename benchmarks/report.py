@@ -35,6 +35,22 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print(line(row))
 
 
+def print_claims(
+    claims: Sequence[Claim], path: Path | None = None, *, wanted: str = "at most", digits: str = ".3g"
+) -> None:
+    """Print what holds and what was missed, and write it to ``path`` as a list of records.
+
+    Args:
+        wanted: How values compare with their targets.
+        digits: Format of the values.
+    """
+    for claim in claims:
+        mark, value = "holds" if claim.holds else "MISSED", format(claim.value, digits)
+        print(f"{mark:7} {claim.claim}: {value}{claim.unit} (target: {wanted} {claim.target:g})", flush=True)
+    if path is not None:
+        write_json(path, claims)
+
+
 def write_json(path: Path, claims: Sequence[Claim]) -> None:
     """Write the claims as a list of records."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ import dtypes
 import llama
 import processes
 from processes import Measured
-from report import Claim, print_table, write_json
+from report import Claim, print_claims, print_table
 from worker import Job, Phase
 
 from infinity.device.machine import DTYPES
@@ -174,11 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         shutil.rmtree(folder)
     print_table(COLUMNS, bench.rows())
     claims = bench.claims()
-    for claim in claims:
-        mark = "holds" if claim.holds else "MISSED"
-        print(f"{mark:7} {claim.claim}: {claim.value:.3g}{claim.unit} (target: at most {claim.target:g})")
-    if options.json:
-        write_json(options.json, claims)
+    print_claims(claims, options.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import dtypes
 import llama
 import torch
-from report import Claim, print_table, write_json
+from report import Claim, print_claims, print_table
 from turns import Actor
 from worker import Infinity, Job
 
@@ -201,11 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         shutil.rmtree(folder)
     print_table(COLUMNS, rows)
-    for claim in found:
-        mark = "holds" if claim.holds else "MISSED"
-        print(f"{mark:7} {claim.claim}: {claim.value:.4g}{claim.unit} (target: at most {claim.target:g})")
-    if options.json:
-        write_json(options.json, found)
+    print_claims(found, options.json, digits=".4g")
 
 
 if __name__ == "__main__":

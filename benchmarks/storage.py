@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fio
-from report import Claim, print_table, write_json
+from report import Claim, print_claims, print_table, write_json
 
 from infinity.core.extent import Extent
 from infinity.device.memory import HostPool
@@ -257,11 +257,7 @@ def main(argv: list[str] | None = None) -> None:
         shutil.rmtree(folder)
     print(f"fio's buffers: {fio.pages().title}")
     print_table(COLUMNS, rows)
-    for claim in claims:
-        mark = "holds" if claim.holds else "MISSED"
-        print(f"{mark:7} {claim.claim}: {claim.value:.3f}{claim.unit} (target: at least {claim.target:g})")
-    if options.json:
-        write_json(options.json, claims)
+    print_claims(claims, options.json, wanted="at least", digits=".3f")
 
 
 if __name__ == "__main__":

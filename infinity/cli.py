@@ -130,13 +130,13 @@ def _confirm(line: str) -> bool:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from infinity.app.train import publish_run
+    from infinity.app.save import publish_run
 
     _report(f"exported {publish_run(args.run, args.out)} to {args.out}")
 
 
 def _save(args: argparse.Namespace) -> None:
-    from infinity.app.train import save_run
+    from infinity.app.save import save_run
 
     _report(f"saved {save_run(args.run, args.dir)} to {args.dir}")
 
@@ -340,7 +340,8 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=help)
+    # The default says to argparse that none is needed.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from infinity.core.errors import DiskError
 from infinity.core.lifecycle import Tier
 from infinity.engine import runtime as runtime_module
 from infinity.nvme.run_directory import find_leftovers
-from infinity.shards import storage as storage_module
 from tests.helpers import models
-from tests.helpers.faulty import Fault, FaultyEngine
+from tests.helpers.faulty import Fault, FaultyEngine, breakable
 from tests.helpers.launch import mark, run_ranks, start_ranks
 from tests.helpers.limits import file_limit
 from tests.helpers.reference import Rule
@@ -75,22 +74,6 @@ def loop(
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def breakable() -> Iterator[list[FaultyEngine]]:
-    """Engines that are made in this context can be given faults."""
-    make, made = storage_module.make_engine, []
-
-    def faulty(*args: Any) -> FaultyEngine:
-        made.append(FaultyEngine(make(*args)))
-        return made[-1]
-
-    storage_module.make_engine = faulty
-    try:
-        yield made
-    finally:
-        storage_module.make_engine = make
 
 
 def extra_module(folder: Path, guilty: bool) -> None:

@@ -168,8 +168,8 @@ class PassTimer:
 class Activations:
     """Serves every forward pass that autograd records, from its outermost module on.
 
-    Its attributes are one run's settings, its plan, and the instrument of the pass that runs; each is needed
-    at the beginning and at the end of every pass.
+    It has more attributes than other classes: one run's settings, its plan, and the instrument of the current
+    pass. Each is needed at the beginning and at the end of every pass.
 
     Args:
         cache: Packs and unpacks.

@@ -64,8 +64,10 @@ class Slot:
     """A storage that autograd saves; lives as long as a graph refers to it.
 
     While it is RESIDENT or STORING it holds its storage. A stored slot is held again from its load until its
-    readers have read it, and can be loaded again as long as the graph lives. (Its fifteen attributes are one
-    storage's identity, its bytes here, and its bytes elsewhere: taken apart, each part would need the lock.)
+    readers have read it, and can be loaded again as long as the graph lives.
+
+    It has more attributes than other classes: one storage's identity, its bytes here, and its bytes away.
+    Taken apart, each part would need the lock.
 
     Args:
         key: Its name in a plan.

@@ -136,6 +136,8 @@ class UniformPolicy:
 class PassRecord:
     """One forward pass: its position, and its slots in the order of packing.
 
+    It has more attributes than other classes, as a record does; it decides nothing.
+
     Args:
         policy: Decides about its slots.
     """

@@ -34,17 +34,17 @@ class AdamW(torch.optim.Optimizer):
         betas: Decay of the first and second moment.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
-        max_grad_norm: Clip the global norm of the gradients to this, above 0; None: never. Then gradients
-            need not wait in memory until ``step()``.
+        max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
+            that gradients need not wait in memory until ``step()``.
         params: Parameter groups as torch takes them, in place of the default two.
-        follow: What goes on with the run, by names of your own: anything with ``state_dict`` and
-            ``load_state_dict`` (a scheduler, a torchdata loader). With a named run (``run.name``) and
-            directories in ``memory.nvme``, its small state is committed with each step, as the learning
-            rates, buffers and random generators are, and :func:`infinity.resume` puts it back.
+        follow: Objects whose state belongs to the run, by names of your choice: anything with ``state_dict``
+            and ``load_state_dict`` (a scheduler, a torchdata loader). With a named run (``run.name``) and
+            directories in ``memory.nvme`` it is committed with each step, as the learning rates, buffers and
+            random generators are, and :func:`infinity.resume` restores it.
 
     Raises:
         StateError: The model, or a trainable parameter of it, was made outside ``infinity.Init``.
-        TypeError: ``model`` is none, but ``model.parameters()``.
+        TypeError: ``model`` is not a module (``model.parameters()``, say).
         ValueError: A number is out of range; names it, and what is accepted.
     """
 
@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
         self._report_mark = self._mark()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, also for the groups of ``params``: checks the numbers and the parameters."""
+        """Add a parameter group as in torch, after its numbers and parameters were checked."""
         super().add_param_group(param_group)
         try:
             _check_numbers(self.param_groups[-1])
@@ -97,7 +97,7 @@ class AdamW(torch.optim.Optimizer):
     # --- the loop ----------------------------------------------------------------------------
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale of fp16 training; in other dtypes ``loss`` itself."""
+        """Return ``loss`` times the loss scale in fp16 training, and ``loss`` itself in other dtypes."""
         if self.scaler is None:
             return loss
         self._scaled = True
@@ -193,7 +193,7 @@ class AdamW(torch.optim.Optimizer):
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step, and the updates that they started."""
+        """Discard the gradients of this step, and the updates that they started."""
         self.runtime.forget_step()
         for group in self.param_groups:
             for param in group["params"]:
@@ -203,7 +203,7 @@ class AdamW(torch.optim.Optimizer):
         return _Mark(self.runtime.stalls, self.runtime.storage.engine)
 
     def report(self, *, loss: float | None = None, tokens: int = 0) -> StepReport:
-        """Figures of everything since the last report; call it once after every step."""
+        """Return the figures of everything since the last report; call it once after every step."""
         before, now = self._report_mark, self._mark()
         self._report_mark = now
         runtime, executor = self.runtime, self.runtime.executor()
@@ -221,7 +221,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def budgets(self) -> dict[str, int | None]:
-        """Bytes that each tier may take; None where the disk is the only limit."""
+        """The bytes that each tier may take; None where the disk is the only limit."""
         return self.runtime.budgets()
 
     @property
@@ -240,7 +240,7 @@ class AdamW(torch.optim.Optimizer):
     # --- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, exact weights and step counts of every parameter, gathered on the CPU of rank 0.
+        """Return moments, exact weights and step counts of every parameter, gathered on the CPU of rank 0.
 
         The layout is torch's: ``state[i]`` belongs to the i-th parameter of ``param_groups``. Every rank
         must call; ranks other than 0 get empty ``state``.
@@ -254,9 +254,10 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; every rank must call with the full state.
+        """Load what :meth:`state_dict` returned; every rank must call with the full state.
 
-        Also that of ``torch.optim.AdamW`` with the same parameter groups: exact weights stay as they are.
+        The state of ``torch.optim.AdamW`` with the same parameter groups is accepted, too. It has no exact
+        weights, so these stay as they are.
         """
         self.runtime.values.check_step_over()
         params = [p for group in self.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""The functions of the public API: building models, and what one does with them beside a step."""
+"""Public functions that build models, and that read, change and close them between steps."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -15,9 +15,9 @@ from infinity.engine.runtime import Runtime, runtime_of, runtimes
 
 
 class Init:
-    """Inside this context, parameters are cut into shards as they are created.
+    """Context manager in which parameters are sharded and stored as they are created.
 
-    With more than one process, torch.distributed is initialised from the variables of torchrun, srun or
+    With more than one process, torch.distributed is initialized from the variables of torchrun, srun or
     mpirun unless it is already. Every rank must build the same model with the same seed.
 
     Args:
@@ -72,7 +72,7 @@ class Init:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside accumulate; the first one outside completes the gradients.
+    """Context manager in which gradients accumulate; the first backward pass after it completes them.
 
     Raises:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
@@ -91,7 +91,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def gathered(
     params: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
 ) -> Iterator[None]:
-    """Inside this context the parameters hold their full values; every rank must enter it.
+    """Context manager in which parameters hold their full values; every rank must enter it.
 
     Args:
         params: A module (all its parameters), a parameter, or several.
@@ -118,7 +118,7 @@ def gathered(
 
 
 def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
-    """``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
+    """Return ``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
     values = runtime_of(model).values
     before, values.every_rank = values.every_rank, every_rank
     try:
@@ -128,16 +128,17 @@ def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
 
 
 def close(model: nn.Module, *, keep: bool = False) -> None:
-    """Give back the files, memory and threads that serve ``model``, whose weights are gone then.
+    """Release the files, memory and threads that serve ``model``; its weights are gone afterwards.
 
     Waits for updates in flight, needs no other rank, and may be called after any error, and twice. On the way
     out of an exception the files of a named run stay on disk after its first step, and the run can go on:
     see :func:`infinity.resume`.
 
     Args:
-        keep: Leave them there in any case.
+        keep: Leave the files on disk in any case.
 
     Raises:
-        DiskError: With ``keep``, and without an error before: the last step could not be kept.
+        DiskError: With ``keep``, and not on the way out of an exception: the last step could not be kept.
+            Where an error of that step was caught before, it is raised again.
     """
     runtime_of(model, ended=True).close(keep=keep)

@@ -43,7 +43,7 @@ def add_lora(
 ) -> Any:  # fmt: skip
     """Freeze ``model`` and give its linear layers trainable adapters; every rank calls, with one seed.
 
-    Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` where the base shall not be copied)
+    Call it after ``Init`` (or ``from_pretrained``, with ``frozen=True`` so that the base is not copied)
     and before ``infinity.AdamW``. What it returns is what ``peft.get_peft_model`` returns, and is trained in
     place of ``model``.
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from infinity.api.adamw import AdamW
 from infinity.checkpoint.distcp import DistributedCheckpoint
-from infinity.checkpoint.portable import PortableSave, PortableValues
+from infinity.checkpoint.portable import PortableSave
+from infinity.checkpoint.portable_values import PortableValues
 from infinity.comm.ranks import all_ranks_or_raise
 from infinity.core.errors import StateError
 from infinity.core.files import user_path
@@ -63,7 +64,7 @@ def begin_save(
     """
     runtime = _between_steps(model, settled=not background)
     tiers, ranks = runtime.tiers, runtime.ranks
-    if runtime.saving is not None and not runtime.saving.ended:
+    if not all(save.ended for save in runtime.saves):
         raise StateError("a checkpoint is being saved in the background: call wait() of it before the next")
     extra: dict[tuple[str | int, ...], Any] = {}
     if optimizer is not None and optimizer.scaler is not None:
@@ -72,7 +73,7 @@ def begin_save(
     save = PortableSave(
         model, runtime.units, user_path(path, "path"), groups=groups, extra=extra, ranks=ranks
     )
-    runtime.saving = save
+    runtime.saves[:] = [save]
     if not background:
         save.start(tiers.chunk_fields, then=then)
         return save

@@ -59,7 +59,7 @@ def from_pretrained(
     on_progress: OnProgress | None = None,
     **config_overrides: Any,
 ) -> Any:
-    """The model in a directory, its weights streamed from the files into this rank's tiers.
+    """Load the model of a Hugging Face directory, its weights streamed from the files into this rank's tiers.
 
     Every rank must call. Each reads its own slices of each weight, so a file's bytes are read once per
     machine, and needs host memory for a chunk beside its budgets, however large the model. The weights
@@ -67,17 +67,18 @@ def from_pretrained(
     MXFP4 or INT4 are decoded as they are read (see :mod:`infinity.checkpoint.quantized`). Parameters that
     the model freezes when it is built stay frozen. No code of the directory's runs.
 
-    With ``frozen``, what the checkpoint gives is not trained: the base for adapters (``add_lora``). What of
-    it finds no room in host memory is read from the checkpoint's own files whenever it is used, in its stored
-    form: nothing is copied, and any number of runs share the files. Needs a directory in ``memory.nvme``.
-    What cannot be read so lies in the run's own files; a line says how much, and why.
+    With ``frozen``, the checkpoint's weights are not trained: it is the base for adapters (``add_lora``).
+    Weights that do not fit host memory are then read from the checkpoint's own files whenever they are used,
+    in their stored form: nothing is copied, and any number of runs share the files. This needs a directory
+    in ``memory.nvme``. Weights that cannot be read in place are copied into the run's own files; a line says
+    how much, and why.
 
     Args:
         path: A directory with ``config.json`` and safetensors files (or, slower, pickled weights).
         recipe: Budgets, dtype and directories, as for :class:`infinity.Init`.
         auto_class: Builds the model: a class such as ``AutoModelForSequenceClassification`` or
             ``BertForMaskedLM``; None: the one that ``config.json`` names, else ``AutoModelForCausalLM``.
-        new: Patterns (``classifier.*``) of parameters that the model initialises itself where the
+        new: Patterns (``classifier.*``) of parameters that the model initializes itself where the
             checkpoint lacks them or has them in another shape.
         ignore: Patterns of keys of the checkpoint that the model does not have.
         frozen: Freeze the parameters that the checkpoint has, and leave them where they lie.
@@ -89,7 +90,8 @@ def from_pretrained(
 
     Raises:
         CheckpointError: A file is missing or damaged, or does not fit the model (lists every missing,
-            unknown and wrongly shaped key); or an argument is one of transformers' that has another place.
+            unknown and wrongly shaped key); or an argument of transformers is given that belongs elsewhere,
+            such as in the recipe.
         BudgetError: A budget is too small for the model; the message has the arithmetic.
         DiskError: A directory cannot be written, or its file system is full.
     """

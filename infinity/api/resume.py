@@ -9,17 +9,17 @@ from infinity.shards.commits import unpack
 
 
 def resume(model: nn.Module, optimizer: AdamW) -> int:
-    """Go on with the interrupted run whose name the model's recipe has: put all of its states back.
+    """Restore all states of the interrupted run that the model's recipe names, and go on with it.
 
     Weights and optimizer states become those of the last committed step, bitwise; so do learning rates, the
     loss scale, buffers, random generators, and what the optimizer follows. Every rank must call, once, before
     the first forward pass. The number of ranks, the budgets and the directories may be others than before.
 
-    With a recipe that has ``run.name`` and directories in ``memory.nvme``. The files of the run stay on disk
-    until ``infinity.close(model)``, or ``optimizer.close()``, says that it is over.
+    The recipe needs ``run.name`` and directories in ``memory.nvme``. The files of the run stay on disk until
+    ``infinity.close(model)``, or ``optimizer.close()``, says that it is over.
 
     Returns:
-        Number of committed steps, with which the loop goes on; 0: a new run.
+        Number of committed steps, after which the loop goes on; 0: the run is new.
 
     Raises:
         StateError: The model, or what the optimizer follows, differs from the interrupted run's.

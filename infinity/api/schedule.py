@@ -344,7 +344,7 @@ class Place(NamedTuple):
 
 
 def _calls(parent: nn.Module, blocks: set[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """What the modules around the blocks call: the blocks, and everything beside them."""
+    """The modules that the model around the blocks calls: the blocks, and everything beside them."""
     for name, module in parent._modules.items():
         if module is None:
             continue

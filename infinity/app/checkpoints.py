@@ -196,7 +196,7 @@ class Checkpoints:
 
 
 class Pace:
-    """What saving has cost until now. All times are of one clock that never jumps (s).
+    """The cost of saving until now. All times are of one clock that never jumps (s).
 
     A save costs what the steps beside it take longer than others do, and what training waits for it. It
     counts for at least a tenth of the time that it takes: drives wear out, and times vary.

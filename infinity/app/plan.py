@@ -121,7 +121,10 @@ def find_folder(run: Path) -> Path:
         if (folder / PLAN).is_file():
             return folder
     if not run.is_dir():
-        raise RecipeError(f"{run}: no such folder; give a run's folder, as in runs/2026-01-31_12-00-00_1")
+        raise RecipeError(
+            f"{run}: no such file or folder; give a recipe, as in configs/, or the folder of a run, such as "
+            "runs/mine"
+        )
     planned = sorted(run.glob(f"*/{FOLDER}/{PLAN}"), key=lambda path: path.stat().st_mtime)
     if planned:
         raise RecipeError(

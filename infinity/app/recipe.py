@@ -450,7 +450,8 @@ def _settings(cls: type = Recipe) -> Iterator[tuple[str, "Field[Any]", Any]]:
 
 
 def _invalid(key: str, got: object, wanted: str, origin: _Origin) -> RecipeError:
-    return RecipeError(f"{key} {origin.of(key)}: got {shown(_plain(got))}; wanted {wanted}")
+    words = "null" if got is None else str(got).lower() if isinstance(got, bool) else shown(_plain(got))
+    return RecipeError(f"{key} {origin.of(key)}: got {words}; wanted {wanted}")
 
 
 def _unknown(key: str, origin: _Origin, cls: type) -> RecipeError:

@@ -31,10 +31,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from infinity.activations.controller import METERED, Activations, FixedBudget
 from infinity.app.data.sequences import Batch
+from infinity.app.loop import Loop
 from infinity.app.plan import print_line
+from infinity.app.process_group import process_group, set_threads
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.runs import RECIPE, ROK, Run, find_run, opened, write_recipe
-from infinity.app.train import Loop, built, open_inputs, process_group, set_threads
+from infinity.app.train import built, open_inputs
 from infinity.app.views import ActivationView, Views
 from infinity.core.config import SettingError
 from infinity.core.errors import InfinityError, RecipeError

@@ -79,7 +79,9 @@ def find_run(recipe: Recipe) -> Run:
     kept = committed_step(recipe, name)
     if not is_begun(folder):
         if recipe.run.resume == "must":
-            raise RecipeError(f"run.resume=must: {folder} is no run that was interrupted")
+            raise RecipeError(
+                f"run.resume=must: {folder} is not an interrupted run; run.resume=auto begins a new one"
+            )
         if kept is not None and recipe.run.resume == "auto":
             raise RecipeError(
                 f"run.name: memory.nvme keeps step {kept} of an interrupted run {name}, whose folder is not "
@@ -375,6 +377,12 @@ def verify_run(names: Sequence[str]) -> Iterator[str]:
     from infinity.shards.verified import verify
 
     folders = [user_path(name, "RUN") for name in names]
+    for folder in folders:
+        if not folder.is_dir():
+            raise RecipeError(
+                f"{folder}: no such folder; wanted that of an interrupted run, or, of a loop of your own, "
+                "the run's directory on each drive (memory.nvme/NAME)"
+            )
     with contextlib.ExitStack() as stack:
         if len(folders) == 1 and (folders[0] / RECIPE).is_file():
             directories = _verified_directories(folders[0])

@@ -17,7 +17,7 @@ elements. What transformers computes (a transposed matrix) is not like that, and
 whole would be read as a whole by every rank.
 
 [Note: what the checkpoint lacks]
-Parameters that the checkpoint lacks are initialised by the model's own ``initialize_weights``, run over
+Parameters that the checkpoint lacks are initialized by the model's own ``initialize_weights``, run over
 all modules as transformers does it, so the same random numbers are drawn. What it touches of other
 units is scratch memory.
 """
@@ -54,7 +54,7 @@ class LoadPlan:
     Attributes:
         values: By name, in the model's order. Where a tensor has several names, the values of the first
             are read, and those of the others are compared with them.
-        new: Names that the model initialises itself, sorted.
+        new: Names that the model initializes itself, sorted.
     """
 
     values: Mapping[str, "Values"]
@@ -70,7 +70,7 @@ def plan_loading(
         model: Of transformers, or of this package; afterwards it knows the conversions that were used, as
             ``save_pretrained`` needs to undo them.
         checkpoint: Its tensors.
-        new: Parameters that the model initialises itself when the checkpoint lacks them, or has them in
+        new: Parameters that the model initializes itself when the checkpoint lacks them, or has them in
             another shape: patterns as of a shell, compared with whole names.
         ignore: Patterns of keys of the checkpoint that the model need not have.
 
@@ -218,7 +218,7 @@ def _blocks_nbytes(ranges: Iterable[ByteRange]) -> int:
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
-    """In which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
+    """Dtype in which a stored tensor is converted: fp32, so that arithmetic rounds as in a model of fp32."""
     return torch.float32 if source.dtype.is_floating_point else source.dtype
 
 
@@ -268,7 +268,7 @@ def _complaint(
     ):
         lines += [f"{what} ({len(each)}):", *(f"  {line}" for line in each)] if each else []
     lines.append(
-        "Choose the model's class with auto_class. To train parameters from the model's own initialisation, "
+        "Choose the model's class with auto_class. To train parameters from the model's own initialization, "
         "name them in new=[...]; to leave keys out, name them in ignore=[...]; patterns such as classifier.* "
         "will do (in a recipe: model.new, model.ignore)"
     )
@@ -303,7 +303,7 @@ class CheckpointValues:
         self.plan = LoadPlan({}, ())
         self._model: Any = None
         self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
-        self._initialising: set[int] = set()  # ids of parameters
+        self._initializing: set[int] = set()  # ids of parameters
         self._done_nbytes = self._total_nbytes = 0
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -324,7 +324,7 @@ class CheckpointValues:
         """Lines for people about this load."""
         lines = []
         if self.plan.new:
-            lines.append(f"initialised, as the checkpoint lacks them: {', '.join(self.plan.new)}")
+            lines.append(f"initialized, as the checkpoint lacks them: {', '.join(self.plan.new)}")
         if self._checkpoint.pickled:
             lines.append(
                 f"{self._checkpoint.path} holds pickled weights; save_pretrained writes them as safetensors, "
@@ -333,7 +333,7 @@ class CheckpointValues:
         return lines
 
     def counts(self, unit: Unit) -> bool:
-        return any(id(s.param) in self._initialising for s in unit.segments)
+        return any(id(s.param) in self._initializing for s in unit.segments)
 
     def fill(self, units: UnitIndex, masters: Masters) -> None:
         """Give every unit, buffer and parameter its values; see [Note: one pass, one chunk].
@@ -356,11 +356,7 @@ class CheckpointValues:
                     self._values[id(tensor)][0][1].fill(0, flat)
                     tensor.copy_(flat.view(tensor.shape))
         self._on_progress = None  # what is read where it lies from now on loads nothing
-        self._initialise()
-
-    def gives(self, unit: Unit) -> bool:
-        """Whether the checkpoint has all values of ``unit``."""
-        return all(id(s.param) in self._values for s in unit.segments)
+        self._initialize()
 
     def freeze(self, units: UnitIndex) -> None:
         """Freeze the parameters that the checkpoint gives."""
@@ -501,7 +497,7 @@ class CheckpointValues:
             self._on_progress(done_nbytes, self._total_nbytes)
 
     def _dtype(self, unit: Unit) -> torch.dtype:
-        """In which the unit's values are exact and need no cast of what is stored."""
+        """Dtype in which the unit's values are exact and need no cast of what is stored."""
         half = unit.dtype == torch.bfloat16 and self._stored_dtypes(unit) <= {torch.bfloat16}
         return torch.bfloat16 if half else torch.float32
 
@@ -522,15 +518,15 @@ class CheckpointValues:
         """Bytes that are read for an element, of all its names together."""
         return sum(max(d.itemsize for d in values.dtypes) for _, values in self._values[id(segment.param)])
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """See [Note: what the checkpoint lacks]; also buffers that no checkpoint holds."""
         targets = dict(named_targets(self._model))
-        self._initialising = {id(targets[name]) for name in self.plan.new}
-        marked = [tensor for tensor in targets.values() if id(tensor) not in self._initialising]
+        self._initializing = {id(targets[name]) for name in self.plan.new}
+        marked = [tensor for tensor in targets.values() if id(tensor) not in self._initializing]
         for tensor in marked:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers says "loaded"
         try:
-            with library_errors(CheckpointError, f"initialising {type(self._model).__name__}"):
+            with library_errors(CheckpointError, f"initializing {type(self._model).__name__}"):
                 self._model.initialize_weights()
         finally:
             for carrier in (*marked, *self._model.modules()):

@@ -3,7 +3,7 @@
 [Note: where it is made]
 Everything is written into a hidden sibling, ``.NAME.xxxxxxxx.part``, brought to the drive, and renamed.
 The process that makes it holds a lock on the sibling itself: see :mod:`infinity.core.files`. So what a killed
-export left behind is recognised, and removed by the next one to the same place.
+export left behind is recognized, and removed by the next one to the same place.
 """
 
 import errno as errno_names

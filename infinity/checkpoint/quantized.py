@@ -49,7 +49,7 @@ Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What ``quantization_config`` says.
+    """The contents of ``quantization_config``.
 
     Attributes:
         method: ``fp8``, ``mxfp4``, ``compressed-tensors`` or ``gptq``.
@@ -70,7 +70,7 @@ class Quantization:
 
 
 def read_quantization(path: Path) -> Quantization | None:
-    """What the ``config.json`` in ``path`` says of quantized weights; None: nothing.
+    """Return the ``quantization_config`` of the ``config.json`` in ``path``; None: there is none.
 
     Raises:
         CheckpointError: It cannot be read, or names a format that cannot be decoded here.

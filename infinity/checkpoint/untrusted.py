@@ -1,4 +1,4 @@
-"""What a checkpoint may not choose: code, the network, and a model that its weights do not fill.
+"""Limits of a checkpoint: it chooses no code, no network, and no model that its weights do not fill.
 
 [Note: whose code runs]
 A ``config.json`` names classes of transformers, and how they compute. Most names mean code that is

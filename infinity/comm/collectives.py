@@ -54,13 +54,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.comm.peers import Peers
-from infinity.core.errors import DivergenceError, InfinityError, PeerError, StateError, copied, first_line
+from infinity.comm.peers import FAREWELL_S, GroupFailure, how_it_ended
+from infinity.core.errors import DivergenceError, InfinityError, StateError, copied
 from infinity.device.accelerator import StreamTransfer, use_own_stream
 
 _KINDS = ("gather", "reduce", "sum", "least", "check", "share")
-#: Once another rank has left, what it still takes part in ends within this time (s).
-_FAREWELL_S = 5.0
 _SLICE_S = 0.25
 #: After so long, and as often, an accelerator's collective makes this rank look whether the others exist (s).
 _LOOK_S = 2.0
@@ -103,6 +101,47 @@ class Pending(StreamTransfer):
             raise copied(failure)
 
 
+class DataGroup:
+    """The process group of weights and gradients, and what an accelerator has in flight on it.
+
+    Used by the collectives' thread only; see [Note: on an accelerator].
+
+    Args:
+        group: NCCL's or the like; on the CPU that of the headers.
+        device: Where the flat buffers are.
+        failure: Of the ranks of the group.
+    """
+
+    def __init__(self, group: Any, device: torch.device, failure: GroupFailure) -> None:
+        self.group, self.device, self._failure = group, device, failure
+        self._issued: deque[tuple[Any, float]] = deque()  # and until when each may take
+        self._looked_s = 0.0  # when it looked for the other ranks
+
+    def add(self, work: Any) -> None:
+        """Look after ``work``, which an accelerator runs."""
+        self._issued.append((work, time.monotonic() + self._failure.timeout_s))
+
+    def in_flight(self) -> bool:
+        """Whether something that was added has not ended; what has is forgotten."""
+        while self._issued and self._issued[0][0].is_completed():
+            self._issued.popleft()
+        return bool(self._issued)
+
+    def look_after(self) -> None:
+        """Abort what is in flight if it will not end: another rank failed, died, left or stalled."""
+        what, now_s, failure = "a collective of the accelerators", time.monotonic(), self._failure
+        deadline = self._issued[0][1]
+        if failure.error is None and now_s > deadline:
+            failure.tell(failure.explained(what))
+        elif now_s > max(deadline - failure.timeout_s, self._looked_s) + _LOOK_S:
+            self._looked_s = now_s
+            if told := failure.peers.dead():
+                failure.tell(failure.peer_error(told, what))
+        if failure.overdue(what) is not None:
+            self._issued.clear()
+            _abort(self.group, self.device)
+
+
 class Collectives:
     """The collectives of one process, on their own thread and groups.
 
@@ -112,6 +151,10 @@ class Collectives:
         device: Where the flat buffers are; decides NCCL or gloo.
         timeout_s: How long a silent rank is waited for.
         on_failure: Called once with the error after which no collective will end well, on any thread.
+
+    Attributes:
+        failure: That error, once there is one.
+        step: Calls of the optimizer's step; equal on all ranks.
     """
 
     def __init__(
@@ -119,26 +162,18 @@ class Collectives:
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device, self.timeout_s = device, timeout_s
-        timeout = timedelta(seconds=timeout_s)
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
-        self._group = self._control
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = self._control
         if device.type != "cpu":
-            self._group = dist.new_group(
+            group = dist.new_group(
                 backend=dist.get_default_backend_for_device(device),
                 timeout=timedelta(seconds=timeout_s + _WATCHDOG_S),
             )
-        self.step = 0  # calls of the optimizer's step; equal on all ranks
-        self._count = 0
+        self.failure = GroupFailure(self.rank, self.world_size, timeout_s, on_failure)
+        self._data = DataGroup(group, device, self.failure)
+        self.step = self._count = 0
         self._closed = False
-        self._lock = threading.Lock()  # guards what follows
-        self._failure: BaseException | None = None
-        self._on_failure = on_failure
-        self._left: tuple[str, float] | None = None  # what a rank that left said, and when we heard it
-        self.peers = Peers(self.rank, self.world_size, self._heard)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._issued: deque[tuple[Any, float]] = deque()  # of accelerators, until when; the thread's
-        self._looked_s = 0.0  # when it looked for the other ranks
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         self._thread.start()
 
@@ -158,7 +193,8 @@ class Collectives:
         def issue(_: bool) -> Tensor:
             full = brought.pop()
             shard = full.chunk(self.world_size)[self.rank]
-            self._end(_all_gather(full, shard, group=self._group, async_op=True), self._group)
+            group = self._data.group
+            self._end(_all_gather(full, shard, group=group, async_op=True), group)
             return full
 
         return self._submit("gather", index, where, issue, lambda: brought.append(bring()))
@@ -182,9 +218,8 @@ class Collectives:
             by_any = used if same else self._unite(used)
             if not any(by_any):
                 return by_any
-            full, spare, out = buffers()
-            work = dist.all_to_all_single(spare, full, group=self._group, async_op=True)
-            self._end(work, self._group)
+            (full, spare, out), group = buffers(), self._data.group
+            self._end(dist.all_to_all_single(spare, full, group=group, async_op=True), group)
             arrived = spare.view(self.world_size, -1)
             out.copy_(arrived[0])
             for other in arrived[1:]:
@@ -231,54 +266,12 @@ class Collectives:
         result: Tensor = self._submit(kind, len(values), where, issue).value()
         return result
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on; they raise at their next wait. Any thread."""
-        self._break(error)
-        self.peers.tell(_how(error), failed=not isinstance(error, PeerError | DivergenceError))
-
-    def peer_error(self, what: str, error: BaseException | None = None) -> PeerError:
-        """Why ``what`` did not end, in words; looks for a few seconds who is at fault."""
-        why = f" ({first_line(error)})" if error is not None else ""
-        return self._peer_error(self.peers.explain(), what, why)
-
     def close(self) -> None:
         """End the thread; collectives that wait in the queue end first."""
         self._closed = True
         self._queue.put(None)
-        self._thread.join(timeout=self.timeout_s if self._failure is None else _FAREWELL_S)
-        self.peers.tell("closed its model", failed=False)
-        self.peers.close()
-
-    # --- failures --------------------------------------------------------------------------
-
-    def _break(self, error: BaseException) -> None:
-        """Keep the first error, and end every wait on this rank with it."""
-        with self._lock:
-            first, self._failure = self._failure is None, self._failure or error
-        if first:
-            self._on_failure(error)
-
-    def _heard(self, told: str, failed: bool) -> None:
-        """Other ranks ended; on the thread of the peers."""
-        if failed:
-            self._break(self._peer_error(told, "", ""))
-        elif self._left is None:
-            self._left = (told, time.monotonic())
-
-    def _overdue(self, what: str) -> BaseException | None:
-        """Return the error that a wait for ``what`` must raise; None: it may go on."""
-        left = self._left
-        if self._failure is None and left is not None and time.monotonic() > left[1] + _FAREWELL_S:
-            self._break(self._peer_error(left[0], what, ""))
-        return self._failure
-
-    def _peer_error(self, told: str, what: str, why: str) -> PeerError:
-        waited = f" while this one waited for it in: {what}" if what else ""
-        return PeerError(
-            f"rank {self.rank} stops: {told}{waited}. The first error of the ranks that it names is the "
-            f"cause: mend that, then start the run again; if a rank is only slow, raise "
-            f"partition.timeout_s ({self.timeout_s:g} s){why}"
-        )
+        self._thread.join(timeout=self.failure.timeout_s if self.failure.error is None else FAREWELL_S)
+        self.failure.close()
 
     # --- the thread ------------------------------------------------------------------------
 
@@ -290,21 +283,21 @@ class Collectives:
         if self._closed:
             raise StateError(f"{kind} {where}: the collectives of this model are closed")
         where, step = f"{where} (step {self.step + 1})", self.step
-        pending = Pending(f"{kind} {where}", self._overdue)
+        pending = Pending(f"{kind} {where}", self.failure.overdue)
 
         def job() -> None:
             try:
-                if self._failure is None:
+                if self.failure.error is None:
                     result = self._attempt(kind, index, step, where, issue, ready, digest)
                     if then is not None:
                         then(result)
-                    pending.record(self.device)
+                    pending.record(self._data.device)
                     pending.result = result
                     pending.finish()
             except BaseException as error:  # nothing may end this thread
-                self.fail(error)
+                self.failure.tell(error)
             if not pending.done():
-                pending.finish(self._failure)
+                pending.finish(self.failure.error)
 
         self._queue.put(job)
         return pending
@@ -326,7 +319,7 @@ class Collectives:
                 ready()
         except BaseException as error:
             local = error
-            self.fail(error)
+            self.failure.tell(error)
         try:
             what = _KINDS.index(kind), index, step, self._count
             return issue(self._agree(what, digest, f"{kind} {where}", local))
@@ -334,7 +327,7 @@ class Collectives:
             raise local or error from None
         except RuntimeError as error:
             # which has torch's first line; the others are its C++ stack
-            raise local or self._failure or self.peer_error(f"{kind} {where}", error) from None
+            raise local or self.failure.error or self.failure.explained(f"{kind} {where}", error) from None
 
     def _agree(self, what: tuple[int, ...], digest: int, where: str, failure: BaseException | None) -> bool:
         """Exchange headers: see [Note: the header]. Returns whether ``digest`` is the same on all ranks.
@@ -350,10 +343,12 @@ class Collectives:
         if not failed and bool(same.all()):
             return bool((digests == digest).all())
         wanted: list[Any] = [None] * self.world_size
-        dist.all_gather_object(wanted, where if failure is None else _how(failure), group=self._control)
+        dist.all_gather_object(
+            wanted, where if failure is None else how_it_ended(failure), group=self._control
+        )
         if failed:
             told = "; ".join(f"rank {r} {wanted[r]}" for r in failed)
-            raise self._peer_error(told, "", "")
+            raise self.failure.peer_error(told)
         told = "; ".join(f"rank {r} wants {what}" for r, what in enumerate(wanted))
         raise DivergenceError(
             f"the ranks took different paths at collective {self._count}: {told}. Every rank must run "
@@ -362,7 +357,7 @@ class Collectives:
         )
 
     def _unite(self, used: bytes) -> bytes:
-        """What is 1 in ``used`` on any rank: see [Note: which parameters were used]."""
+        """Return 1 where ``used`` is 1 on any rank: see [Note: which parameters were used]."""
         mine = torch.frombuffer(bytearray(used), dtype=torch.uint8)
         return self._of_all_ranks(mine).amax(0).numpy().tobytes()
 
@@ -381,48 +376,29 @@ class Collectives:
         while group is self._control and not work.is_completed():
             with suppress(RuntimeError):  # the slice is over, or the work ended badly and says so below
                 work.wait(timedelta(seconds=_SLICE_S))
-            if not work.is_completed() and self._overdue("its last collectives") is not None:
+            if not work.is_completed() and self.failure.overdue("its last collectives") is not None:
                 _never_destroy(group)
                 raise RuntimeError("given up")
         work.wait()  # the stream of this thread does, where the group's work is an accelerator's
         if group is not self._control:
-            self._issued.append((work, time.monotonic() + self.timeout_s))
+            self._data.add(work)
 
     def _run(self) -> None:
-        use_own_stream(self.device)  # gathers beside compute
+        use_own_stream(self._data.device)  # gathers beside compute
         while (job := self._next()) is not None:
             job()
             del job  # while nothing comes, no model is held
-        while self._waits_for_issued():  # what is not given up here would let the accelerator wait for ever
-            self._look_after(self._issued[0][1])
+        while self._data.in_flight():  # what is not given up here would let the accelerator wait for ever
+            self._data.look_after()
             time.sleep(_ENDING_S)
 
     def _next(self) -> Callable[[], None] | None:
         """The next job; meanwhile look after what was issued: see [Note: on an accelerator]."""
         while True:
             try:
-                return self._queue.get(timeout=_SLICE_S if self._waits_for_issued() else None)
+                return self._queue.get(timeout=_SLICE_S if self._data.in_flight() else None)
             except queue.Empty:
-                self._look_after(self._issued[0][1])
-
-    def _waits_for_issued(self) -> bool:
-        """Whether something that was issued has not ended; what has is forgotten."""
-        while self._issued and self._issued[0][0].is_completed():
-            self._issued.popleft()
-        return bool(self._issued)
-
-    def _look_after(self, deadline: float) -> None:
-        """Abort what was issued if it will not end: another rank failed, died, left or stalled."""
-        what, now_s = "a collective of the accelerators", time.monotonic()
-        if self._failure is None and now_s > deadline:
-            self.fail(self.peer_error(what))
-        elif now_s > max(deadline - self.timeout_s, self._looked_s) + _LOOK_S:
-            self._looked_s = now_s
-            if told := self.peers.dead():
-                self.fail(self._peer_error(told, what, ""))
-        if self._overdue(what) is not None:
-            self._issued.clear()
-            _abort(self._group, self.device)
+                self._data.look_after()
 
 
 def _abort(group: Any, device: torch.device) -> None:
@@ -443,14 +419,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _how(error: BaseException) -> str:
-    """Return how a rank ended, in words for the others."""
-    if isinstance(error, KeyboardInterrupt):
-        return "was interrupted (Ctrl-C)"
-    if isinstance(error, SystemExit):
-        return f"left with exit code {error.code}"
-    if isinstance(error, PeerError | DivergenceError):
-        return f"stopped because of other ranks: {error}"
-    return f"failed with {type(error).__name__}: {error}"

@@ -23,12 +23,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from infinity.core.errors import DivergenceError, PeerError, first_line
+
 #: A rank shows that it lives, and looks at the others, this often (s).
 BEAT_S = 1.0
 #: No longer than this does a rank look for what silenced another (s).
 _LOOK_S = 3.5 * BEAT_S
 #: How long the store may take to answer (s).
 _PATIENCE_S = 10.0
+#: Once another rank has left, what it still takes part in ends within this time (s).
+FAREWELL_S = 5.0
 
 _made = itertools.count()  # every rank makes its Peers in the same order
 
@@ -151,6 +155,86 @@ class Peers:
                 if rank != self.rank and self._store.check([key]):
                     found[rank] = Entry(**json.loads(self._store.get(key)))
         return found
+
+
+class GroupFailure:
+    """The error after which no collective of some ranks ends well on this one. Any thread may call.
+
+    This rank tells it, or the others do, beside the collectives.
+
+    Args:
+        timeout_s: How long a silent rank is waited for.
+        on_failure: Called once with the error.
+
+    Attributes:
+        error: The first one; None while all goes well.
+        peers: The other ranks.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, timeout_s: float, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self.rank, self.timeout_s, self._on_failure = rank, timeout_s, on_failure
+        self._lock = threading.Lock()  # guards what follows
+        self.error: BaseException | None = None
+        self._left: tuple[str, float] | None = None  # what a rank that left said, and when we heard it
+        self.peers = Peers(rank, world_size, self._heard)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on; they raise at their next wait."""
+        self._set(error)
+        self.peers.tell(how_it_ended(error), failed=not isinstance(error, PeerError | DivergenceError))
+
+    def overdue(self, what: str) -> BaseException | None:
+        """Return the error that a wait for ``what`` must raise; None: it may go on."""
+        left = self._left
+        if self.error is None and left is not None and time.monotonic() > left[1] + FAREWELL_S:
+            self._set(self.peer_error(left[0], what))
+        return self.error
+
+    def explained(self, what: str, error: BaseException | None = None) -> PeerError:
+        """Return why ``what`` did not end, or ended with ``error``; looks for seconds who is at fault."""
+        why = f" ({first_line(error)})" if error is not None else ""
+        return self.peer_error(self.peers.explain(), what, why)
+
+    def peer_error(self, told: str, what: str = "", why: str = "") -> PeerError:
+        """Return the error of this rank, which waited for ``what``, when others ended as ``told``."""
+        waited = f" while this one waited for it in: {what}" if what else ""
+        return PeerError(
+            f"rank {self.rank} stops: {told}{waited}. The first error of the ranks that it names is "
+            f"the cause: mend that, then start the run again; if a rank is only slow, raise "
+            f"partition.timeout_s ({self.timeout_s:g} s){why}"
+        )
+
+    def close(self) -> None:
+        """Say that this rank ended, unless it failed."""
+        self.peers.tell("closed its model", failed=False)
+        self.peers.close()
+
+    def _set(self, error: BaseException) -> None:
+        """Keep the first error, and end every wait on this rank with it."""
+        with self._lock:
+            first, self.error = self.error is None, self.error or error
+        if first:
+            self._on_failure(error)
+
+    def _heard(self, told: str, failed: bool) -> None:
+        """Other ranks ended; on the thread of the peers."""
+        if failed:
+            self._set(self.peer_error(told))
+        elif self._left is None:
+            self._left = (told, time.monotonic())
+
+
+def how_it_ended(error: BaseException) -> str:
+    """Return how a rank ended, in words for the others."""
+    if isinstance(error, KeyboardInterrupt):
+        return "was interrupted (Ctrl-C)"
+    if isinstance(error, SystemExit):
+        return f"left with exit code {error.code}"
+    if isinstance(error, PeerError | DivergenceError):
+        return f"stopped because of other ranks: {error}"
+    return f"failed with {type(error).__name__}: {error}"
 
 
 def _own_store() -> Any:

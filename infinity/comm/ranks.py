@@ -72,7 +72,7 @@ class Ranks:
 
 
 def join_ranks(timeout_s: float, device: str | None = None) -> torch.device:
-    """Initialise torch.distributed from the launcher's environment; return this rank's device.
+    """Initialize torch.distributed from the launcher's environment; return this rank's device.
 
     Args:
         timeout_s: How long a silent rank is waited for (s).

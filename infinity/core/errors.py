@@ -1,7 +1,7 @@
-"""Every error that is ours: what was wanted, what was got, where, and what to turn.
+"""The errors of this package. A message says what was wanted, what was got, where, and what to change.
 
-A user's wrong value is a :class:`ValueError`, the disk's trouble is an :class:`OSError`;
-both keep their family so that code which catches the family keeps working.
+A wrong value is also a :class:`ValueError`, and an error of a drive also an :class:`OSError`, so that code
+which catches these keeps working.
 """
 
 import copy
@@ -20,7 +20,7 @@ BEGIN_ANEW = "to begin anew, give the run another name (in a loop of your own, r
 
 
 class InfinityError(Exception):
-    """Any error that infinity raises on purpose."""
+    """Base class of the errors that infinity raises."""
 
 
 class RecipeError(InfinityError, ValueError):
@@ -36,7 +36,7 @@ class CheckpointError(InfinityError, ValueError):
 
 
 class StateError(InfinityError, RuntimeError):
-    """Something was asked of a unit or an optimizer that its state does not allow."""
+    """A call that the state of a model, a unit or an optimizer does not allow."""
 
 
 class DivergenceError(InfinityError, RuntimeError):

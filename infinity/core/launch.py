@@ -44,7 +44,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher says.
+    """This process among those that a launcher started.
 
     Attributes:
         rank: Of this process, from 0.

@@ -1,4 +1,4 @@
-"""What a process opened is closed by that process: when asked, when nothing holds it any more, or at its end.
+"""Resources that the process that opened them closes: when asked, when nothing holds them, or at its end.
 
 [Note: forked children]
 A forked child has a copy of every object, none of the threads, and the same files. If it closed what it

@@ -19,6 +19,8 @@ from infinity.core.files import read_file, write_file
 
 #: The longest profile or plan that is read, a hundred times that of a large model (bytes).
 MOST_NBYTES = 2**28
+#: Of the format. Another one is refused: what it lacks (waits, padding) a plan cannot do without.
+_VERSION = 2
 
 
 class SlotKey(NamedTuple):
@@ -164,7 +166,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write JSON that :meth:`load` reads on any machine."""
-        write_file(path, json.dumps({"version": 1, **asdict(self)}))
+        write_file(path, json.dumps({"version": _VERSION, **asdict(self)}))
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
@@ -175,16 +177,21 @@ class Profile:
         """
         try:
             given = json.loads(read_file(path, MOST_NBYTES))
-            return cls._of(given)
+            version = given["version"]
+            found = cls._of(given) if version == _VERSION else None
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}; wanted a profile that infinity wrote") from error
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RecipeError(f"{path}: not a profile that infinity wrote: {error}") from error
+        if found is None:
+            raise RecipeError(
+                f"{path}: another release of infinity wrote it, in version {version} of the format; this one "
+                f"reads version {_VERSION}. Use that release, or train again for a new plan"
+            )
+        return found
 
     @classmethod
     def _of(cls, given: dict[str, Any]) -> "Profile":
-        if given["version"] != 1:
-            raise ValueError(f"version {given['version']}; this infinity reads version 1")
         return cls(
             float(given["step_s"]),
             tuple(Operator(**_tuples(o) | {"phase": Phase(o["phase"])}) for o in given["operators"]),

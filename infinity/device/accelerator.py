@@ -77,7 +77,7 @@ class StreamTransfer(Transfer):
         self._device = torch.device("cpu")
 
     def record(self, device: torch.device) -> None:
-        """What the calling thread has given its stream until now is the move; call before :meth:`finish`."""
+        """Take the work on the calling thread's stream until now for the move; call before :meth:`finish`."""
         self._given, self._device = record(device), device
 
     def wait(self) -> None:

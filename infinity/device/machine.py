@@ -1,4 +1,4 @@
-"""What this machine offers a process: memory, cores, huge pages, and how fast it multiplies each dtype."""
+"""The resources of this machine: memory, cores, huge pages, and how fast it multiplies each dtype."""
 
 import functools
 import math

@@ -11,11 +11,11 @@ system at once, which an allocator does when it pleases, and is exactly as large
 
 [Note: order lives in the lease]
 An accelerator works long after the call that gave it work. So a buffer carries the events of what was begun
-with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread, for
-host memory the thread itself, as it reads and writes at once. Whoever gave a stream work on a buffer that
-another thread or stream uses next calls ``record_use``; giving back accelerator memory does so by itself.
-There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it wait for
-what it records.
+with it. ``tensor`` and ``memory`` wait for them: for accelerator memory the stream of the calling thread,
+for host memory the thread itself, as it reads and writes at once. A thread that gave a stream work on a
+buffer that another thread or stream uses next calls ``record_use``; giving back accelerator memory does so
+by itself. There is one user at a time: who takes ``tensor`` has waited for all before it, and those after it
+wait for what it records.
 
 A buffer of accelerator memory is lent again at once, with its events. One of host memory is given back when
 its copies have ended: what is lent can be read into and written at once.
@@ -182,7 +182,7 @@ class DeviceBuffer:
         """Let the memory's next owner wait, and give it to torch's allocator."""
         with on_stream(self._stream):
             self.wait()
-        self.tensor = self.tensor.new_empty(0)  # whoever still has the buffer does not hold its memory
+        self.tensor = self.tensor.new_empty(0)  # a lease that outlived the pool does not hold the memory
 
 
 __all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]
@@ -252,6 +252,9 @@ class BufferLease:
 
 class BufferPool:
     """A bounded set of buffers, with its accounting. Any thread may call.
+
+    It has more attributes than other classes: under one lock, a buffer moves between lent, ending and kept,
+    and the counts that bound them change.
 
     Args:
         capacity_nbytes: Bytes that all buffers may take together.

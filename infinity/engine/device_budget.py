@@ -28,6 +28,9 @@ from infinity.shards.tiers import Tiers
 class UnitBudget:
     """Divides ``memory.device`` among gradients, updates and gathered units of one model.
 
+    It has more attributes than other classes: all that a division depends on, since it is made anew when one
+    of them changes.
+
     Args:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
@@ -64,7 +67,7 @@ class UnitBudget:
 
     @property
     def pool_nbytes(self) -> int:
-        """What gradients, updates and gathered units have together."""
+        """Bytes that gradients, updates and gathered units have together."""
         return self.division.total - self._updates_nbytes
 
     @property

@@ -90,6 +90,9 @@ class Ended:
 class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
+    It has more attributes than other classes: the parts that it connects, and where forward and backward are,
+    which every hook needs to know.
+
     Args:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.

@@ -85,7 +85,7 @@ class Runtime:
     Attributes:
         config: The same, with the dtype that was chosen where it says ``auto``.
         notes: A line about each thing that is done otherwise on this machine; rank 0's are shown.
-        saving: The last portable checkpoint of the model.
+        saves: The last portable checkpoint of the model, if there was one.
 
     Raises:
         DiskError: A directory cannot be written.
@@ -104,7 +104,7 @@ class Runtime:
         self.stalls = Stalls(self.timeline)
         self.say = MessageBuffer()
         self.notes: list[str] = []
-        self.saving: PortableSave | None = None
+        self.saves: list[PortableSave] = []
         self._executor: StepExecutor | None = None
         self._retired: StepExecutor | None = None  # the one from before the model was changed
         self._failure: BaseException | None = None
@@ -142,6 +142,7 @@ class Runtime:
         self.tiers = Tiers(self.storage, ranks, reduction_dtype(self.config, self.dtype))
         self.tiers.pending = self.storage.saved is not None
         self.stack.callback(self.tiers.unpin)
+        self.stack.callback(_close_all_of, self.saves)
         self.activations = self._make_activations()
         for store in self.activations.cache.stores.values():
             self.stack.callback(store.close)
@@ -416,7 +417,7 @@ class Runtime:
         """Tell the other ranks, and everything here that waits, that this rank cannot go on; any thread."""
         self._give_up(error)
         if self.ranks.collectives is not None:
-            self.ranks.collectives.fail(error)
+            self.ranks.collectives.failure.tell(error)
 
     def _give_up(self, error: BaseException) -> None:
         """Let nothing here wait for a buffer that will not come back."""
@@ -428,7 +429,7 @@ class Runtime:
         """Return why a collective of the caller's own did not end: ``error``, with the rank at fault."""
         if self.ranks.collectives is None:
             return PeerError(f"{what}: {error}")
-        return self.ranks.collectives.peer_error(what, error)
+        return self.ranks.collectives.failure.explained(what, error)
 
     def check_open(self) -> None:
         """Raise if the runtime has ended.
@@ -449,7 +450,7 @@ class Runtime:
             keep: Leave the files of a run that can go on.
 
         Raises:
-            DiskError: Without an error before: the last step could not be kept.
+            DiskError: Without ``error``: the last step could not be kept.
         """
         lost: Exception | None = None
         if not self._ended:
@@ -460,13 +461,13 @@ class Runtime:
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
                 self._end(_CLOSED.format(self._named()))
-        if self.saving is not None:
-            self.saving.close()
+        _close_all_of(self.saves)
         self.stack.close()
         for pool in self._pools():
             pool.unmap_leased()
         _opened.discard(self)
         if lost is not None:
+            lost.add_note("the last step is not kept; infinity.resume goes on from the commit before it")
             raise lost
 
     def _settle(self, error: BaseException | None, keep: bool) -> Exception | None:
@@ -516,6 +517,11 @@ class Runtime:
         executor = self._executor
         pools: list[BufferPool] = [] if executor is None else [executor.device_pool, *(executor.host or ())]
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
+
+
+def _close_all_of(saves: Iterable[PortableSave]) -> None:
+    for save in saves:
+        save.close()
 
 
 def _is_failure(error: BaseException | None) -> bool:

@@ -116,7 +116,7 @@ class RunDirectory:
                 last = [*finished, *ranks.values()]
                 for path in [path for path in self.path.glob("rank*") if path not in last] + last:
                     path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # somebody put a file there
+                with contextlib.suppress(OSError):  # another program put a file there
                     self.path.rmdir()
 
     def leave(self) -> None:

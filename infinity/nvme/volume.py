@@ -42,7 +42,7 @@ class SealedFile:
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written: device, inode, size, time of the last change."""
+    """The identity and state of a file: device, inode, size, time of the last change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -132,7 +132,7 @@ class Space:
             self.give(taken.offset, taken.nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give a range back; it joins its free neighbours.
+        """Give a range back; it joins its free neighbors.
 
         Raises:
             ValueError: Some of it is not taken.

@@ -42,7 +42,7 @@ class ActivationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """What the plan of a run says of a step on one rank, before it runs.
+    """The prediction for a step of a run on one rank.
 
     Attributes:
         nbytes_read: Bytes that units read; ``nbytes_written`` likewise.
@@ -106,6 +106,8 @@ class _Figures(NamedTuple):
     tokens_per_s: float
     nbytes_read: int
     nbytes_written: int
+    planned_nbytes_read: int  # 0: there was no plan
+    planned_nbytes_written: int
     off_plan: bool  # used units that the plan did not foresee
 
 
@@ -115,7 +117,6 @@ class SummaryBuilder:
     def __init__(self) -> None:
         self._all: list[_Figures] = []
         self._planned: list[_Figures] = []
-        self._planned_nbytes: tuple[int | None, int | None] = None, None
         self._stall_s: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
         self._losses: list[float] = []
@@ -125,13 +126,13 @@ class SummaryBuilder:
 
     def step(self, report: StepReport) -> None:
         moved = report.nbytes_read, report.nbytes_written
-        figures = _Figures(report.step_s, report.tokens_per_s, *moved, report.on_demand > 0)
+        planned = report.planned_nbytes_read or 0, report.planned_nbytes_written or 0
+        figures = _Figures(report.step_s, report.tokens_per_s, *moved, *planned, report.on_demand > 0)
         if not self._all:
             self._first_step = report.step
         self._all.append(figures)
         if report.planned_nbytes_read is not None:
             self._planned.append(figures)
-            self._planned_nbytes = report.planned_nbytes_read, report.planned_nbytes_written
         self._stall_s.update(report.stall_s)
         self._skipped += report.skipped
         self._rolled_back += report.rolled_back > 0 and not report.skipped
@@ -164,9 +165,10 @@ class SummaryBuilder:
     ) -> Summary:
         """Return the summary so far; ``budgets`` are in bytes by tier, None: no budget."""
         steps = self._planned or self._all
-        step_s, tokens_per_s, nbytes_read, nbytes_written, _ = (
-            (median(values) for values in zip(*steps)) if steps else (0.0,) * len(_Figures._fields)
+        step_s, tokens_per_s, *nbytes, _ = (
+            [median(values) for values in zip(*steps)] if steps else [0.0] * len(_Figures._fields)
         )
+        read, written, planned_read, planned_written = map(round, nbytes)
         total_s = self.total_s
         losses = _first_and_last(self._losses)
         held_out = _first_and_last(self._held_out)
@@ -179,10 +181,10 @@ class SummaryBuilder:
             skipped=self._skipped,
             tokens_per_s=tokens_per_s,
             step_s=step_s,
-            nbytes_read=round(nbytes_read),
-            nbytes_written=round(nbytes_written),
-            planned_nbytes_read=self._planned_nbytes[0],
-            planned_nbytes_written=self._planned_nbytes[1],
+            nbytes_read=read,
+            nbytes_written=written,
+            planned_nbytes_read=planned_read if self._planned else None,
+            planned_nbytes_written=planned_written if self._planned else None,
             steps_off_plan=sum(figures.off_plan for figures in steps),
             steps_rolled_back=self._rolled_back,
             peak_nbytes=dict(self._peak),

@@ -1,4 +1,4 @@
-"""What lies on disk for each element of a shard, by compute dtype, and how an fp32 master is kept there.
+"""The fields on disk of each element of a shard, by compute dtype, and how an fp32 master is kept there.
 
 | compute dtype | state fields (bytes per element)          | weight |
 |---------------|-------------------------------------------|--------|

@@ -47,7 +47,7 @@ def row_sums(grad: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """What gradients of global ``norm`` are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Return the factor of gradients of global ``norm``, as in ``torch.nn.utils.clip_grad_norm_``.
 
     Computed in float64 and rounded to float32, in which the update reads it.
 

@@ -56,7 +56,7 @@ class Hyper:
     grad_scale: float = 1.0
 
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        """What the rule reads: float32, ``(8,)``, computed in float64 and rounded once."""
+        """The numbers that the rule reads: float32, ``(8,)``, computed in float64 and rounded once."""
         numbers = (
             1 - self.lr * self.weight_decay,
             1 - self.beta1,
@@ -158,7 +158,7 @@ class DeviceRule:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the accelerator's memory."""
+        """Bytes that it takes of the accelerator's memory."""
         piece = self.layout.weight_nbytes(1) + 4 + self.layout.state_nbytes(1)
         return len(self._streams) * (_DEVICE_NUMEL * piece + _PIECE_NUMEL * _TEMPORARIES * 4)
 

@@ -43,7 +43,7 @@ class LossScaler:
             self.scale = grown if math.isfinite(grown) else self.scale
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` takes."""
+        """Return the scale and its counts, as :meth:`load_state_dict` takes them."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -41,6 +41,9 @@ _EXPERTS = re.compile(r"moe(?![a-z])|MoE|Moe|Expert|Mixture")
 class UnitBuilder:
     """Collects parameters in order of construction and closes units.
 
+    It has more attributes than other classes: its settings, the open unit, and what it has seen of classes.
+    Whether a unit closes depends on all of them.
+
     Args:
         dtype: The compute dtype.
         rank: This rank.

@@ -8,16 +8,16 @@ inside the context (a model's source imported on the way) are found when the fir
 reaches ``nn.Module.__init__``.
 
 [Note: bitwise the plain model's weights]
-Initialisers run on whole parameters in the dtype in which the model creates them, in the model's
+Initializers run on whole parameters in the dtype in which the model creates them, in the model's
 own order, so they draw the same random numbers as without infinity. A parameter that is touched
-after its unit closed (``_init_weights`` of Hugging Face models, tied weights) is materialised from
+after its unit closed (``_init_weights`` of Hugging Face models, tied weights) is materialized from
 its master weight, may be written, and is stored again later.
 
-[Note: when a materialised unit is stored again]
+[Note: when a materialized unit is stored again]
 Code may ask for several parameters before it writes to the first, and what it holds must not be put away
-meanwhile. So units stay materialised, the latest touched ones, as far as a few of them take memory. In any
+meanwhile. So units stay materialized, the latest touched ones, as far as a few of them take memory. In any
 case the last one stays beside the next (``a.weight.data.copy_(b.weight)``), and so do those that have a
-module's own parameters (a list of them that is initialised in a loop), which existed together when the
+module's own parameters (a list of them that is initialized in a loop), which existed together when the
 module was made.
 
 [Note: values that come later]
@@ -56,7 +56,7 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholde
 Touch = Callable[[nn.Parameter, Iterable[nn.Parameter | None]], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
 Check = Callable[[nn.Parameter], None]
-#: Units, of the builder's size, that closed and are materialised at one time while a model is built: two in
+#: Units, of the builder's size, that closed and are materialized at one time while a model is built: two in
 #: fp32 where training computes in bf16.
 OPEN_UNITS = 4
 
@@ -175,9 +175,13 @@ class Construction:
         )
         self._building: list[nn.Module] = []
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
-        self._whole: dict[Unit, None] = {}  # closed units that are materialised, least recently touched first
+        self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
         self._thread = threading.get_ident()
-        self.active = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the block is not over."""
+        return Construction._open is self
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -200,7 +204,6 @@ class Construction:
                 "it outside)"
             )
         Construction._open = self
-        self.active = True
         self._patch_all()
         return self
 
@@ -215,7 +218,7 @@ class Construction:
                 self._finish()
             self._release_other_modules()
         finally:
-            self.active, Construction._open = False, None
+            Construction._open = None
 
     # --- units ---------------------------------------------------------------------------
 
@@ -224,7 +227,7 @@ class Construction:
         self._put_away(unit)
 
     def touch(self, param: nn.Parameter, siblings: Iterable[nn.Parameter | None] = ()) -> None:
-        """Materialise the unit of ``param``: see [Note: when a materialised unit is stored again].
+        """Materialize the unit of ``param``: see [Note: when a materialized unit is stored again].
 
         Args:
             siblings: The other parameters of the module that was asked for it.
@@ -236,7 +239,7 @@ class Construction:
         if unit not in self._whole:
             keep = {*self.builder.units.holding(p for p in siblings if p is not None), *[*self._whole][-1:]}
             self._stow(OPEN_UNITS * self.builder.target_nbytes - _created_nbytes(unit), keep)
-            self._materialise(unit)
+            self._materialize(unit)
         self._whole[unit] = self._whole.pop(unit, None)
 
     def check(self, param: nn.Parameter) -> None:
@@ -256,7 +259,7 @@ class Construction:
         self.touch(param)
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
 
-    def _materialise(self, unit: Unit) -> None:
+    def _materialize(self, unit: Unit) -> None:
         if self._counts(unit):
             master = self.masters.get(unit)
             for s in unit.segments:

@@ -138,6 +138,9 @@ class Pass:
 class Prefetcher:
     """Keeps the nearest future of the running pass in memory.
 
+    It has more attributes than other classes: what is in memory and why it stays, and three kinds of passes.
+    Each release looks at both.
+
     Args:
         mover: Moves units.
         nbytes: Size of each streaming unit's full buffer (bytes).

@@ -60,6 +60,8 @@ class Segment:
 class Unit:
     """The layout of a unit on every rank, and where its weights are on this one.
 
+    It has more attributes than other classes so that no other one has a table of units with one of them.
+
     Attributes:
         index: Position in the model's list of units; the same on every rank.
         segments: Parameters in the order of the flat buffer.

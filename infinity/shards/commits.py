@@ -21,7 +21,7 @@ writes the records go, and the next forward pass records the same step again.
 [Note: files that were put back]
 Records are numbered. Each data file begins with a block that says which run, rank and drive it belongs to,
 and the number of the oldest record that is whole: where a record has been removed, its versions may be
-written over. So a record, or a data file, that a copy put back is recognised. What cannot be: a copy of all
+written over. So a record, or a data file, that a copy put back is recognized. What cannot be: a copy of all
 files that was made while the run wrote.
 """
 
@@ -277,7 +277,7 @@ def head_of(files: RankFiles, drive: int, oldest: int) -> bytes:
 
 
 def read_head(path: Path) -> tuple[RankFiles, int, int]:
-    """Whose a data file is, which drive's, and the number of the oldest record that is whole.
+    """Return the owner of a data file, its drive, and the number of the oldest record that is whole.
 
     Raises:
         CorruptRecordError: Its first block is not what was written.
@@ -393,6 +393,9 @@ class CommitInterval:
 
 class Commits:
     """Writes one rank's commit records, on a thread of its own.
+
+    It has more attributes than other classes: the files that make up a record (the record, its layout, its
+    sums, the heads of the data files) change together, in an order that survives a crash at any point.
 
     Args:
         folder: Where records lie.

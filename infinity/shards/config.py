@@ -11,7 +11,7 @@ Resume = Literal["auto", "never", "must"]
 
 @dataclass(frozen=True, kw_only=True)
 class DurabilityConfig:
-    """What the commit of every step survives."""
+    """Commits of steps: what they survive, and how often one is recorded."""
 
     survives: Literal["process", "power"] = setting(
         "process",

@@ -54,7 +54,7 @@ def _is_there(unit: Unit, tiers: Tiers, unsaved: Container[str]) -> bool:
 
 @dataclass(slots=True)
 class Restored:
-    """What units no longer need when the first commit after them stands on all ranks.
+    """Files and places that go when the first commit after the restored one stands on all ranks.
 
     Attributes:
         adopted: Units that have the places of the saved commit; all others have new ones.

@@ -34,7 +34,7 @@ _OF_RANK = re.compile(r"rank(\d+)-(\d+)[-.].*")
 
 @dataclass(frozen=True, slots=True)
 class SavedRank:
-    """What one rank of an interrupted run has on disk.
+    """The files of one rank of an interrupted run.
 
     Attributes:
         files: Names of its files.
@@ -60,7 +60,7 @@ class SavedRank:
                     yield unit["segments"][0][0] if unit["segments"] else "padding", Piece(*piece)
 
     def spaces(self) -> list[Space]:
-        """What the extents of its units take of each data file."""
+        """The space that the extents of its units take in each data file."""
         return spaces_of(self.layout)
 
 
@@ -249,7 +249,7 @@ def _in_generation(
 
 
 def _saved(folders: Sequence[Path], files: RankFiles, path: Path) -> SavedRank | None:
-    """What belongs to the record at ``path``, every part of it checked; None: the record has gone.
+    """Return all that belongs to the record at ``path``, checked; None: the record has gone.
 
     Raises:
         CorruptRecordError: Something is damaged, or belongs to another commit, rank or run.
@@ -354,7 +354,7 @@ def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None
 
 
 def spaces_of(layout: Mapping[str, Any]) -> list[Space]:
-    """What heads and extents take of each data file.
+    """The space that heads and extents take in each data file.
 
     Raises:
         ValueError: Two overlap, or one is not whole blocks.

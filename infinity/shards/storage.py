@@ -29,7 +29,10 @@ from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_
 
 
 class Storage:
-    """Opened before the model is built, and closed with the run.
+    """Host memory and files of one rank; opened before the model is built, and closed with the run.
+
+    It has more attributes than other classes because it is where these parts are made, in order, and what
+    stays of their files is decided.
 
     Args:
         memory: Budgets and directories.
@@ -65,7 +68,7 @@ class Storage:
         self.commits: Commits | None = None
         self.saved: SavedRun | None = None
         self.sums: BlockSums | None = None
-        self.drives, self.keep, self._world_size = 0, False, 1
+        self.drives, self.keep = 0, False
         self._looked = False  # for a commit: from then on files without one may go
         self._unused = ""  # what files of this run begin with that are of no use before it has a commit
         staging = 0
@@ -97,11 +100,10 @@ class Storage:
             if resume == "must":
                 raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
-        self._world_size = ranks.world_size
         directories = []
         for root in self.memory.nvme:
             directories.append(RunDirectory(Path(root), run_id, ranks.rank))
-            self._stack.callback(self._end_directory, directories[-1])
+            self._stack.callback(self._end_directory, directories[-1], ranks.world_size)
         self._stack.callback(self._finish, directories)
         folders = [directory.path for directory in directories]
         rank, files = ranks.rank, RankFiles(ranks.rank)
@@ -194,14 +196,14 @@ class Storage:
             for directory in directories:
                 directory.finish()
 
-    def _end_directory(self, directory: RunDirectory) -> None:
+    def _end_directory(self, directory: RunDirectory, world_size: int) -> None:
         if not self._looked or (self.keep and self._committed):
             if self._unused and not (self.commits is not None and self.commits.any):
                 for path in directory.path.glob(f"{self._unused}[-.]*"):
                     path.unlink(missing_ok=True)
             directory.leave()
         elif self._committed:
-            directory.remove_finished(self._world_size)
+            directory.remove_finished(world_size)
         else:
             directory.remove()
 
@@ -230,7 +232,7 @@ class Storage:
 
     @property
     def chunk_nbytes(self) -> int:
-        """What one chunk of an update takes (bytes)."""
+        """Bytes that one chunk of an update takes."""
         return budget.rounded(self.chunk_numel * self._itemsize)
 
     def _room_for_residents(self, staging_nbytes: int) -> int:

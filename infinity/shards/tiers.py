@@ -66,6 +66,9 @@ class Resident:
 class Tiers:
     """The homes of all units of this rank.
 
+    It has more attributes than other classes: a table for each kind of home, and the parts of the storage
+    that hold them. Classes of one home each would ask each other where a unit is.
+
     Args:
         storage: Host memory for residents and staging, and files for the others.
         ranks: Those that share the units.
@@ -87,7 +90,7 @@ class Tiers:
         self.layout: StateLayout = storage.layout
         self.pool: Pool = storage.host_pool
         self.store, self.engine = storage.store, storage.units_engine
-        self.chunk_numel, self.versions = storage.chunk_numel, storage.memory.versions
+        self.chunk_numel = storage.chunk_numel
         self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
         self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
         self.residents: dict[int, Resident] = {}
@@ -596,7 +599,7 @@ class Tiers:
             recorded: Places that commit records name, which a crash must leave whole.
         """
         self._train(unit)
-        if self.versions == 1:
+        if self.storage.memory.versions == 1:
             self.snapshot.wait_for(unit.index)
             return unit.version
         taken = {self.snapshot.place(unit.index)}

@@ -43,7 +43,7 @@ _MOST_LISTED = 20
 
 
 def salt_of(rank: int, drive: int) -> int:
-    """What is mixed into the sums of a rank's file on a drive."""
+    """Return the number that is mixed into the sums of a rank's file on a drive."""
     return rank * 4096 + drive
 
 
@@ -228,7 +228,7 @@ def _kept_sums(saved: SavedRank) -> list[Sums] | None:
 
 @dataclass(slots=True)
 class RankCheck:
-    """What :func:`verify` found in the files of one rank.
+    """The findings of :func:`verify` in the files of one rank.
 
     Attributes:
         nbytes: Of the committed versions.

@@ -11,29 +11,13 @@ from infinity.activations import tensor_cache
 from infinity.core.errors import DiskError, InfinityError, PeerError
 from infinity.shards import storage
 from tests.helpers import models
-from tests.helpers.faulty import Fault, FaultyEngine
+from tests.helpers.faulty import Fault, breakable
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
 
 #: The promise (s).
 SOON_S = 30
-
-
-@contextlib.contextmanager
-def breakable():
-    """Engines that are made in this context can be given faults."""
-    make, made = storage.make_engine, []
-
-    def faulty(*args):
-        made.append(FaultyEngine(make(*args)))
-        return made[-1]
-
-    storage.make_engine = faulty
-    try:
-        yield made
-    finally:
-        storage.make_engine = make
 
 
 def broken_step(folder: str, on: str, guilty: bool) -> tuple[str, str, float]:

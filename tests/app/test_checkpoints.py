@@ -6,8 +6,6 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +17,12 @@ from hypothesis import strategies as st
 
 import infinity
 from infinity.app import checkpoints
-from infinity.app import train as train_module
 from infinity.app.checkpoints import AUTO_SHARE, CheckpointConfig, Checkpoints, Interval, Pace
+from infinity.app.loop import Loop
 from infinity.app.models.gpt import GPT
-from infinity.app.train import Loop, save_run, train
+from infinity.app.save import save_run
+from infinity.app.train import train
+from infinity.app.views import Views
 from infinity.checkpoint import portable
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.portable import PortableSave
@@ -31,7 +31,6 @@ from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.partition import builder
-from infinity.shards.snapshot import Snapshot
 from tests.app.test_goes_on import (
     STEPS,
     interrupt,
@@ -45,6 +44,7 @@ from tests.app.test_goes_on import (
     words,
 )
 from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.saves import go_on_when_closed, held
 
 __all__ = ["small_units", "whole"]  # fixtures
 
@@ -149,26 +149,13 @@ def test_a_run_saves_in_time_keeps_the_newest_and_its_numbers_do_not_change(
     assert same({k: newest[k] for k in model(whole / "runs/one/model")}, model(whole / "runs/one/model"))
 
 
-@contextmanager
-def held(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No checkpoint is written before the event is set."""
-    opened, write = threading.Event(), portable._write_unit
-
-    def writing(*args: Any) -> None:
-        assert opened.wait(60)
-        write(*args)
-
-    patch.setattr(portable, "_write_unit", writing)
-    yield opened
-
-
 @pytest.mark.parametrize("drives", [True, False], ids=["nvme", "host"])
 def test_what_is_due_while_another_is_saved_comes_after_it(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, drives: bool
 ) -> None:
     """After step 2 one begins; it ends after step 5, and then the one that was due after step 4 begins."""
     said: list[str] = []
-    monkeypatch.setattr(train_module.Views, "log", lambda self, line: said.append(line))
+    monkeypatch.setattr(Views, "log", lambda self, line: said.append(line))
     after = Checkpoints.after
     with held(monkeypatch) as opened:
 
@@ -212,13 +199,7 @@ def test_a_run_that_is_stopped_while_it_saves_leaves_what_was_complete(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, held(patch) as opened:
-        close = Snapshot.close
-
-        def closing(self: Snapshot) -> None:
-            opened.set()
-            close(self)
-
-        patch.setattr(Snapshot, "close", closing)
+        go_on_when_closed(patch, opened)
         stop(patch, "loss", 4, error)
         with pytest.raises(type(error)):
             train(recipe(tmp_path, 'checkpoint.every="2 steps"'))
@@ -371,7 +352,7 @@ def test_an_interrupted_run_is_saved_and_still_goes_on(
     assert metrics(tmp_path) == metrics(whole)
     assert same(model(run / "model"), model(whole / "runs/one/model"))
     assert main(["save", str(run), str(tmp_path / "again")]) == 1
-    assert "is not the folder of a run that was interrupted" in capsys.readouterr().err
+    assert "not the folder of an interrupted run" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("at_once")
@@ -390,7 +371,7 @@ def test_a_run_of_which_nothing_was_committed_cannot_be_saved(tmp_path: Path) ->
     interrupt(tmp_path, step=1)
     assert main(["save", str(tmp_path / "runs/one"), str(tmp_path / "out")]) == 1
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match="is not the folder of a run that was interrupted"):
+    with pytest.raises(CheckpointError, match="not the folder of an interrupted run"):
         save_run(tmp_path, tmp_path / "out")
 
 

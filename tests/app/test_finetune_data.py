@@ -13,9 +13,11 @@ import torch.nn.functional as F
 import infinity
 from infinity.app.data.loader import BatchShape, Data, open_data
 from infinity.app.data.sequences import Batch
+from infinity.app.loop import Loop
 from infinity.app.models.gpt import GPT
+from infinity.app.process_group import rank, world_size
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.train import Loop, rank, train, world_size
+from infinity.app.train import train
 from infinity.app.views import Views
 from infinity.observe.metrics import StepReport
 from tests.helpers.launch import run_ranks

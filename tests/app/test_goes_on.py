@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
+from infinity.app.loop import BatchLoss, Loop
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.runs import list_runs, remove_runs
-from infinity.app.train import Loop, publish_run, train
+from infinity.app.save import publish_run
+from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError
 from infinity.observe.summary import Summary
@@ -81,17 +83,34 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stop(patch: pytest.MonkeyPatch, method: str, step: int, error: BaseException) -> None:
-    """Let a method of the loop raise at its end in one step, once."""
-    done: Callable[..., Any] = getattr(Loop, method)
+def after_each(
+    patch: pytest.MonkeyPatch, owner: type[Loop | BatchLoss], method: str, act: Callable[[int], object]
+) -> None:
+    """Call ``act`` with the number of the step at the end of each call of a method."""
+    done, begin, steps = getattr(owner, method), Loop._step, [0]
 
-    def stopping(self: Loop, *args: Any) -> Any:
+    def acting(self: Any, *args: Any) -> Any:
         result = done(self, *args)
-        if self.step == step:
-            raise error
+        act(self.step if owner is Loop else steps[-1])
         return result
 
-    patch.setattr(Loop, method, stopping)
+    def beginning(self: Loop, batches: Any) -> float:
+        steps.append(self.step)
+        return begin(self, batches)
+
+    if owner is BatchLoss:
+        patch.setattr(Loop, "_step", beginning)
+    patch.setattr(owner, method, acting)
+
+
+def stop(patch: pytest.MonkeyPatch, where: str, step: int, error: BaseException) -> None:
+    """Raise at the end of a forward pass ("loss"), or of a method of the loop, in one step."""
+
+    def act(now: int) -> None:
+        if now == step:
+            raise error
+
+    after_each(patch, *((BatchLoss, "__call__") if where == "loss" else (Loop, where)), act)
 
 
 #: Where it stops, and the step that is kept: a step is committed when the next one has begun.
@@ -335,14 +354,11 @@ def test_a_run_whose_drive_is_its_own_folder_goes_on_and_is_removed(tmp_path: Pa
 
 def command(folder: str, slow_step: int) -> int:
     """Run ``infinity train`` in a rank; from ``slow_step`` on each step says so, and takes its time."""
-    done = Loop.loss
 
-    def loss(self: Loop, batch: Any) -> torch.Tensor:
-        result = done(self, batch)
-        if self.step >= slow_step and torch.is_grad_enabled():
+    def slow(step: int) -> None:
+        if step >= slow_step and torch.is_grad_enabled():
             mark("there")
             time.sleep(0.3)
-        return result
 
     def die(self: Summary, path: Path) -> None:
         time.sleep(3)  # the other rank has come to its end
@@ -350,7 +366,7 @@ def command(folder: str, slow_step: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "TARGET_SHARD_NBYTES", 8000)
-        patch.setattr(Loop, "loss", loss)
+        after_each(patch, BatchLoss, "__call__", slow)
         if slow_step == SUMMARY_STEP:
             patch.setattr(Summary, "write", die)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
@@ -454,16 +470,19 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_says_what_a_step_takes(t
 _DIES_ONCE = """
 import os, signal, sys
 from infinity import cli
-from infinity.app.train import Loop
+from infinity.app.loop import BatchLoss, Loop
 from infinity.partition import builder
 builder.TARGET_SHARD_NBYTES = 8000
-done = Loop.loss
+done, begin, steps = BatchLoss.__call__, Loop._step, []
 def loss(self, batch):
     result = done(self, batch)
-    if self.step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if steps[-1] == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return result
-Loop.loss = loss
+def beginning(self, batches):
+    steps.append(self.step)
+    return begin(self, batches)
+BatchLoss.__call__, Loop._step = loss, beginning
 sys.exit(cli.main(sys.argv[1:]))
 """
 

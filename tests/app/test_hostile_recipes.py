@@ -21,8 +21,9 @@ import torch
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
+from infinity.app.loop import enough_memory
 from infinity.app.recipe import Recipe, _settings, load_recipe, recipe_table
-from infinity.app.train import enough_memory, train
+from infinity.app.train import train
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BudgetError, InfinityError, RecipeError
 from infinity.core.files import user_path

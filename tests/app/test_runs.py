@@ -159,7 +159,7 @@ def test_fewer_steps_than_were_made_are_refused() -> None:
 
 
 def test_never_and_must_are_obeyed() -> None:
-    assert "run.resume=must: runs/mine is no run that was interrupted" in refusal(recipe("run.resume=must"))
+    assert "run.resume=must: runs/mine is not an interrupted run" in refusal(recipe("run.resume=must"))
     interrupt(recipe(), logged=3, committed=3)
     said = refusal(recipe("run.resume=never"))
     assert "interrupted, and run.resume=never" in said

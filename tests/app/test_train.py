@@ -14,18 +14,11 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.app import train as train_module
+from infinity.app import process_group
+from infinity.app.loop import Loop, RankMean, lr_factor
+from infinity.app.process_group import set_threads, world_size
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.train import (
-    Loop,
-    RankMean,
-    _short,
-    lr_factor,
-    notes_on_commits,
-    set_threads,
-    train,
-    world_size,
-)
+from infinity.app.train import _short, notes_on_commits, train
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.metrics import StepReport
@@ -316,7 +309,7 @@ def test_the_learning_rate_rises_then_falls_to_its_floor() -> None:
 def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(train_module, "usable_cores", lambda: 8)
+    monkeypatch.setattr(process_group, "usable_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     set_threads(load_recipe().train)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import infinity
 from infinity.checkpoint import portable
 from infinity.core.errors import DiskError, PeerError, StateError
 from infinity.core.lifecycle import Tier
+from infinity.core.owned import close_collected
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
 from infinity.optim.layout import StateLayout
@@ -27,6 +29,7 @@ from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
 from tests.helpers import training
 from tests.helpers.launch import run_ranks
+from tests.helpers.saves import go_on_when_closed, held
 
 HOST = ["memory.host=64MiB"]
 BOTH = ["memory.host=260KiB", "run.name=mine"]
@@ -66,21 +69,17 @@ def made(overrides: list[str], dtype: str, **more: Any) -> tuple[nn.Module, infi
 @contextlib.contextmanager
 def gated(patch: pytest.MonkeyPatch, *, waits: bool = False) -> Iterator[threading.Event]:
     """Nothing is written before the event is set or training waits for it, which it must if ``waits``."""
-    opened, write, wait, waited = threading.Event(), portable._write_unit, Snapshot.wait_for, []
+    wait, waited = Snapshot.wait_for, []
+    with held(patch) as opened:
 
-    def held(*args: Any) -> None:
-        assert opened.wait(60)
-        write(*args)
+        def opening(self: Snapshot, index: int) -> None:
+            if index in self._sources:
+                waited.append(index)
+                opened.set()
+            wait(self, index)
 
-    def opening(self: Snapshot, index: int) -> None:
-        if index in self._sources:
-            waited.append(index)
-            opened.set()
-        wait(self, index)
-
-    patch.setattr(portable, "_write_unit", held)
-    patch.setattr(Snapshot, "wait_for", opening)
-    yield opened
+        patch.setattr(Snapshot, "wait_for", opening)
+        yield opened
     assert bool(waited) == waits
 
 
@@ -254,13 +253,7 @@ def test_closing_the_model_ends_a_save_and_leaves_nothing(
     model, optimizer = made([f"memory.nvme=[{tmp_path / 'nvme'}]", *NVME], "bf16")
     steps_of(model, optimizer, 1)
     with pytest.MonkeyPatch.context() as patch, gated(patch) as opened:
-        real = Snapshot.close
-
-        def closing(self: Snapshot) -> None:
-            opened.set()
-            real(self)
-
-        patch.setattr(Snapshot, "close", closing)
+        go_on_when_closed(patch, opened)
         save = infinity.save_checkpoint(model, optimizer, tmp_path / "out", background=True)
         with pytest.raises(StateError, match="a checkpoint is being saved in the background"):
             infinity.save_checkpoint(model, optimizer, tmp_path / "other", background=True)
@@ -269,6 +262,19 @@ def test_closing_the_model_ends_a_save_and_leaves_nothing(
     assert not [t for t in threading.enumerate() if t.name == "infinity-save"]
     with pytest.raises(StateError, match="the model was closed"):
         save._work.wait()
+
+
+def test_a_model_that_is_dropped_during_a_save_leaves_nothing(tmp_path: Path) -> None:
+    model, optimizer = made([f"memory.nvme=[{tmp_path / 'nvme'}]", *NVME], "bf16")
+    steps_of(model, optimizer, 1)
+    with pytest.MonkeyPatch.context() as patch, gated(patch) as opened:
+        infinity.save_checkpoint(model, optimizer, tmp_path / "out", background=True)
+        assert left_in(tmp_path)
+        del model, optimizer
+        gc.collect()
+        opened.set()
+        close_collected()
+    assert left_in(tmp_path) == set()
 
 
 def test_what_is_taken_of_the_drive_is_taken_once(tmp_path: Path) -> None:

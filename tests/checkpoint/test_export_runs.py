@@ -81,7 +81,7 @@ def test_a_run_whose_model_will_not_fit_ends_before_its_first_step(
 ) -> None:
     import shutil
 
-    from infinity.app.train import Loop
+    from infinity.app.loop import Loop
 
     def never(self: Loop) -> None:
         raise AssertionError("a step was made")

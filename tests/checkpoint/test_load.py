@@ -333,7 +333,7 @@ def test_a_new_head_is_drawn_as_transformers_draws_it(saved, load, tmp_path, nam
     assert_equal(model, expected)
     said = []
     runtime_of(model).say.attach(said.append)
-    assert any("initialised, as the checkpoint lacks them" in line for line in said)
+    assert any("initialized, as the checkpoint lacks them" in line for line in said)
 
 
 def test_a_head_of_another_size_is_new_when_the_caller_says_so(saved, load):

@@ -61,12 +61,12 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
             os.kill(os.getpid(), signal.SIGKILL)
         return stuck
 
-    collectives._all_gather, ranks.collectives._group = issue, stuck
+    collectives._all_gather, ranks.collectives._data.group = issue, stuck
     ranks.collectives.gather(0, "layers.0", lambda: torch.zeros(4))
     if closes:
-        while not ranks.collectives._issued:
+        while not ranks.collectives._data._issued:
             time.sleep(0.01)
-        ranks.collectives.fail(ValueError("no disk"))
+        ranks.collectives.failure.tell(ValueError("no disk"))
         ranks.collectives.close()
     failed.wait(100)
     aborted = stuck.aborted.wait(1 if closes else 100)

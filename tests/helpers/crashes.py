@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,34 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+TOKENS = torch.arange(36).reshape(4, 9) % 61
+
+
+def go_on(
+    folders: Path | Sequence[Path], steps: int, *more: str, place: str = "nvme", name: str = "mine",
+    dtype: str = "fp32", make: Callable[[], nn.Module] = Net, groups: Any = None, follow: Any = None,
+    keep: bool = True,
+) -> list[str]:  # fmt: skip
+    """Go on with a run of a tiny model up to ``steps``, in this process; the losses."""
+    torch.manual_seed(3)
+    listed = str(folders) if isinstance(folders, Path) else ",".join(map(str, folders))
+    model = build(make, dtype, [f"memory.nvme=[{listed}]", *PLACES[place], f"run.name={name}", *more])
+    try:
+        params = None if groups is None else groups(model)
+        optimizer = infinity.AdamW(model, lr=0.01, params=params, follow=follow)
+        losses = []
+        for _ in range(infinity.resume(model, optimizer), steps):
+            loss = model(TOKENS)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item().hex())
+    except BaseException:
+        infinity.close(model)
+        raise
+    infinity.close(model, keep=keep)
+    return losses
 
 
 # --- a life ------------------------------------------------------------------------------------------

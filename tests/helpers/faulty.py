@@ -1,14 +1,16 @@
 """An engine whose disk fails on cue: an error on the n-th transfer, a short one, a slow one."""
 
+import contextlib
 import errno as errno_names
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent
 from infinity.core.transfer import Transfer, TransferEngine
+from infinity.shards import storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +109,19 @@ def _late(inner: Sequence[Transfer], error: DiskError | None, delay_s: float) ->
     else:
         timer.start()
     return late
+
+
+@contextlib.contextmanager
+def breakable() -> Iterator[list[FaultyEngine]]:
+    """Engines that are made in this context can be given faults."""
+    make, made = storage.make_engine, list[FaultyEngine]()
+
+    def faulty(*args: Any) -> FaultyEngine:
+        made.append(FaultyEngine(make(*args)))
+        return made[-1]
+
+    storage.make_engine = faulty
+    try:
+        yield made
+    finally:
+        storage.make_engine = make

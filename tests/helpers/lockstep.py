@@ -130,6 +130,13 @@ class Lockstep:
             assert self.optimizer.grad_norm is not None
             assert abs(self.optimizer.grad_norm - outcome.grad_norm) <= 1e-12 * outcome.grad_norm
 
+    def require_grad(self, part: str, train: bool) -> None:
+        """Train, or freeze, the parameters of both models whose names begin with ``part``."""
+        for model in (self.model, self.plain.model):
+            for name, param in model.named_parameters():
+                if name.startswith(part):
+                    param.requires_grad_(train)
+
     def check(self) -> None:
         """Weights, exact weights, moments and step counts are the plain loop's, to the bit."""
         weights = infinity.state_dict(self.model)

@@ -201,6 +201,15 @@ def summarize(steps: list[StepReport], held_out: tuple[float, ...] = ()) -> Summ
     )
 
 
+def test_bytes_are_compared_with_the_plans_of_the_same_steps() -> None:
+    """Where every second step is recorded, as that one writes what lies in host memory."""
+    light = replace(REPORT, nbytes_written=8192, planned_nbytes_written=8192)
+    heavy = replace(REPORT, nbytes_written=294_912, planned_nbytes_written=294_912)
+    for steps in ([light, heavy, light, light, heavy], [heavy, light, heavy, light]):
+        summary = summarize([RECORDED, *steps])
+        assert summary.nbytes_written == summary.planned_nbytes_written < 294_912
+
+
 def test_a_summary_counts_planned_steps_and_adds_up_all() -> None:
     off = replace(REPORT, step=3, nbytes_read=1, on_demand=2, peak_nbytes={"host": 5}, loss=3.0, step_s=4.0)
     summary = summarize([RECORDED, REPORT, REPORT, off], held_out=(4.0, 3.75, 3.5))

@@ -249,7 +249,7 @@ def test_writes_to_a_closed_unit_by_name_are_stored():
 
 
 class Several(nn.Module):
-    """Parameters of one module in units of their own; more than stay materialised for their own sake."""
+    """Parameters of one module in units of their own; more than stay materialized for their own sake."""
 
     def __init__(self, count: int = 6) -> None:
         super().__init__()

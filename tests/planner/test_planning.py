@@ -51,6 +51,14 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, name: str, tex
         read(tmp_path)
 
 
+def test_a_plan_of_another_release_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    planning_for(transformer(layers=1), hardware()).save(tmp_path)
+    given = json.loads((tmp_path / PROFILE).read_text())
+    (tmp_path / PROFILE).write_text(json.dumps({**given, "version": 1}))
+    with pytest.raises(RecipeError, match=r"profile.json: another release .* or train again for a new plan"):
+        Planning.load(tmp_path)
+
+
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     planning_for(transformer(layers=1), hardware()).save(tmp_path)
     (tmp_path / PLAN).unlink()

@@ -11,31 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import infinity
 from infinity.core.errors import ChangedFileError, InfinityError, StateError
 from infinity.shards import commits
 from infinity.shards.commits import read_commit
-from tests.helpers.crashes import PLACES, Net
-from tests.helpers.training import build
-
-TOKENS = torch.arange(36).reshape(4, 9) % 61
-
-
-def train(folder: Path, steps: int, *more: str, name: str = "mine", place: str = "nvme") -> list[str]:
-    """Go on with a run up to ``steps``, keep its files; the losses."""
-    torch.manual_seed(3)
-    model = build(Net, "fp32", [f"memory.nvme=[{folder}]", *PLACES[place], f"run.name={name}", *more])
-    try:
-        optimizer = infinity.AdamW(model, lr=0.01)
-        losses = []
-        for _ in range(infinity.resume(model, optimizer), steps):
-            loss = model(TOKENS)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item().hex())
-        return losses
-    finally:
-        infinity.close(model, keep=True)
+from tests.helpers.crashes import go_on
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +22,10 @@ def kept(tmp_path_factory) -> Path:
     """A run interrupted after step 2, with copies of its files after step 1, 2 and 3 and a run beside it."""
     folder = tmp_path_factory.mktemp("kept")
     for steps in (1, 2, 3):
-        train(folder / "nvme", steps)
+        go_on(folder / "nvme", steps)
         shutil.copytree(folder / "nvme" / "mine", folder / str(steps))
-    train(folder / "nvme", 2, name="other")
-    (folder / "losses").write_text("\n".join(train(folder / "fresh", 3)))
+    go_on(folder / "nvme", 2, name="other")
+    (folder / "losses").write_text("\n".join(go_on(folder / "fresh", 3)))
     return folder
 
 
@@ -68,13 +47,13 @@ def layout_of(run: Path) -> Path:
 
 def refuse(run: Path, error: type[Exception], *says: str) -> None:
     with pytest.raises(error) as caught:
-        train(run.parent, 3)
+        go_on(run.parent, 3)
     for text in says:
         assert text in str(caught.value)
 
 
 def test_a_copy_of_all_files_goes_on_as_the_run_did(run, kept):
-    assert train(run.parent, 3) == (kept / "losses").read_text().split()[2:]
+    assert go_on(run.parent, 3) == (kept / "losses").read_text().split()[2:]
 
 
 @pytest.mark.parametrize("which", [record_of, layout_of])
@@ -106,7 +85,7 @@ def test_the_previous_commit_is_used_and_it_is_said(run, caplog, kept):
     assert [read_commit(path).step for path in records] == [1, 2]
     records[1].write_bytes(b"torn")
     with caplog.at_level("INFO", "infinity"):
-        assert train(run.parent, 3) == (kept / "losses").read_text().split()[1:]
+        assert go_on(run.parent, 3) == (kept / "losses").read_text().split()[1:]
     assert any(records[1].name in line and "step 1" in line for line in caplog.messages), caplog.messages
 
 
@@ -123,7 +102,7 @@ def test_another_runs_files_are_found_out(run, kept, what):
     if what == "data":
         shutil.copy(other / "rank0-1-0.bin", run)
     if what == "layout":  # both describe the same places
-        assert len(train(run.parent, 3)) == 1
+        assert len(go_on(run.parent, 3)) == 1
     else:
         refuse(run, StateError, "rank0-1-0.bin: not the file", "run.resume=never")
 

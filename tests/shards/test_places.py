@@ -10,43 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import infinity
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
 from infinity.optim.pipeline import UpdatePipeline
-from tests.helpers.crashes import PLACES, Net
+from tests.helpers.crashes import PLACES, Net, go_on
 from tests.helpers.limits import file_limit
-from tests.helpers.training import build
-
-TOKENS = torch.arange(36).reshape(4, 9) % 61
-
-
-def train(
-    folders, steps: int, *more: str, place: str = "nvme", name: str = "mine", dtype: str = "fp32", make=Net,
-    groups=None, follow=None, keep: bool = True,
-) -> list[str]:  # fmt: skip
-    """Go on with a run up to ``steps``; the losses."""
-    torch.manual_seed(3)
-    listed = ",".join(str(folder) for folder in folders)
-    model = build(make, dtype, [f"memory.nvme=[{listed}]", *PLACES[place], f"run.name={name}", *more])
-    try:
-        params = None if groups is None else groups(model)
-        optimizer = infinity.AdamW(model, lr=0.01, params=params, follow=follow)
-        losses = []
-        for _ in range(infinity.resume(model, optimizer), steps):
-            loss = model(TOKENS)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item().hex())
-    except BaseException:
-        infinity.close(model)
-        raise
-    infinity.close(model, keep=keep)
-    return losses
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> list[str]:
-    return train([tmp_path_factory.mktemp("whole")], 4, keep=False)
+    return go_on([tmp_path_factory.mktemp("whole")], 4, keep=False)
 
 
 # --- other directories -----------------------------------------------------------------------------
@@ -54,41 +26,41 @@ def whole(tmp_path_factory) -> list[str]:
 
 def test_directories_may_be_given_in_another_order(tmp_path, whole):
     a, b = tmp_path / "a", tmp_path / "b"
-    assert train([a, b], 2) == whole[:2]
-    assert train([b, a], 4, keep=False) == whole[2:]
+    assert go_on([a, b], 2) == whole[:2]
+    assert go_on([b, a], 4, keep=False) == whole[2:]
     assert [list(path.iterdir()) for path in (a, b)] == [[], []]
 
 
 def test_a_run_may_be_moved_to_another_drive(tmp_path, whole):
-    train([tmp_path / "a"], 2)
+    go_on([tmp_path / "a"], 2)
     shutil.move(tmp_path / "a", tmp_path / "elsewhere")
-    assert train([tmp_path / "elsewhere"], 4) == whole[2:]
+    assert go_on([tmp_path / "elsewhere"], 4) == whole[2:]
 
 
 def test_the_directories_of_two_drives_may_be_moved_into_one(tmp_path, whole):
     a, b = tmp_path / "a", tmp_path / "b"
-    train([a, b], 2)
+    go_on([a, b], 2)
     for path in (b / "mine").iterdir():
         if not (a / "mine" / path.name).exists():
             shutil.move(path, a / "mine")
-    assert train([a], 4) == whole[2:]
+    assert go_on([a], 4) == whole[2:]
 
 
 def test_a_directory_that_is_missing_is_named(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
-    train([a, b], 2)
+    go_on([a, b], 2)
     with pytest.raises(StateError, match=r"rank0-1-1.bin .* is missing .* memory.nvme"):
-        train([a], 4)
+        go_on([a], 4)
     with pytest.raises(StateError, match=r"rank0-1-1.bin .* has commits.* memory.nvme"):
-        train([b], 4)
-    assert len(train([a, b], 4)) == 2  # nothing was lost
+        go_on([b], 4)
+    assert len(go_on([a, b], 4)) == 2  # nothing was lost
 
 
 # --- other settings ----------------------------------------------------------------------------------
 
 
 def test_settings_that_would_change_numbers_are_refused(tmp_path, whole):
-    train([tmp_path], 2, follow={})
+    go_on([tmp_path], 2, follow={})
 
     class Other(Net):
         def __init__(self):
@@ -110,10 +82,10 @@ def test_settings_that_would_change_numbers_are_refused(tmp_path, whole):
     ]
     for given, says in refused:
         with pytest.raises(StateError, match=says):
-            train([tmp_path], 4, **given)
+            go_on([tmp_path], 4, **given)
     with pytest.raises(StateError, match=r"memory\.versions=2"):
-        train([tmp_path], 4, "memory.versions=1")
-    assert train([tmp_path], 4) == whole[2:]  # none of them did any harm
+        go_on([tmp_path], 4, "memory.versions=1")
+    assert go_on([tmp_path], 4) == whole[2:]  # none of them did any harm
 
 
 class Counter:
@@ -126,22 +98,22 @@ class Counter:
 
 def test_never_begins_anew_and_must_refuses_to(tmp_path, whole):
     with pytest.raises(StateError, match=r"run\.resume=must"):
-        train([tmp_path], 1, "run.resume=must")
-    train([tmp_path], 2)
-    assert train([tmp_path], 3, "run.resume=must") == whole[2:3]
-    assert train([tmp_path], 4, "run.resume=never") == whole
-    assert train([tmp_path], 1) == whole[:1]
+        go_on([tmp_path], 1, "run.resume=must")
+    go_on([tmp_path], 2)
+    assert go_on([tmp_path], 3, "run.resume=must") == whole[2:3]
+    assert go_on([tmp_path], 4, "run.resume=never") == whole
+    assert go_on([tmp_path], 1) == whole[:1]
 
 
 def test_two_runs_on_one_drive_go_on_by_themselves(tmp_path, whole):
-    train([tmp_path], 2)
-    train([tmp_path], 3, name="other")
-    assert train([tmp_path], 4) == whole[2:]
-    assert train([tmp_path], 4, name="other") == whole[3:]
+    go_on([tmp_path], 2)
+    go_on([tmp_path], 3, name="other")
+    assert go_on([tmp_path], 4) == whole[2:]
+    assert go_on([tmp_path], 4, name="other") == whole[3:]
 
 
 def test_a_second_process_of_a_run_is_refused(tmp_path):
-    train([tmp_path], 2)
+    go_on([tmp_path], 2)
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom infinity.nvme.run_directory import RunDirectory\n"
         "run = RunDirectory(Path(sys.argv[1]), 'mine', 0)\nprint('held', flush=True)\ntime.sleep(60)"
@@ -149,19 +121,19 @@ def test_a_second_process_of_a_run_is_refused(tmp_path):
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(LockedError, match="is in use by"):
-            train([tmp_path], 3)
+            go_on([tmp_path], 3)
         other.kill()
-    assert len(train([tmp_path], 3)) == 1  # the lock of a dead process
+    assert len(go_on([tmp_path], 3)) == 1  # the lock of a dead process
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, whole):
-    train([tmp_path], 2)
+    go_on([tmp_path], 2)
     for path in (tmp_path / "mine").iterdir():
         os.utime(path, (time.time() + 1e8, time.time() + 1e8))
-    assert train([tmp_path], 3) == whole[2:3]
+    assert go_on([tmp_path], 3) == whole[2:3]
     for path in (tmp_path / "mine").iterdir():
         os.utime(path, (0, 0))
-    assert train([tmp_path], 4) == whole[3:]
+    assert go_on([tmp_path], 4) == whole[3:]
 
 
 # --- full disks ----------------------------------------------------------------------------------------
@@ -171,19 +143,19 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, whole):
 def test_a_full_disk_leaves_the_commit_and_there_may_be_room_later(tmp_path, whole, place, monkeypatch):
     """However much is written before the disk is full: while building, resuming, training, recording."""
     monkeypatch.setattr("infinity.nvme.volume._GROWTH_NBYTES", 2**12)
-    train([tmp_path], 2, place=place)
+    go_on([tmp_path], 2, place=place)
     kept = sum(path.stat().st_size for path in (tmp_path / "mine").glob("*.bin"))
     failed = 0
     for most in (100, 3000, 2**14, kept // 4, kept // 2, kept - 4096):
         try:
             with file_limit(most):
-                train([tmp_path], 3, place="nvme" if place == "host" else "host")
+                go_on([tmp_path], 3, place="nvme" if place == "host" else "host")
         except DiskError:
             failed += 1
             continue
         break
     assert failed
-    again = train([tmp_path], 4, place=place)
+    again = go_on([tmp_path], 4, place=place)
     assert again in (whole[2:], whole[3:])
 
 
@@ -194,11 +166,12 @@ def test_a_last_step_that_cannot_be_kept_is_an_error_of_close(tmp_path, whole, m
         time.sleep(0.05)
         write(pipeline, slot)
 
-    train([tmp_path], 2, place="host")
+    go_on([tmp_path], 2, place="host")
     monkeypatch.setattr(UpdatePipeline, "_write", late)
-    with file_limit(100), pytest.raises(DiskError, match="File too large"):
-        train([tmp_path], 3)
-    assert train([tmp_path], 4) == whole[2:]
+    with file_limit(100), pytest.raises(DiskError, match="File too large") as raised:
+        go_on([tmp_path], 3)
+    assert "goes on from the commit before" in raised.value.__notes__[-1]
+    assert go_on([tmp_path], 4) == whole[2:]
 
 
 @pytest.mark.parametrize("limit", ["record", "layout"])
@@ -214,24 +187,24 @@ def test_no_room_for_a_record_ends_the_run_and_the_record_before_stands(tmp_path
 
     monkeypatch.setattr(commits, "_replace", full)
     if limit == "record":
-        train([tmp_path], 2)
+        go_on([tmp_path], 2)
     failing.append(True)
     with pytest.raises(DiskError, match=r"writing the commit record.*No space left"):
-        train([tmp_path], 4)
+        go_on([tmp_path], 4)
     failing.clear()
-    assert train([tmp_path], 4) == (whole[2:] if limit == "record" else whole)
+    assert go_on([tmp_path], 4) == (whole[2:] if limit == "record" else whole)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_may_not_be_written_is_named(tmp_path):
-    train([tmp_path], 2)
+    go_on([tmp_path], 2)
     (tmp_path / "mine").chmod(0o500)
     try:
         with pytest.raises(InfinityError, match=str(tmp_path)):
-            train([tmp_path], 3)
+            go_on([tmp_path], 3)
     finally:
         (tmp_path / "mine").chmod(0o700)
-    assert len(train([tmp_path], 3)) == 1
+    assert len(go_on([tmp_path], 3)) == 1
 
 
 def test_a_file_system_without_direct_io(whole):
@@ -239,7 +212,7 @@ def test_a_file_system_without_direct_io(whole):
         pytest.skip("no tmpfs")
     folder = Path("/dev/shm") / f"infinity-{os.getpid()}"
     try:
-        train([folder], 2)
-        assert train([folder], 4, keep=False) == whole[2:]
+        go_on([folder], 2)
+        assert go_on([folder], 4, keep=False) == whole[2:]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -199,10 +199,7 @@ def test_a_learning_rate_that_changes_in_every_step_pauses_speculation(tmp_path)
 def test_parts_that_are_frozen_now_and_then(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         for part, train in [("blocks.1", False), ("blocks.1.up", True), ("last.bias", False), ("", True)]:
-            for model in (pair.model, pair.plain.model):
-                for name, param in model.named_parameters():
-                    if name.startswith(part):
-                        param.requires_grad_(train)
+            pair.require_grad(part, train)
             play(pair, "..c.")
         pair.check()
 

@@ -213,7 +213,7 @@ def open_data(
     Args:
         vocab_size: The model's; the data may contain no token beyond it.
         model_path: The model's directory, whose tokenizer is used if the recipe names none.
-        log: Called with a progress line now and then, while this process tokenises.
+        log: Called with a progress line now and then, while this process tokenizes.
 
     Raises:
         DataError: No file matches, a file is malformed, or there are too few tokens or too large ones.

@@ -1,4 +1,4 @@
-"""Tokenised training data: documents encoded once, cached on disk and mapped into memory.
+"""Tokenized training data: documents encoded once, cached on disk and mapped into memory.
 
 The name of a cache entry is a digest of the files (path, size, modification time), the tokenizer and the
 user, so a changed file gets a new entry. Only that user can read it: tokens are as private as the text. Ranks
@@ -74,7 +74,7 @@ def open_tokens(
     skip_malformed: bool = False,
     log: Callable[[str], object] = lambda line: None,
 ) -> Tokens:
-    """Return the tokens of ``files`` in order, mapped from ``cache``; tokenise them first if needed.
+    """Return the tokens of ``files`` in order, mapped from ``cache``; tokenize them first if needed.
 
     Memory does not grow with the files.
 
@@ -224,7 +224,7 @@ def _write(
                 writer.add(chunk)
                 if time.monotonic() - logged_s >= LINES_EVERY_S:
                     logged_s = time.monotonic()
-                    log(f"tokenising {file}, {number} of {len(files)}: {writer.count:,} tokens so far")
+                    log(f"tokenizing {file}, {number} of {len(files)}: {writer.count:,} tokens so far")
     if not writer.masked:
         (folder / _LOSS_MASK).unlink()  # every token counts
     about = {

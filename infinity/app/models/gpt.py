@@ -1,6 +1,6 @@
 """A small decoder-only transformer: pre-norm, rotary attention, SwiGLU.
 
-Every module initialises its own weights in its ``__init__``, so that weights can be sharded as soon as
+Every module initializes its own weights in its ``__init__``, so that weights can be sharded as soon as
 they exist. Shapes: ``b`` batch, ``s`` sequence, ``h`` heads, ``d`` width of a head.
 """
 
@@ -66,7 +66,7 @@ class Output(NamedTuple):
 
 
 class Linear(nn.Module):
-    """Linear layer without bias; weights are initialised from a normal distribution."""
+    """Linear layer without bias; weights are initialized from a normal distribution."""
 
     def __init__(self, d_in: int, d_out: int, *, std: float = INIT_STD) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class GPT(nn.Module):
         self.head = None if config.tied else Linear(config.d_model, config.vocab_size)
 
     def initialize_weights(self) -> None:
-        """Do nothing: every module has initialised its weights, or a checkpoint has all of them."""
+        """Do nothing: every module has initialized its weights, or a checkpoint has all of them."""
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
@@ -227,5 +227,5 @@ def _document_mask(positions: Tensor) -> Tensor | None:
 
 
 def _residual_std(config: GPTConfig) -> float:
-    """Scale the initialisation so that the residual stream's variance does not grow with depth (GPT-2)."""
+    """Scale the initialization so that the residual stream's variance does not grow with depth (GPT-2)."""
     return INIT_STD / math.sqrt(2 * config.n_layers)

@@ -60,7 +60,7 @@ def _fastest(volume: Volume, note: Callable[[str], object]) -> TransferEngine:
 
 
 def _why(error: Exception) -> str:
-    """What is missing and how to get it, for people."""
+    """Return a line for people: what is missing, and how to get it."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: pip install {_PACKAGES.get(error.name or '', error.name)}"
     if not isinstance(error, OSError):

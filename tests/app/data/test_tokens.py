@@ -340,8 +340,8 @@ def test_a_long_tokenisation_logs_its_progress(tmp_path: Path, monkeypatch: pyte
     assert said == []
     monkeypatch.setattr(tokens_module, "LINES_EVERY_S", 0.0)
     open_tokens(files, BytesTokenizer(), tmp_path / "slow", log=said.append)
-    assert said[0].startswith(f"tokenising {files[0]}, 1 of 2: ")
-    assert said[-1] == f"tokenising {files[1]}, 2 of 2: 102 tokens so far"
+    assert said[0].startswith(f"tokenizing {files[0]}, 1 of 2: ")
+    assert said[-1] == f"tokenizing {files[1]}, 2 of 2: 102 tokens so far"
     said.clear()
     open_tokens(files, BytesTokenizer(), tmp_path / "slow", log=said.append)  # they are there
     assert said == []

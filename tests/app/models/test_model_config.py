@@ -24,11 +24,11 @@ def test_a_checkpoint_comes_with_its_own_sizes(tmp_path):
         (["model.path=''"], "model.path on the command line: got ''; wanted the directory of a checkpoint"),
         (
             ["model.new=[head.*]"],
-            "model.path in the defaults: got None; wanted the directory of a checkpoint",
+            "model.path in the defaults: got null; wanted the directory of a checkpoint",
         ),
         (
             ["model.ignore=[head.*]"],
-            "model.path in the defaults: got None; wanted the directory of a checkpoint",
+            "model.path in the defaults: got null; wanted the directory of a checkpoint",
         ),
     ],
 )

@@ -1,0 +1,334 @@
+"""Training steps and evaluations of one model, and the place in a run that they have come to."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity
+from infinity.api.schedule import LayerSchedule
+from infinity.app.checkpoints import Checkpoints
+from infinity.app.data.loader import Data, HeldOut
+from infinity.app.data.sequences import Batch, join
+from infinity.app.models.causal import CausalLoss
+from infinity.app.process_group import world_size
+from infinity.app.recipe import Recipe
+from infinity.app.views import Views
+from infinity.core.errors import (
+    BudgetError,
+    CheckpointError,
+    InfinityError,
+    RecipeError,
+    first_line,
+    library_errors,
+)
+from infinity.optim.config import OptimConfig
+
+
+class Loop:
+    """Training steps and evaluations of one model; goes on after the last committed step.
+
+    Construction is collective.
+
+    [Note: the metrics of a committed step]
+    The optimizer commits the place in the data and the learning rate's with each step. That of a scheduler
+    is taken when the next forward pass begins, and the step is committed after it: when the step's lines
+    have been written. So a run that goes on after a step has all lines up to it, and cuts later ones.
+
+    Args:
+        optimizer: :class:`infinity.AdamW`, which follows this object and its scheduler.
+        views: Receive the figures of each step; on rank 0 only.
+        folder: The run's, for its checkpoints; None: there are none.
+
+    Attributes:
+        loss: Of one micro-batch.
+        step: The step that the loop has come to.
+        before: How a step divided its sequences before the interruption.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: Any, optimizer: Any, data: Data, views: Views,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._recipe, self._model, self._optimizer, self._views = recipe, model, optimizer, views
+        self._data = data
+        self.loss = BatchLoss(model, recipe, packed=data.packed)
+        self._mean = RankMean(optimizer, recipe.partition.timeout_s)
+        self.step = 0
+        self.before = self.division
+        self._scheduler = LambdaLR(optimizer, self._lr_factor)
+        self._resume()
+        self._checkpoints: Checkpoints | None = None
+        if folder is not None and recipe.checkpoint.every is not None:
+            self._checkpoints = Checkpoints(
+                recipe.checkpoint, model, optimizer, folder, step=self.step, steps=recipe.train.steps,
+                agree=self._mean, say=views.log,
+            )  # fmt: skip
+        self._scheduled: LayerSchedule | None = None
+        if recipe.train.schedule == "layer":
+            self._scheduled = infinity.layer_schedule(model, recipe.train.accumulate, self.loss)
+            views.log(f"layer schedule: all micro-batches through each block of {self._scheduled.blocks}")
+
+    @property
+    def division(self) -> "Division":
+        """How a step divides its sequences."""
+        return Division(self._recipe.train.batch_size, self._recipe.train.accumulate, world_size())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the run: what the optimizer commits with the step."""
+        return {"step": self.step, "data": self._data.train.state_dict(), "division": tuple(self.division)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a place.
+
+        Raises:
+            DataError: The data is not what it was.
+            RecipeError: A step would take other sequences.
+        """
+        self.step, self.before = int(state["step"]), Division(*state["division"])
+        self.division.check(self.before)
+        self._data.train.load_state_dict(state["data"])
+
+    def _resume(self) -> None:
+        """Go on after the last committed step, if the run was interrupted. Every rank must call."""
+        self._optimizer.follow(loop=self, scheduler=self._scheduler)
+        if not infinity.resume(self._model, self._optimizer) and self._recipe.checkpoint.load is not None:
+            self._load(Path(self._recipe.checkpoint.load))
+        for group in self._optimizer.param_groups:  # train.steps may be another one now
+            group["lr"] = group["initial_lr"] * self._lr_factor(self.step)
+
+    def _load(self, path: Path) -> None:
+        """Start from a portable checkpoint; learning rate, weight decay and the like stay the recipe's."""
+        groups = self._optimizer.param_groups
+        numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        steps = infinity.load_checkpoint(self._model, self._optimizer, path)
+        self._optimizer.restart(numbers, 0)  # the run counts its own steps
+        self._views.log(f"starts from {path}, after {steps} steps of its optimizer")
+
+    def _lr_factor(self, step: int) -> float:
+        return lr_factor(step, self._recipe.optim, steps=self._recipe.train.steps)
+
+    def run(self) -> None:
+        """Run all steps; evaluate every ``eval_every`` steps, after the last, and optionally at first."""
+        train = self._recipe.train
+        if train.eval_first and self.step == 0:
+            self._evaluate(0)
+        for step in range(self.step + 1, train.steps + 1):
+            self.step = step
+            batches = list(islice(self._data.train, train.accumulate))
+            loss = self._mean(self._step(batches))
+            tokens = sum(batch.token_count for batch in batches)
+            report = self._optimizer.report(loss=loss, tokens=tokens)
+            self._views.step(replace(report, step=step))
+            if train.eval_every and (step % train.eval_every == 0 or step == train.steps):
+                self._evaluate(step)
+            if self._checkpoints is not None and self._checkpoints.after(step, report.step_s):
+                self._optimizer.report()  # excludes its time and bytes from the next step's report
+        self._optimizer.synchronize()  # the last step's updates may fail on any rank;
+        self.meet()  # then no rank may return successfully
+
+    def meet(self) -> None:
+        """Return when every rank has come here."""
+        self._mean(0.0)
+
+    def _step(self, batches: Sequence[Batch]) -> float:
+        """Run one optimizer step and return this rank's share of the loss; the mean over ranks is the loss.
+
+        The loss is the mean over all targets of the step, in all micro-batches of all ranks. Gradients are
+        averaged over ranks, so each rank divides by the number of targets per rank.
+        """
+        targets_per_rank = sum(batch.target_count for batch in batches) / world_size()
+        backward = self._step_schedule if self._scheduled is None else self._layer_schedule
+        with enough_memory(self._recipe):
+            total = backward(batches, targets_per_rank)
+        self._optimizer.step()
+        self._scheduler.step()
+        return self.loss.value(total)
+
+    def _step_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
+        """Run forward and backward of each micro-batch and return the sum of their losses."""
+        total = torch.zeros((), device=self.loss.device)
+        for micro, batch in enumerate(batches, start=1):
+            with infinity.no_sync(self._model) if micro < len(batches) else nullcontext():
+                loss = self.loss(batch) / targets_per_rank
+                self._optimizer.scale(loss).backward()
+                total += loss.detach()
+        return total
+
+    def _layer_schedule(self, batches: Sequence[Batch], targets_per_rank: float) -> torch.Tensor:
+        """Run forward and backward of all micro-batches through a block before the next block."""
+        assert self._scheduled is not None
+        loss = self._scheduled(join(batches)).losses.sum() / targets_per_rank
+        self._optimizer.scale(loss).backward()
+        return loss.detach()
+
+    def _evaluate(self, step: int) -> None:
+        """Show the held-out loss after ``step`` steps. Every rank must call."""
+        if self._data.held_out is None:
+            return
+        loss = self._held_out_loss(self._data.held_out)
+        self._optimizer.report()  # excludes the evaluation's time and bytes from the next step's report
+        self._views.evaluated(step, loss)
+
+    @torch.no_grad()
+    def _held_out_loss(self, held_out: HeldOut) -> float:
+        """Return the mean loss over the held-out targets of all ranks. Every rank must call."""
+        total, count = 0.0, 0
+        self._model.eval()
+        try:
+            for batch in held_out.batches(self._recipe.train.eval_batches):
+                with enough_memory(self._recipe):
+                    total += self.loss.value(self.loss(batch))
+                count += batch.target_count
+        finally:
+            self._model.train()
+        return self._mean(total) * world_size() / count
+
+
+class BatchLoss:
+    """Loss of one micro-batch, which it copies to the model's device.
+
+    Args:
+        model: A GPT, or a causal model of transformers.
+        recipe: Named where the model cannot run.
+        packed: Sequences hold several documents.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, *, packed: bool) -> None:
+        self._recipe, self._sum = recipe, CausalLoss(model, packed=packed)
+        self.device = next(model.parameters()).device
+        self._has_run = False  # the model, forward
+        self._copied: list[torch.Tensor] = []  # page-locked, while copies of it to the device are in flight
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Return the loss summed over this rank's targets; does not wait for an accelerator."""
+        positions, mask = (each if each is None else self._to_device(each) for each in batch[2:4])
+        tokens, targets = self._to_device(batch.tokens), self._to_device(batch.targets)
+        with self._first_forward():
+            return self._sum(tokens, targets, positions, mask)
+
+    def value(self, loss: torch.Tensor) -> float:
+        """Wait for a loss and return it; what was copied to the device until now is there."""
+        value = float(loss)
+        self._copied.clear()
+        return value
+
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return values
+        self._copied.append(values.pin_memory())
+        return self._copied[-1].to(self.device, non_blocking=True)
+
+    @contextmanager
+    def _first_forward(self) -> Iterator[None]:
+        """A forward pass of the model, which is the first to see many values of a ``config.json``.
+
+        Raises:
+            CheckpointError: It is the first, and the model of ``model.path`` raised.
+        """
+        path = self._recipe.model.path
+        if self._has_run or path is None:
+            yield
+            return
+        what = f"the model in {path}, with its config.json, cannot run"
+        with library_errors(CheckpointError, what), enough_memory(self._recipe):
+            yield
+        self._has_run = True
+
+
+class Division(NamedTuple):
+    """How the sequences of a step are divided."""
+
+    batch_size: int
+    accumulate: int
+    ranks: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.batch_size * self.accumulate * self.ranks
+
+    def check(self, before: "Division") -> None:
+        """Refuse other sequences per step than before, unless only the number of ranks is another.
+
+        Raises:
+            RecipeError: The run would go on with other numbers.
+        """
+        if self[:2] != before[:2] and (self.ranks == before.ranks or self.sequences != before.sequences):
+            raise RecipeError(
+                f"the run was interrupted with train.batch_size={before.batch_size}, train.accumulate="
+                f"{before.accumulate} and ranks: {before.ranks}; now they are {self.batch_size}, "
+                f"{self.accumulate} and {self.ranks}: give the values that it had, or with another number of "
+                f"ranks such that a step takes {before.sequences} sequences"
+            )
+
+
+class RankMean:
+    """Mean of a number over all ranks; construction and calls are collective.
+
+    It uses a process group of its own, because another thread may have queued gathers on the model's.
+
+    Args:
+        optimizer: Knows why a rank does not respond.
+        timeout_s: Seconds to wait for a silent rank.
+    """
+
+    def __init__(self, optimizer: Any, timeout_s: float) -> None:
+        self._optimizer, self._group = optimizer, None
+        if dist.is_initialized() and world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def __call__(self, value: float) -> float:
+        if self._group is None:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device="cpu")
+        try:
+            dist.all_reduce(total, group=self._group)
+        except RuntimeError as error:
+            raise self._optimizer.runtime.peer_error("the mean of the loss over ranks", error) from error
+        return float(total) / world_size()
+
+
+def lr_factor(step: int, optim: OptimConfig, *, steps: int) -> float:
+    """Return the learning rate of ``step`` (from 0) as a fraction of ``optim.lr``.
+
+    It rises linearly over ``warmup_steps``, the last of which has the full rate, then decays to
+    ``min_lr_ratio``, which it reaches at the last of ``steps``.
+    """
+    if step < optim.warmup_steps:
+        return (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step + 1 - optim.warmup_steps) / max(1, steps - optim.warmup_steps))
+    left = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left
+
+
+@contextmanager
+def enough_memory(recipe: Recipe) -> Iterator[None]:
+    """Say what to lower where an allocation is refused.
+
+    Raises:
+        BudgetError: It was.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if isinstance(error, InfinityError) or not (
+            isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text
+        ):
+            raise
+        raise BudgetError(
+            f"a micro-batch of train.batch_size={recipe.train.batch_size} x "
+            f"model.seq_len={recipe.model.seq_len} tokens needs more memory than is free "
+            f"({first_line(error)}): lower one of them, or set memory.activations=plan"
+        ) from error

@@ -1,0 +1,76 @@
+"""The ranks of one command: joined, numbered, and with a share of the machine's cores each."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from infinity.app.recipe import Recipe, TrainConfig
+from infinity.comm.ranks import join_ranks, peer_errors
+from infinity.core.errors import InfinityError, RecipeError
+from infinity.core.launch import launched
+from infinity.device.machine import local_ranks, usable_cores
+from infinity.optim.threads import set_rank_threads
+
+#: Threads that wait for each other cost time; many more than that, and the system refuses to start them.
+_MOST_THREADS_PER_CORE = 8
+_Found = TypeVar("_Found")
+
+
+def rank() -> int:
+    """Return this process's rank, from torch.distributed or, before it is initialized, the launcher."""
+    return dist.get_rank() if dist.is_initialized() else launched().rank
+
+
+def world_size() -> int:
+    """Return the number of ranks, from torch.distributed or, before it is initialized, the launcher."""
+    return dist.get_world_size() if dist.is_initialized() else launched().world_size
+
+
+@contextmanager
+def process_group(recipe: Recipe) -> Iterator[torch.device]:
+    """Context manager that joins the launched ranks, unless they are joined; yields this rank's device."""
+    owns_group = not dist.is_initialized()
+    device = join_ranks(recipe.partition.timeout_s, recipe.train.device)
+    try:
+        yield device
+    finally:
+        if owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def on_rank_0(find: Callable[[], _Found]) -> _Found:
+    """Return what ``find`` returns on rank 0, or raise its error, on every rank. Every rank must call."""
+    outcome: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            outcome[0] = find()
+        except InfinityError as error:
+            if world_size() == 1:
+                raise
+            outcome[1] = str(error)
+    if world_size() > 1:
+        with peer_errors("finding the run"):
+            dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise RecipeError(outcome[1])
+    found: _Found = outcome[0]
+    return found
+
+
+def set_threads(config: TrainConfig) -> None:
+    """Give each rank of this machine its share of the cores; more threads would only wait for each other.
+
+    Raises:
+        RecipeError: So many that the system may not start them, which would end the process.
+    """
+    most = _MOST_THREADS_PER_CORE * (os.cpu_count() or 1)
+    if config.threads is not None and config.threads > most:
+        raise RecipeError(
+            f"train.threads: got {config.threads}; wanted at most {most} ({_MOST_THREADS_PER_CORE} for each "
+            "core of this machine), or null for one per core"
+        )
+    set_rank_threads(config.threads or max(1, usable_cores() // local_ranks()))

@@ -1,0 +1,85 @@
+"""``infinity export`` and ``infinity save``: the trained model of a run, or all of its states, as files."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import infinity
+from infinity.api.export import export_run
+from infinity.app.process_group import on_rank_0, process_group, rank, set_threads
+from infinity.app.recipe import Recipe
+from infinity.app.runs import find_run, interrupted_run, is_interrupted, locked
+from infinity.app.train import built, write_model
+from infinity.app.views import Views
+from infinity.core.errors import CheckpointError
+from infinity.core.files import user_path
+
+
+def publish_run(path: str | Path, out: str | Path) -> str:
+    """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
+
+    Of a run that was interrupted it is the model after the last committed step, and the run can still go
+    on; every rank must call.
+
+    Raises:
+        CheckpointError: The run has no model, or ``out`` is not free.
+        InfinityError: It is running, what it keeps cannot be used, or a drive failed.
+    """
+    folder = user_path(path, "RUN")
+    if not is_interrupted(folder):
+        if rank() == 0:
+            export_run(path, out)
+        return f"the model of {path}"
+    with _last_commit(folder) as (recipe, model, _, step):
+        write_model(recipe, model, user_path(out, "OUT"))
+    return f"the model of {path} after step {step}"
+
+
+def save_run(path: str | Path, out: str | Path) -> str:
+    """Write the last commit of an interrupted run as a portable checkpoint; return a description of it.
+
+    The run can still go on. Every rank must call.
+
+    Raises:
+        CheckpointError: There is no commit, or ``out`` is not free.
+        InfinityError: The run is running, what it keeps cannot be used, or a drive failed.
+    """
+    folder = user_path(path, "RUN")
+    if not is_interrupted(folder):
+        what = "not the folder of an interrupted run" if folder.is_dir() else "no such folder"
+        raise CheckpointError(
+            f"{path}: {what}. Only an interrupted run keeps all of its states; for checkpoints of a run "
+            "while it trains set checkpoint.every"
+        )
+    with _last_commit(folder) as (_, model, optimizer, step):
+        infinity.save_checkpoint(model, optimizer, user_path(out, "DIR"))
+    return f"step {step} of {path}"
+
+
+@contextmanager
+def _last_commit(folder: Path) -> Iterator[tuple[Recipe, Any, Any, int]]:
+    """Recipe, model, optimizer and last committed step of an interrupted run, which keeps all that it has."""
+    recipe = interrupted_run(folder)
+    with ExitStack() as stack:
+        stack.enter_context(process_group(recipe))
+        found = on_rank_0(lambda: find_run(recipe))
+        if found.before is None:
+            raise CheckpointError(f"{folder}: the run was interrupted before its first step was committed")
+        recipe = found.recipe
+        if rank() == 0:
+            stack.enter_context(locked(folder))
+        set_threads(recipe.train)
+        model, optimizer = stack.enter_context(built(recipe, folder.name, Views(), keep=True))
+        optimizer.follow(loop=_Unused(), scheduler=_Unused())
+        yield recipe, model, optimizer, infinity.resume(model, optimizer)
+
+
+class _Unused:
+    """Stands for an object that a training loop follows, where there is no loop."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass

@@ -1,0 +1,35 @@
+"""Portable checkpoints in the background, held until a test lets them go on."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infinity.checkpoint import portable
+from infinity.shards.snapshot import Snapshot
+
+
+@contextlib.contextmanager
+def held(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No checkpoint is written before the event is set."""
+    opened, write = threading.Event(), portable._write_unit
+
+    def writing(*args: Any) -> None:
+        assert opened.wait(60)
+        write(*args)
+
+    patch.setattr(portable, "_write_unit", writing)
+    yield opened
+
+
+def go_on_when_closed(patch: pytest.MonkeyPatch, opened: threading.Event) -> None:
+    """Set the event when the snapshot of a save is closed, and not before."""
+    close = Snapshot.close
+
+    def closing(self: Snapshot) -> None:
+        opened.set()
+        close(self)
+
+    patch.setattr(Snapshot, "close", closing)
