@@ -98,7 +98,7 @@ def play(name: str, folder: str, played: dict[str, tuple[str, ...]]) -> dict[str
 
 
 def check(name: str, folder: Path, world: int, played: dict[str, tuple[str, ...]]) -> None:
-    ranks = run_ranks(play, world, name, str(folder), played, timeout_s=150)
+    ranks = run_ranks(play, world, name, str(folder), played)
     for case, places in played.items():
         for rank in ranks:
             digests = rank[case][0]

@@ -45,6 +45,7 @@ from tests.app.test_goes_on import (
     words,
 )
 from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.limits import HANG_S
 
 __all__ = ["small_units", "whole"]  # fixtures
 
@@ -155,7 +156,7 @@ def held(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened, write = threading.Event(), portable._write_unit
 
     def writing(*args: Any) -> None:
-        assert opened.wait(60)
+        assert opened.wait(HANG_S)
         write(*args)
 
     patch.setattr(portable, "_write_unit", writing)

@@ -25,6 +25,7 @@ from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
 from tests.helpers import training
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import HANG_S
 
 HOST = ["memory.host=64MiB"]
 BOTH = ["memory.host=260KiB", "run.name=mine"]
@@ -67,7 +68,7 @@ def gated(patch: pytest.MonkeyPatch, *, waits: bool = False) -> Iterator[threadi
     opened, write, wait, waited = threading.Event(), portable._write_unit, Snapshot.wait_for, []
 
     def held(*args: Any) -> None:
-        assert opened.wait(60)
+        assert opened.wait(HANG_S)
         write(*args)
 
     def opening(self: Snapshot, index: int) -> None:

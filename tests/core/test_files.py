@@ -29,6 +29,7 @@ from infinity.core.files import (
     try_lock,
     write_file,
 )
+from tests.helpers.limits import HANG_S
 
 _HOLD = """
 import sys, time
@@ -36,7 +37,7 @@ from pathlib import Path
 from infinity.core.files import lock_file
 lock_file(Path(sys.argv[1]))
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -77,7 +78,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_new_file(tmp_pa
     assert thread.is_alive()
     path.unlink()
     os.close(first)
-    thread.join(10)
+    thread.join(HANG_S)
     assert is_named(got[0], path)
     os.close(got[0])
 

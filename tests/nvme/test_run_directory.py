@@ -19,7 +19,7 @@ from infinity.nvme.run_directory import RunDirectory
 run = RunDirectory(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 run.file("data.bin").write_text("theirs")
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -19,6 +19,7 @@ from infinity.optim import kernels
 from infinity.optim.layout import StateLayout, master_of, split, store_master
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.rules import AdamWRule, Hyper, _root_in_float64, adamw_by_torch
+from tests.helpers.limits import HANG_S
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3)
@@ -243,7 +244,7 @@ def start(code: str, **env: str) -> "subprocess.Popen[str]":
 
 
 def result_of(process: "subprocess.Popen[str]") -> str:
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     return out
 

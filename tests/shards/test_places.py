@@ -144,7 +144,7 @@ def test_a_second_process_of_a_run_is_refused(tmp_path):
     train([tmp_path], 2)
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom infinity.nvme.run_directory import RunDirectory\n"
-        "run = RunDirectory(Path(sys.argv[1]), 'mine', 0)\nprint('held', flush=True)\ntime.sleep(60)"
+        "run = RunDirectory(Path(sys.argv[1]), 'mine', 0)\nprint('held', flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
