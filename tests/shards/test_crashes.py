@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.crashes import PLACES, POINTS, Kill, Trial, play
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import HANG_S
 
 RECORDED = Kill("the record", 3, after=True)
 #: Where a process goes on with a run, and where it ends: reached once in a life.
@@ -16,7 +17,7 @@ ONCE = (
 )  # fmt: skip
 
 
-def check(folder: Path, trials: list[Trial], *, all_reached: bool = True, timeout_s: float = 170) -> None:
+def check(folder: Path, trials: list[Trial], *, all_reached: bool = True, timeout_s: float = 1.6 * HANG_S) -> None:
     [outcomes] = run_ranks(play, 1, str(folder), trials, group=False, timeout_s=timeout_s)
     wrong = [f"{each.trial}: {each.wrong}" for each in outcomes if each.wrong]
     assert not wrong, "\n\n".join(wrong)
