@@ -17,7 +17,9 @@ ONCE = (
 )  # fmt: skip
 
 
-def check(folder: Path, trials: list[Trial], *, all_reached: bool = True, timeout_s: float = 1.6 * HANG_S) -> None:
+def check(
+    folder: Path, trials: list[Trial], *, all_reached: bool = True, timeout_s: float = 1.6 * HANG_S
+) -> None:
     [outcomes] = run_ranks(play, 1, str(folder), trials, group=False, timeout_s=timeout_s)
     wrong = [f"{each.trial}: {each.wrong}" for each in outcomes if each.wrong]
     assert not wrong, "\n\n".join(wrong)
