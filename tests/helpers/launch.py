@@ -29,7 +29,8 @@ from tests.helpers.forks import ROOT, SEEDS, Fork, Job
 from tests.helpers.limits import HANG_S
 
 __all__ = [
-    "ROOT", "Ended", "Ranks", "RanksError", "free_port", "mark", "run_ranks", "several", "start_ranks",
+    "ROOT", "Ended", "Ranks", "RanksError", "free_port", "holding", "mark", "run_ranks", "several",
+    "start_ranks",
 ]  # fmt: skip
 
 #: Once one rank has failed, how long the others may take to end by themselves (s).
@@ -106,6 +107,21 @@ def start_ranks(
             yield ranks
         finally:
             ranks.close()
+
+
+@contextlib.contextmanager
+def holding(fn: Callable[..., Any], *args: Any) -> Iterator["Ranks"]:
+    """Another process that keeps what ``fn(*args)`` gave, until it is killed."""
+    with start_ranks(_hold, 1, fn, args, group=False) as ranks:
+        ranks.reached("holds", 0)
+        yield ranks
+
+
+def _hold(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    held = fn(*args)
+    mark("holds")
+    signal.pause()
+    del held
 
 
 def mark(name: str) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,8 +10,10 @@ import torch
 
 import infinity
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
+from infinity.nvme.run_directory import RunDirectory
 from infinity.optim.pipeline import UpdatePipeline
 from tests.helpers.crashes import PLACES, Net
+from tests.helpers.launch import holding
 from tests.helpers.limits import file_limit
 from tests.helpers.training import build
 
@@ -142,15 +142,8 @@ def test_two_runs_on_one_drive_go_on_by_themselves(tmp_path, whole):
 
 def test_a_second_process_of_a_run_is_refused(tmp_path):
     train([tmp_path], 2)
-    script = (
-        "import sys, time\nfrom pathlib import Path\nfrom infinity.nvme.run_directory import RunDirectory\n"
-        "run = RunDirectory(Path(sys.argv[1]), 'mine', 0)\nprint('held', flush=True)\ntime.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(LockedError, match="is in use by"):
-            train([tmp_path], 3)
-        other.kill()
+    with holding(RunDirectory, tmp_path, "mine", 0), pytest.raises(LockedError, match="is in use by"):
+        train([tmp_path], 3)
     assert len(train([tmp_path], 3)) == 1  # the lock of a dead process
 
 
