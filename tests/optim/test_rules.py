@@ -328,10 +328,8 @@ def assembly(loop: Any, triple: str, cpu: str) -> str:
 
 
 def look_at_machine_code(folder: str) -> None:
-    numba.config.OPT, numba.config.CACHE_DIR = (
-        type(numba.config.OPT)(0),
-        folder,
-    )  # code that LLVM has not seen
+    numba.config.CACHE_DIR = folder
+    numba.config.OPT = type(numba.config.OPT)(0)  # code that LLVM has not seen
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     loops = []
