@@ -1,5 +1,6 @@
 """One update, the same bits however it is computed."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -215,9 +216,15 @@ def check_in_a_child() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def cache_in(folder: str) -> None:
+    """In a process of its own: kernels choose the directory of their code when they are made."""
+    numba.config.CACHE_DIR = folder
+    importlib.reload(kernels)
+
+
 def busy(folder: str) -> tuple[int, int]:
     """Of the one version that was compiled: from the cache, and in all. Every warning is an error."""
-    numba.config.CACHE_DIR = folder
+    cache_in(folder)
     with warnings.catch_warnings(action="error"):
         prepare(torch.bfloat16, torch.bfloat16)
         check_in_a_child()
@@ -328,8 +335,8 @@ def assembly(loop: Any, triple: str, cpu: str) -> str:
 
 
 def look_at_machine_code(folder: str) -> None:
-    numba.config.CACHE_DIR = folder
     numba.config.OPT = type(numba.config.OPT)(0)  # code that LLVM has not seen
+    cache_in(folder)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     loops = []
