@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from infinity.app.recipe import load_recipe, recipe_table
+from tests.helpers.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -183,11 +184,11 @@ def run_torchrun(words: list[str]) -> None:
     at = words.index("infinity") + 1 if "infinity" in words else len(words)
     words = words[:at] + (small_train(words[at:]) if at < len(words) else [])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    subprocess.run(command, check=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, timeout=HANG_S, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def run_script(words: list[str]) -> None:
-    subprocess.run([sys.executable, *words[1:]], check=True, timeout=150)
+    subprocess.run([sys.executable, *words[1:]], check=True, timeout=HANG_S)
 
 
 def run_make(words: list[str]) -> None:

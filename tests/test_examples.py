@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import start_ranks
+from tests.helpers.limits import HANG_S
 
 ROOT = Path(__file__).parent.parent
 LAUNCHERS = {
@@ -24,7 +25,7 @@ def run(launcher: str, name: str, nvme: Path, falls_to: float = 0.8) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -25,12 +25,9 @@ from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
 from tests.helpers.launch import mark, run_ranks, start_ranks
-from tests.helpers.limits import limit
+from tests.helpers.limits import HANG_S, limit
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
-
-#: A child ends as soon as its interpreter is taken down, which a busy machine makes slow (s).
-SOON_S = 60
 
 
 def trained(folder: Path, *more: str, steps: int = 2, in_host: bool = False) -> Any:
@@ -62,7 +59,7 @@ def forked(what: Callable[[], object]) -> int:
     if pid == 0:
         what()
         sys.exit(0)
-    while time.monotonic() < began + SOON_S:
+    while time.monotonic() < began + HANG_S / 2:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
@@ -97,16 +94,16 @@ def children(argument: str) -> int:
         optimizer.close()
 
     codes = [forked(use_all), forked(fail)]
-    began = time.monotonic()
     loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")
-    seen = len(list(loader))
-    loaded_s = time.monotonic() - began
+    loading = iter(loader)
+    seen = len(list(loading))
+    codes += [worker.exitcode for worker in loading._workers]  # negative: it did not end by itself
     same = files_in(folder) == before
     optimizer.step()
     model(**batch(3)).loss.backward()
     optimizer.step()
     optimizer.close()
-    figures = {"codes": codes, "loaded_s": loaded_s, "seen": seen, "same": same, "left": files_in(folder)}
+    figures = {"codes": codes, "seen": seen, "same": same, "left": files_in(folder)}
     Path(argument, "result.json").write_text(json.dumps(figures))
     return 0
 
@@ -116,13 +113,12 @@ def test_forked_children_neither_wait_nor_remove_and_the_parent_goes_on(tmp_path
         module=__name__, function=children.__name__, argument=str(tmp_path), path=[str(ROOT), *sys.path],
         environment={**os.environ, "OMP_NUM_THREADS": "1"}, log=str(tmp_path / "log"),
     )  # fmt: skip
-    assert Fork(job, SEEDS[0]).wait(150) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert Fork(job, SEEDS[0]).wait() == 0, (tmp_path / "log").read_text()[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["codes"] == [0, 1]
+    assert result["codes"] == [0, 1, 0, 0]
     assert result["same"]
     assert result["left"] == []
     assert result["seen"] == 8
-    assert result["loaded_s"] < 5  # DataLoader gives a worker that does not end this long
 
 
 def children_of_ranks(folder: str) -> int:
@@ -145,11 +141,11 @@ def test_children_of_ranks_end_and_tell_other_ranks_nothing(tmp_path):
 
 
 def wait_for_rank_0(folder: str) -> None:
-    model, optimizer, batch = trained(Path(folder), "partition.timeout_s=8")
+    model, optimizer, batch = trained(Path(folder), "partition.timeout_s=200")
     mark("there")
     with contextlib.closing(optimizer):
         for step in range(2, 1000):
-            time.sleep(60 if os.environ["RANK"] == "0" else 0)
+            time.sleep(HANG_S if os.environ["RANK"] == "0" else 0)
             model(**batch(step)).loss.backward()
             optimizer.step()
 
@@ -159,7 +155,7 @@ def test_a_killed_rank_0_without_a_launcher_is_a_typed_error(tmp_path):
         for rank in range(2):
             ranks.reached("there", rank)
         ranks.kill(0)
-        _, other = ranks.wait(timeout_s=60)
+        _, other = ranks.wait(timeout_s=150)
     assert other.error_type == "PeerError", other
     assert "rank 0 or its launcher, ended" in other.message
     assert "frame #" not in other.traceback, "torch's C++ stack"
@@ -242,11 +238,19 @@ def test_close_on_the_way_out_of_an_exception_ends_updates_with_it(tmp_path):
 # --- what is dropped costs nothing ---------------------------------------------------------------
 
 
-def held(folder: Path) -> tuple[int, int, list[str]]:
+def held(folder: Path) -> tuple[set[threading.Thread], int, list[str]]:
     """Threads, descriptors and files, once what was collected is closed."""
     gc.collect()
     close_collected()
-    return threading.active_count(), descriptors(), files_in(folder)
+    return set(threading.enumerate()), descriptors(), files_in(folder)
+
+
+def assert_nothing_more(folder: Path, before: tuple[set[threading.Thread], int, list[str]]) -> None:
+    """Nothing is held that was not ``before``; what tests before this one left may have ended since."""
+    threads, descriptors, files = held(folder)
+    assert threads <= before[0]
+    assert descriptors <= before[1]
+    assert files == before[2]
 
 
 def descriptors() -> int:
@@ -281,7 +285,7 @@ def test_a_model_that_is_not_held_any_more_costs_nothing(tmp_path, how, settings
     if how != "dropped with its loss alive":
         loss = None
     del model, optimizer, batch
-    assert held(tmp_path) == before
+    assert_nothing_more(tmp_path, before)
     assert [ref() for ref in refs] == [None] * len(refs)
     assert loss is None or torch.isfinite(loss)
 
@@ -352,7 +356,7 @@ def test_too_few_descriptors_are_an_error_that_says_so_and_leave_nothing(tmp_pat
             break
         model = optimizer = None
         torch.ones(1, requires_grad=True).sum().backward()  # torch holds what a failed one left till the next
-        assert held(tmp_path / "nvme") == before
+        assert_nothing_more(tmp_path / "nvme", before)
     assert len(errors) > 2
     assert (tmp_path / "out" / "config.json").exists()
     assert all("Too many open files" in error for error in errors)
@@ -360,9 +364,9 @@ def test_too_few_descriptors_are_an_error_that_says_so_and_leave_nothing(tmp_pat
 
 
 def cells(how: str) -> tuple[int, int]:
-    """MiB of memory, and threads and descriptors, that the last 30 of 40 runs of a cell have cost."""
+    """MiB of memory, and threads and descriptors, that the last 15 of 20 runs of a cell have cost."""
     figures = []
-    for number in range(1, 41):
+    for number in range(1, 21):
         with infinity.Init(infinity.load_recipe(overrides=["memory.host=64MiB", "train.dtype=bf16"])):
             model = torch.nn.Sequential(torch.nn.Linear(1024, 1024))  # 14 MiB with its states
         optimizer = infinity.AdamW(model, lr=1e-3)
@@ -371,7 +375,8 @@ def cells(how: str) -> tuple[int, int]:
         optimizer.step()
         if how == "closed":
             optimizer.close()
-        if number in (10, 40):
+        if number in (5, 20):
+            close_collected()
             lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
             [rss] = [int(line.split()[1]) // 1024 for line in lines if line.startswith("VmRSS")]
             figures.append((rss, threading.active_count() + descriptors()))
@@ -382,4 +387,4 @@ def cells(how: str) -> tuple[int, int]:
 def test_a_cell_that_runs_again_and_again_costs_nothing(how):
     [(grown_mib, more)] = run_ranks(cells, 1, how, group=False)
     assert more <= 0
-    assert grown_mib < 60  # of 30 models
+    assert grown_mib < 60  # 15 models have 210

@@ -34,8 +34,9 @@ values that are not used, since the next wait raises.
 A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
 SIGABRT as soon as it wakes, which it does when the peers' connections close. So the thread waits in
 slices and leaves a collective that will not end. The group then still runs it, and would wait for it
-in its destructor: such a group is never destroyed. Nor is any group in a forked child, where its destructor
-would wait for threads that the child does not have.
+in its destructor: such a group is never destroyed. Nor is the work, whose tensors gloo's own thread would give
+back, with the interpreter's lock, at whatever moment the peers are gone. Nor is any group in a forked child,
+where its destructor would wait for threads that the child does not have.
 """
 
 import ctypes
@@ -378,6 +379,7 @@ class Collectives:
                 work.wait(timedelta(seconds=_SLICE_S))
             if not work.is_completed() and self.failure.overdue("its last collectives") is not None:
                 _never_destroy(group)
+                _never_destroy(work)
                 raise RuntimeError("given up")
         work.wait()  # the stream of this thread does, where the group's work is an accelerator's
         if group is not self._control:
@@ -409,8 +411,8 @@ def _abort(group: Any, device: torch.device) -> None:
         group.abort()
 
 
-def _never_destroy(group: Any) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def _never_destroy(what: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def _after_fork() -> None:

@@ -247,9 +247,7 @@ def simulate(
 ) -> list[list[Run]]:
     """For each rank the runs of ``scenario``, by schedule."""
     needs_simulator()
-    return run_ranks(
-        play, scenario.world, scenario, str(folder), tuple(schedules), group=False, timeout_s=170
-    )
+    return run_ranks(play, scenario.world, scenario, str(folder), tuple(schedules), group=False)
 
 
 def play(scenario: Scenario, folder: str, schedules: Sequence[tuple[Schedule, int]]) -> list[Run]:

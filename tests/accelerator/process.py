@@ -27,7 +27,7 @@ def simulated(test: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         needs_simulator()
-        run_ranks(_body, 1, test.__module__, test.__name__, args, kwargs, group=False, timeout_s=120)
+        run_ranks(_body, 1, test.__module__, test.__name__, args, kwargs, group=False)
 
     return run
 

@@ -46,7 +46,7 @@ def count(scenario: Scenario, folder: str) -> tuple[Counter[Wait], int]:
 
 def check(scenario: Scenario, folder: Path) -> None:
     needs_simulator()
-    for waits, n_units in run_ranks(count, scenario.world, scenario, str(folder), group=False, timeout_s=170):
+    for waits, n_units in run_ranks(count, scenario.world, scenario, str(folder), group=False):
         ours = Counter({w: n for w, n in waits.items() if not w.place.startswith(OF_THE_USER)})
         assert waits.total() > ours.total()  # the user's .item() was counted
         assert {w: n for w, n in ours.items() if w.thread.startswith(COMPUTE)} == {}

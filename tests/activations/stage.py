@@ -25,6 +25,7 @@ from infinity.device.memory import HostPool
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 from tests.helpers.faulty import FaultyEngine
+from tests.helpers.limits import HANG_S
 
 CPU = torch.device("cpu")
 STORE = UniformPolicy(Place.NVME)
@@ -41,7 +42,7 @@ class Stage:
     def __init__(self, folder: Path, kind: str = "direct") -> None:
         self.volume = Volume([folder / "a.bin"])
         self.engine = FaultyEngine(ThreadsEngine(self.volume, threads=2))
-        self.pool = HostPool(2**24, patience_s=2)
+        self.pool = HostPool(2**24, patience_s=HANG_S)
         if kind == "direct":
             made: Any = DirectStore(self.volume, self.engine)
         elif kind == "disk":
@@ -75,7 +76,7 @@ class Stage:
         """Nothing is left of any step; no garbage collection was needed."""
         self.cache.queue.drain()
         self.cache.stats.free_deferred()
-        until_s = time.monotonic() + 5
+        until_s = time.monotonic() + HANG_S
         while self.volume.allocated_nbytes + self.pool.leased_nbytes and time.monotonic() < until_s:
             time.sleep(0.001)  # loads that nobody waits for
         assert self.cache.stats.resident_nbytes == 0

@@ -16,8 +16,8 @@ from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
 
-#: The promise (s).
-SOON_S = 30
+#: What ends sooner has not waited for ``partition.timeout_s`` (s).
+SOON_S = 150
 
 
 def broken_step(folder: str, on: str, guilty: bool) -> tuple[str, str, float]:
@@ -29,7 +29,7 @@ def broken_step(folder: str, on: str, guilty: bool) -> tuple[str, str, float]:
     factory, batch = models.build("gpt", seed=0)
     began_s = time.monotonic()
     with breakable() as engines:
-        settings = streaming(Path(folder), "memory.activations=offload", "partition.timeout_s=8")
+        settings = streaming(Path(folder), "memory.activations=offload", "partition.timeout_s=200")
         model = build(factory, "fp32", settings)
         optimizer = optimizer_for(model, Rule())
         try:
@@ -65,7 +65,7 @@ def on_two_ranks(folder: str, on: str) -> tuple[str, str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["write", "read"])
 def test_a_disk_error_of_one_rank_ends_the_other_with_a_peer_error(tmp_path, on):
-    other, guilty = run_ranks(on_two_ranks, 2, str(tmp_path), on, timeout_s=90)
+    other, guilty = run_ranks(on_two_ranks, 2, str(tmp_path), on)
     assert guilty[0] == DiskError.__name__, guilty
     assert other[0] == PeerError.__name__, other
     assert max(other[2], guilty[2]) < SOON_S

@@ -12,6 +12,7 @@ from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES
 from tests.activations.stage import Stage
 from tests.helpers.faulty import Fault
+from tests.helpers.limits import HANG_S
 
 
 @given(nbytes=st.one_of(st.integers(1, 40_000), st.integers(-2, 2).map(lambda n: 4 * BLOCK_NBYTES + n)))
@@ -110,7 +111,7 @@ def test_a_device_that_fails_ends_the_copies_that_wait_for_it(tmp_path, monkeypa
         monkeypatch.setattr(f"infinity.{module}.record", fail)
     copy = stage.store.storing.run(lambda: None, None)
     for transfer in (copy.issued, copy):
-        until = time.monotonic() + 20
+        until = time.monotonic() + HANG_S
         while not transfer.done() and time.monotonic() < until:
             time.sleep(0.01)
         assert transfer.done()

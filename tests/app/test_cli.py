@@ -17,21 +17,24 @@ from infinity.core.errors import BudgetError, InfinityError
 from infinity.device import allocator
 from infinity.device.allocator import tunables
 from tests.helpers.forks import SEEDS, Fork, Job
+from tests.helpers.limits import HANG_S
 from tests.helpers.profiles import hardware, transformer
 from tests.planner.test_planning import planning_for
 
 ROOT = Path(__file__).parents[2]
 
 
-def sleep_instead_of_training(argument: str) -> int:
-    """What a fork runs: the command line, whose training sleeps and prints when it begins and ends."""
+def sleep_instead_of_training(may_close: str) -> int:
+    """What a fork runs: the command line, whose training sleeps, and closes when there is such a file."""
 
     def sleep(recipe: Recipe) -> None:
         try:
             print("begun", flush=True)
-            time.sleep(60)
+            time.sleep(HANG_S)
         finally:
-            time.sleep(0.3)
+            print("closing", flush=True)
+            while not Path(may_close).exists():
+                time.sleep(0.01)
             print("closed", flush=True)
 
     train_module.train = sleep
@@ -199,22 +202,29 @@ def test_a_signal_closes_files_and_is_the_exit_code(
     log.touch()
     process = Fork(
         Job(
-            module=__name__, function="sleep_instead_of_training", argument="",
+            module=__name__, function="sleep_instead_of_training", argument=str(tmp_path / "may close"),
             environment=dict(os.environ), path=[str(ROOT), *filter(None, sys.path)], log=str(log),
         ),
         SEEDS[0],
     )  # fmt: skip
-    until = time.monotonic() + 60
-    while "begun\n" not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.01)
-    for number in signals:
+
+    def wait_for(line: str) -> None:
+        until = time.monotonic() + HANG_S
+        while line not in log.read_text().splitlines():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.01)
+
+    wait_for("begun")
+    process.send_signal(signals[0])
+    wait_for("closing")
+    for number in signals[1:]:
         process.send_signal(number)
-        time.sleep(0.1)
-    assert process.wait(30) == code, log.read_text()
+        time.sleep(0.1)  # it does nothing, whenever it comes
+    (tmp_path / "may close").touch()
+    assert process.wait() == code, log.read_text()
     said = "interrupted" if code == 130 else f"stopped by {signals[0].name}"
-    assert log.read_text() == f"begun\nclosed\ninfinity: {said}; the run's files are closed\n"
+    assert log.read_text() == f"begun\nclosing\nclosed\ninfinity: {said}; the run's files are closed\n"
 
 
 def test_no_command_reaches_the_hub_whatever_the_environment_says(
@@ -303,15 +313,17 @@ def test_a_damaged_plan_is_an_error_that_names_its_file(
     assert f"{name}: " in capsys.readouterr().err
 
 
-def test_a_pipe_that_was_read_enough_of_is_no_traceback() -> None:
+def print_into_a_closed_pipe(argument: str) -> int:
     read, write_end = os.pipe()
     os.close(read)
-    run = subprocess.run(
-        [sys.executable, "-m", "infinity", "recipe"],
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        check=False,
-        cwd=ROOT,
-    )
-    os.close(write_end)
-    assert (run.returncode, run.stderr) == (1, b"")
+    os.dup2(write_end, 1)
+    return main(["recipe"])
+
+
+def test_a_pipe_that_was_read_enough_of_is_no_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = Job(
+        module=__name__, function=print_into_a_closed_pipe.__name__, argument="", log=str(log),
+        environment=dict(os.environ), path=[str(ROOT), *filter(None, sys.path)],
+    )  # fmt: skip
+    assert (Fork(job, SEEDS[0]).wait(), log.read_text()) == (1, "")

@@ -118,19 +118,27 @@ def compare(tmp_path: Path, overrides: list[str], dtype: str, *, waits: bool = F
     assert left_in(tmp_path) == {"one", "two"}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        NVME, [*NVME, "run.name=mine"], HOST, BOTH, [*BOTH, "durability.every=1"],
-        [*BOTH, "durability.every=3"], [*NVME, "run.name=mine", "memory.verify=true"],
-    ],
-    ids=["nvme", "nvme-commits", "host", "both", "both-every-step", "both-every-third", "nvme-verified"],
+PLACES = {
+    "nvme": NVME, "nvme-commits": [*NVME, "run.name=mine"], "host": HOST, "both": BOTH,
+    "both-every-step": [*BOTH, "durability.every=1"], "both-every-third": [*BOTH, "durability.every=3"],
+    "nvme-verified": [*NVME, "run.name=mine", "memory.verify=true"],
+}  # fmt: skip
+#: Every place but one, which is a part of the others, and both dtypes; the rest are long tests.
+FEW = (
+    ("nvme", "bf16"), ("nvme-commits", "fp32"), ("host", "bf16"), ("both-every-step", "fp32"),
+    ("both-every-third", "bf16"), ("nvme-verified", "bf16"),
 )  # fmt: skip
+CASES = [(place, dtype) for place in PLACES for dtype in ("bf16", "fp32")]
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FEW)],
+)
 def test_a_save_has_the_states_of_its_step_whatever_training_does_meanwhile(
-    tmp_path: Path, overrides: list[str], dtype: str
+    tmp_path: Path, place: str, dtype: str
 ) -> None:
-    compare(tmp_path, overrides, dtype)
+    compare(tmp_path, PLACES[place], dtype)
 
 
 def test_updates_that_are_clipped_and_redone_leave_it_as_it_is(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_no_file_stays_open_after_a_refusal_and_after_close(sharded):
     Checkpoint(sharded).close()
     write_index(sharded, MAP | {"lost": "model-00002-of-00002.safetensors"})
     refused(sharded)
-    assert open_files() == before
+    assert open_files() <= before  # threads of other tests may end meanwhile
 
 
 # --- safetensors files ---------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_no_file_stays_open_after_a_refused_header(tmp_path):
     before = open_files()
     for _ in range(5):
         refused_file(write(tmp_path / "a", b"{"))
-    assert open_files() == before
+    assert open_files() <= before  # threads of other tests may end meanwhile
 
 
 # --- pickled weights -----------------------------------------------------------------------

@@ -210,7 +210,7 @@ def test_a_killed_export_leaves_nothing_under_its_name_and_the_next_one_removes_
         infinity.export(model, tmp_path / "out")  # beside one that runs
         assert left_in(tmp_path) == {"out", "another", half}
         ranks.kill(0)
-        ranks.wait(timeout_s=20)
+        ranks.wait()
     assert left_in(tmp_path) == {"out", "another", half}
     (tmp_path / "out").rename(tmp_path / "kept")
     infinity.export(model, tmp_path / "out")

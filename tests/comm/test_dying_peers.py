@@ -14,6 +14,7 @@ import torch.distributed as dist
 from infinity.comm import collectives, peers
 from infinity.comm.ranks import open_ranks
 from tests.helpers.launch import start_ranks
+from tests.helpers.limits import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -43,6 +44,7 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
     Args:
         dies: Rank 1 is killed inside.
         closes: The ranks fail, and close at once.
+        timeout_s: For collectives; ranks may meet as slowly as a busy machine lets them.
     """
     failed, errors = threading.Event(), list[BaseException]()
 
@@ -50,8 +52,9 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
         errors.append(error)
         failed.set()
 
-    ranks = open_ranks(CPU, timeout_s, on_failure)
+    ranks = open_ranks(CPU, HANG_S, on_failure)
     assert ranks.collectives is not None
+    ranks.collectives.timeout_s = timeout_s
     stuck, gloo = Group(), collectives._all_gather
 
     def issue(full: torch.Tensor, shard: torch.Tensor, *, group: Any, async_op: bool) -> Any:
@@ -68,8 +71,8 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
             time.sleep(0.01)
         ranks.collectives.failure.tell(ValueError("no disk"))
         ranks.collectives.close()
-    failed.wait(100)
-    aborted = stuck.aborted.wait(1 if closes else 100)
+    failed.wait(HANG_S / 2)
+    aborted = stuck.aborted.wait(HANG_S / 2)
     ranks.collectives.close()
     dist.destroy_process_group()  # before the helper waits for the other rank
     return f"{type(errors[0]).__name__}: {errors[0]}", aborted

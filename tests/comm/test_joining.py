@@ -7,8 +7,9 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from infinity.comm.ranks import _store_of_this_start
+from tests.helpers.limits import HANG_S
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=HANG_S)
 
 
 @pytest.fixture

@@ -3,10 +3,7 @@
 import contextlib
 import math
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,27 +26,17 @@ from infinity.core.files import (
     try_lock,
     write_file,
 )
-
-_HOLD = """
-import sys, time
-from pathlib import Path
-from infinity.core.files import lock_file
-lock_file(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
+from tests.helpers.launch import holding
+from tests.helpers.limits import HANG_S
 
 
 def test_a_held_lock_names_its_process_and_is_free_after_that_was_killed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    process = subprocess.Popen([sys.executable, "-c", _HOLD, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    with pytest.raises(LockedError, match=rf"locked by process {process.pid} on .*, started "):
-        lock_file(path, patience_s=0.1)
-    assert is_locked(path)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with holding(lock_file, path) as other:
+        pid = other.processes[0].pid
+        with pytest.raises(LockedError, match=rf"locked by process {pid} on .*, started "):
+            lock_file(path, patience_s=0.1)
+        assert is_locked(path)
     os.close(lock_file(path))
 
 
@@ -77,7 +64,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_new_file(tmp_pa
     assert thread.is_alive()
     path.unlink()
     os.close(first)
-    thread.join(10)
+    thread.join(HANG_S)
     assert is_named(got[0], path)
     os.close(got[0])
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from infinity.core.transfer import ChainedTransfer, Transfer
+from tests.helpers.limits import HANG_S
 
 
 def test_every_call_runs_once_whenever_the_transfer_ends():
@@ -90,9 +91,13 @@ def test_run_ends_with_what_becomes_of_the_call():
 def test_ctrl_c_gets_through_to_a_thread_that_waits():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait():
+        timer.start()
         Transfer().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     timer.join()
     signal.signal(signal.SIGINT, before)
 
@@ -152,5 +157,5 @@ def test_waiting_for_a_chain_that_has_not_begun_ends_with_it():
             chained.wait()
             for job in jobs:
                 job.result()
-        assert called.wait(5)
+        assert called.wait(HANG_S)
         assert chained.done()

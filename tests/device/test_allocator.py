@@ -15,6 +15,7 @@ from infinity.app.models.gpt import GPT
 from infinity.device import allocator
 from infinity.device.allocator import heap_line, restart_with_tunables, tunables
 from tests.helpers.launch import ROOT
+from tests.helpers.limits import HANG_S
 
 OFF = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 ORDER = ["train", "recipe.yaml"]
@@ -112,7 +113,7 @@ def grown(folder):
         environment["GLIBC_TUNABLES"] = wanted
     run = subprocess.run(
         [sys.executable, "-m", __name__, str(folder)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300,
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=HANG_S,
     )  # fmt: skip
     return [json.loads(line) for line in run.stdout.splitlines()]
 

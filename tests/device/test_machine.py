@@ -31,6 +31,7 @@ from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.summary import summary_rows
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import HANG_S
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -292,7 +293,7 @@ print(init.runtime.config.dtype, *init.runtime.notes)
 def test_a_processor_without_avx512_computes_in_fp32() -> None:
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     command = [sys.executable, "-W", "error", "-c", SLOW_AT_BF16]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout.startswith("fp32 dtype: fp32 (this CPU multiplies bf16 at "), done.stdout + done.stderr
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import time
 from typing import Any
 
 import pytest
@@ -41,10 +40,8 @@ def too_small_to_accumulate(folder: Any) -> int:
     where = streaming(folder, f"memory.device={least(folder)}")
     model = training.build(factory, "bf16", where)
     infinity.AdamW(model)
-    begin = time.monotonic()
     with pytest.raises(BudgetError, match=r"wait for the last micro-batch.*train\.schedule=layer") as raised:
         infinity.no_sync(model).__enter__()
-    assert time.monotonic() - begin < 5
     infinity.close(model)
     return needed(raised)
 

@@ -32,7 +32,7 @@ def test_placement_never_changes_a_bit_on_the_accelerator(tmp_path: Path, name: 
     if scenario.world == 1:
         ranks = [train_both(scenario, str(tmp_path))]
     else:
-        ranks = run_ranks(train_both, scenario.world, scenario, str(tmp_path), group=False, timeout_s=300)
+        ranks = run_ranks(train_both, scenario.world, scenario, str(tmp_path), group=False)
     for ours, plain in ranks:
         assert ours == plain
 

@@ -27,6 +27,7 @@ import infinity
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import prepare
 from tests.helpers.launch import free_port
+from tests.helpers.limits import HANG_S
 from tests.helpers.training import build
 
 STEPS = 6
@@ -275,7 +276,7 @@ def arm(kill: Kill) -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(HANG_S)
 
 
 def live(folder: Path, trial: Trial, kill: Kill | None, rank: int, world: int, port: int) -> None:
@@ -309,7 +310,7 @@ def live(folder: Path, trial: Trial, kill: Kill | None, rank: int, world: int, p
 # --- a trial -----------------------------------------------------------------------------------------
 
 
-def run_life(folder: Path, trial: Trial, kill: Kill | None, *, limit_s: float = 90) -> list[int | None]:
+def run_life(folder: Path, trial: Trial, kill: Kill | None, *, limit_s: float = HANG_S) -> list[int | None]:
     """Exit codes of the ranks of a life; None: it hung."""
     world = kill.world if kill is not None and kill.world else trial.world
     port = free_port() if world > 1 else 0

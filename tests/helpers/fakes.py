@@ -3,6 +3,7 @@
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from infinity.core.errors import BudgetError, DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
 from infinity.core.transfer import Transfer
+from tests.helpers.limits import HANG_S
 
 
 class FakeEngine:
@@ -43,9 +45,27 @@ class FakeEngine:
         self.in_flight = self.peak_in_flight = 0
         self._seconds, self._errno = seconds, errno
         self._fail = {"read": fail_read, "write": fail_write}
-        self._counts = {"read": 0, "write": 0}
-        self._lock = threading.Lock()
+        self.counts = {"read": 0, "write": 0}  # of requests that were submitted
+        self._changed = threading.Condition()
+        self._may_end: Callable[[str, int], bool] = lambda action, number: True
         self._workers = ThreadPoolExecutor(threads)
+
+    def hold(self, until: Callable[[str, int], bool] = lambda action, number: False) -> None:
+        """Requests end when ``until(action, number)`` is true, each action's numbers beginning with 1.
+
+        It is looked at whenever something was submitted or has ended.
+        """
+        with self._changed:
+            self._may_end = until
+            self._changed.notify_all()
+
+    def let_go(self) -> None:
+        self.hold(lambda action, number: True)
+
+    def wait_for(self, in_flight: int) -> None:
+        """Return when so many requests are in flight."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.in_flight == in_flight, HANG_S)
 
     def extent(self, nbytes: int, file: int = 0) -> Extent:
         """New space at the end of ``file``."""
@@ -72,20 +92,24 @@ class FakeEngine:
         assert memory.nbytes == extent.nbytes
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         assert address % BLOCK_NBYTES == 0, "staging memory is not aligned"
-        with self._lock:
-            self._counts[action] += 1
-            count = self._counts[action]
+        with self._changed:
+            self.counts[action] += 1
+            count = self.counts[action]
             self.in_flight += 1
             self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
             self.log.append((action, extent.pieces[0].file, extent.pieces[0].offset))
+            self._changed.notify_all()
         transfer = Transfer()
         self._workers.submit(transfer.run, partial(self._move, action, count, extent, memory))
         return transfer
 
     def _move(self, action: str, count: int, extent: Extent, memory: memoryview) -> None:
         time.sleep(self._seconds)
-        with self._lock:
+        with self._changed:
+            ends = self._changed.wait_for(lambda: self._may_end(action, count), HANG_S)
             self.in_flight -= 1
+            self._changed.notify_all()
+            assert ends, f"{action} {count} was held for ever"
             if count == self._fail[action]:
                 piece = extent.pieces[0]
                 raise DiskError(self._errno, action, "/fake", offset=piece.offset, nbytes=piece.nbytes)
@@ -125,15 +149,17 @@ class FakeLease:
 class FakePool:
     """At most ``capacity_nbytes`` leased at one time."""
 
-    def __init__(self, capacity_nbytes: int, *, patience_s: float = 5.0) -> None:
+    def __init__(self, capacity_nbytes: int, *, patience_s: float = HANG_S) -> None:
         self.capacity_nbytes, self._patience_s = capacity_nbytes, patience_s
         self.leased_nbytes = self.peak_nbytes = 0
+        self.refused = 0  # how often what was asked for did not fit
         self._held: set[FakeLease] = set()
         self._changed = threading.Condition()
 
     def try_lease(self, nbytes: int, *, who: str) -> FakeLease | None:
         with self._changed:
             if self.leased_nbytes + nbytes > self.capacity_nbytes:
+                self.refused += 1
                 return None
             self.leased_nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes)

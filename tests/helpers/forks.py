@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 
+from tests.helpers.limits import HANG_S
+
 ROOT = Path(__file__).parent.parent.parent
 
 #: Set by the first process of the suite and inherited by its workers: its pid.
@@ -78,7 +80,7 @@ class Fork:
             self._server.close()
         return self.returncode
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = HANG_S) -> int:
         if self.returncode is None and not self._server.poll(timeout):
             raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
         code = self.poll()

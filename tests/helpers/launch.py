@@ -9,6 +9,7 @@ module-level function of a test module. Several checks may share a start::
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import pickle
 import re
@@ -25,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
+from tests.helpers.limits import HANG_S
 
 __all__ = [
-    "ROOT", "Ended", "Ranks", "RanksError", "free_port", "mark", "run_ranks", "several", "start_ranks",
+    "ROOT", "Ended", "Ranks", "RanksError", "free_port", "holding", "mark", "run_ranks", "several",
+    "start_ranks",
 ]  # fmt: skip
 
 #: Once one rank has failed, how long the others may take to end by themselves (s).
-GRACE_S = 10.0
+GRACE_S = 30.0
 
 _MARKS = "INFINITY_TEST_MARKS"
 _STACK = re.compile(r"^(?:Current t|T)hread 0x.* first\):\n((?:  .*\n)+)\n?", re.MULTILINE)
@@ -62,7 +65,7 @@ class Ended:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, **options: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANG_S, **options: Any
 ) -> list[Any]:
     """What ``fn(*args)`` returned on each of ``world_size`` ranks, in rank order.
 
@@ -106,15 +109,46 @@ def start_ranks(
             ranks.close()
 
 
+@contextlib.contextmanager
+def holding(fn: Callable[..., Any], *args: Any) -> Iterator["Ranks"]:
+    """Another process that keeps what ``fn(*args)`` gave, until it is killed."""
+    with start_ranks(_hold, 1, fn, args, group=False) as ranks:
+        ranks.reached("holds", 0)
+        yield ranks
+
+
+def _hold(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    held = fn(*args)
+    mark("holds")
+    signal.pause()
+    del held
+
+
 def mark(name: str) -> None:
     """Say, from within a rank, that it has come this far (see :meth:`Ranks.reached`)."""
     Path(os.environ[_MARKS], f"{name}.{os.environ['RANK']}").touch()
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nothing listens at, nor will before its ranks do.
+
+    It is below those that the kernel gives away, and each worker of the suite has some of its own: between
+    this call and the rank that listens, all other tests open and close hundreds of connections.
+    """
+    while True:
+        port = next(_ports)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
+            return port
+
+
+def _own_ports() -> Iterator[int]:
+    """Ports of this worker, for ever; its forks, and other suites on this machine, begin somewhere else."""
+    first = 10_000 + 500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 40)
+    return (first + number % 500 for number in itertools.count(os.getpid()))
+
+
+_ports = _own_ports()
 
 
 class Ranks:
@@ -131,8 +165,8 @@ class Ranks:
         self.folder = folder
         (folder / "job").write_bytes(pickle.dumps((group, fn, args)))
         port = str(free_port())
-        self._since = time.monotonic()
         self.processes = [self._start(rank, world_size, port) for rank in range(world_size)]
+        self._since = time.monotonic()  # the first start of all also imports
 
     def _start(self, rank: int, world_size: int, port: str) -> Fork:
         variables = {
@@ -155,9 +189,9 @@ class Ranks:
         )
         return Fork(job, seed=SEEDS[rank % len(SEEDS)])
 
-    def reached(self, name: str, rank: int, *, timeout_s: float = 60) -> None:
+    def reached(self, name: str, rank: int) -> None:
         """Return when ``rank`` has called ``mark(name)``; fail when it ends or takes too long."""
-        path, until = self.folder / f"{name}.{rank}", time.monotonic() + timeout_s
+        path, until = self.folder / f"{name}.{rank}", time.monotonic() + HANG_S
         while not path.exists():
             if self.processes[rank].poll() is not None or time.monotonic() > until:
                 raise RanksError(f"rank {rank} never reached {name!r}\n{self._log(rank)}")
@@ -168,7 +202,7 @@ class Ranks:
         self._since = time.monotonic()
         self.processes[rank].send_signal(signum)
 
-    def wait(self, *, timeout_s: float = 120, stop_on_failure: bool = False) -> list[Ended]:
+    def wait(self, *, timeout_s: float = HANG_S, stop_on_failure: bool = False) -> list[Ended]:
         """How every rank ended; those still running after ``timeout_s`` count as hung.
 
         Args:
@@ -203,11 +237,13 @@ class Ranks:
             process.wait()
 
     def _show_threads(self, hung: set[int]) -> None:
-        """Have hung ranks write their stacks into their logs."""
+        """Have hung ranks write their stacks into their logs, that of the main thread last."""
+        before = {rank: len(self._text(rank)) for rank in hung}
         for rank in hung:
             self.processes[rank].send_signal(signal.SIGUSR1)
-        if hung:
-            time.sleep(0.5)
+        until = time.monotonic() + 10  # one that is stopped shows nothing
+        while time.monotonic() < until and not all("in run_job" in self._text(r)[before[r] :] for r in hung):
+            time.sleep(0.01)
 
     def _leftovers(self, rank: int) -> int:
         try:
@@ -232,8 +268,11 @@ class Ranks:
             **outcome,
         )
 
+    def _text(self, rank: int) -> str:
+        return (self.folder / f"log.{rank}").read_text(errors="replace")
+
     def _log(self, rank: int) -> str:
-        return _fold_stacks((self.folder / f"log.{rank}").read_text(errors="replace"))[-8000:]
+        return _fold_stacks(self._text(rank))[-8000:]
 
 
 def _fold_stacks(log: str) -> str:

@@ -1,8 +1,12 @@
-"""Limits of the process, which need no root: of the size of files (a full disk) and of descriptors."""
+"""Limits: of what a test waits for, and of the process (files, descriptors), which need no root."""
 
 import contextlib
 import resource
 from collections.abc import Iterator
+
+#: What only a hang takes, however busy the machine (s): whatever a test waits for has come long before.
+#: Below pytest's own limit (pyproject.toml), so that the message is that of the test.
+HANG_S = 300.0
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import pytest
 
 from infinity.checkpoint import portable
 from infinity.shards.snapshot import Snapshot
+from tests.helpers.limits import HANG_S
 
 
 @contextlib.contextmanager
@@ -17,7 +18,7 @@ def held(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened, write = threading.Event(), portable._write_unit
 
     def writing(*args: Any) -> None:
-        assert opened.wait(60)
+        assert opened.wait(HANG_S)
         write(*args)
 
     patch.setattr(portable, "_write_unit", writing)

@@ -21,6 +21,7 @@ from infinity.nvme.engines.base import QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 from tests.helpers.launch import mark, start_ranks
+from tests.helpers.limits import HANG_S
 
 MIB = 2**20
 Hold = Callable[..., BufferLease]
@@ -95,7 +96,7 @@ def test_waiting_again_and_from_other_threads_is_the_same(
     move.wait()
     move.wait()
     for thread in threads:
-        thread.join(5)
+        thread.join(HANG_S)
         assert not thread.is_alive()
 
 
@@ -109,7 +110,7 @@ def test_then_runs_once_after_the_end_whenever_it_is_asked(
             ended = threading.Event()
             move.then(lambda m=move, e=ended, c=called: (c.append(m.done()), e.set()))
             threads.append(ended)
-        assert all(ended.wait(5) for ended in threads)
+        assert all(ended.wait(HANG_S) for ended in threads)
         assert called == [True] * 3
         move.then(lambda called=called: called.append(True))
         assert len(called) == 4
@@ -121,7 +122,7 @@ def test_then_may_start_the_next_transfer(engine: QueuedEngine, volume: Volume, 
     engine.write(extent, out.memory).then(
         lambda: engine.read(extent, back.memory, urgent=True).then(ended.set)
     )
-    assert ended.wait(10)
+    assert ended.wait(HANG_S)
     assert torch.equal(out.tensor, back.tensor)
 
 
@@ -139,7 +140,7 @@ def test_a_call_that_raises_does_not_end_the_engine(
         if not ended:
             move._calls += [lambda: 1 // 0, done.set]
     if not ended:
-        assert done.wait(5)
+        assert done.wait(HANG_S)
         assert isinstance(shown[0], ZeroDivisionError)
     engine.read(extent, out.memory).wait()
 
@@ -243,19 +244,26 @@ def test_a_closed_file_is_a_disk_error(engine: QueuedEngine, volume: Volume, lea
 
 
 def test_urgent_reads_go_before_what_is_queued(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
-    writes = [volume.allocate(32 * MIB, what="unit") for _ in range(4)]
+    writes = [volume.allocate(MIB, what="unit") for _ in range(4)]
     wanted, back = volume.allocate(64 * 1024, what="wanted"), lease(64 * 1024)
-    out = lease(32 * MIB)
-    order: list[str] = []
+    out = lease(MIB)
+    take, taken, asked = engine._take, [], threading.Event()
+
+    def taking() -> Request | None:
+        request = take() if asked.is_set() else None
+        taken.extend([] if request is None else [request.move])
+        return request
+
+    engine._take = taking  # type: ignore[method-assign]
     moves = [engine.write(extent, out.memory) for extent in writes]
-    moves[-1].then(lambda: order.append("writes"))
     urgent = engine.read(wanted, back.memory, urgent=True)
-    urgent.then(lambda: order.append("urgent"))
+    asked.set()
+    with engine._lock:
+        engine._wake()
     for move in [*moves, urgent]:
         move.wait()
-    while len(order) < 2:
-        time.sleep(0.001)
-    assert order == ["urgent", "writes"]
+    assert taken[0] is urgent
+    assert set(taken) == {*moves, urgent}
 
 
 def test_many_threads_move_their_own_bytes(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
@@ -278,7 +286,7 @@ def test_many_threads_move_their_own_bytes(engine: QueuedEngine, volume: Volume,
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert not wrong
     assert engine.nbytes_read == engine.nbytes_written == 5 * 8 * 5 * MIB
@@ -359,8 +367,8 @@ def wait_until_interrupted(name: str, path: str) -> str:
         settle(request, result if stop else -errno.EAGAIN)
 
     engine._settle = more  # type: ignore[method-assign]
-    mark("waiting")
     try:
+        mark("waiting")
         while True:
             engine.write(extent, memory).wait()
     except KeyboardInterrupt:
@@ -379,7 +387,7 @@ def test_ctrl_c_ends_a_wait_and_the_engine_still_closes(name: str, tmp_path: Pat
         ranks.reached("waiting", 0)
         time.sleep(0.2)
         ranks.kill(0, signal.SIGINT)
-        [ended] = ranks.wait(timeout_s=20)
+        [ended] = ranks.wait()
     assert (ended.result, ended.exit_code) == ("closed", 0), ended
 
 

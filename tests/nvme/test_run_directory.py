@@ -1,9 +1,6 @@
 """Two runs never touch each other's files; leftovers of dead ones are found."""
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,31 +8,14 @@ import pytest
 from infinity.core.errors import DiskError, LockedError, UnsafePathError
 from infinity.nvme.run_directory import RunDirectory, find_leftovers, leftovers_line, new_run_id
 from infinity.nvme.volume import Volume
-
-_HOLD = """
-import sys, time
-from pathlib import Path
-from infinity.nvme.run_directory import RunDirectory
-run = RunDirectory(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-run.file("data.bin").write_text("theirs")
-print("held", flush=True)
-time.sleep(60)
-"""
+from tests.helpers.launch import holding
 
 
-def hold(root: Path, run_id: str, rank: int = 0) -> subprocess.Popen[str]:
-    """A process that holds a place in a run."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(root), run_id, str(rank)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+def hold(root: Path, run_id: str, rank: int = 0) -> RunDirectory:
+    """Take a place in a run; in another process."""
+    run = RunDirectory(root, run_id, rank)
+    run.file("data.bin").write_text("theirs")
+    return run
 
 
 def test_a_run_makes_a_private_directory_and_removes_what_it_made(tmp_path: Path) -> None:
@@ -71,28 +51,23 @@ def test_a_name_with_folders_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_run_of_the_same_id_is_refused_and_harms_nothing(tmp_path: Path) -> None:
-    process = hold(tmp_path, "run")
-    try:
-        with pytest.raises(LockedError, match=rf"in use by process {process.pid} on .*run\.name"):
+    with holding(hold, tmp_path, "run") as other:
+        pid = other.processes[0].pid
+        with pytest.raises(LockedError, match=rf"in use by process {pid} on .*run\.name"):
             RunDirectory(tmp_path, "run", 0)
         assert (tmp_path / "run" / "data.bin").read_text() == "theirs"
-    finally:
-        kill(process)
 
 
 def test_leftovers_of_dead_runs_are_found_and_can_be_taken_over(tmp_path: Path) -> None:
     assert find_leftovers(tmp_path / "missing") == []
-    dead, live = hold(tmp_path, "dead"), hold(tmp_path, "live", rank=1)
     mine = RunDirectory(tmp_path, "mine", 0)
     (tmp_path / "not a run").mkdir()
-    try:
-        assert find_leftovers(tmp_path) == []
-        kill(dead)
+    with holding(hold, tmp_path, "live", 1):
+        with holding(hold, tmp_path, "dead"):
+            assert find_leftovers(tmp_path) == []
         assert find_leftovers(tmp_path) == [tmp_path / "dead"]
         RunDirectory(tmp_path, "dead", 0).remove()
-    finally:
-        mine.remove()
-        kill(live)
+    mine.remove()
 
 
 def test_a_run_that_can_go_on_is_told_how_and_never_of_itself(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from infinity.core.transfer import Transfer
 from infinity.optim.layout import GRAIN_NUMEL
 from infinity.optim.pipeline import RESERVE, Expected, StateLayout
 from tests.helpers.fakes import FakeEngine
+from tests.helpers.limits import HANG_S
 from tests.optim.test_pipeline import DTYPES, make_shard, playing
 
 LAYOUT = StateLayout.of(DTYPES[0])
@@ -20,8 +21,8 @@ def expected(shard, after=None) -> Expected:
     return Expected(shard.job.name, lambda: shard.job.chunks, after)
 
 
-def wait_for(condition, seconds: float = 5.0) -> None:
-    until = time.monotonic() + seconds
+def wait_for(condition) -> None:
+    until = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < until, "it never came true"
         time.sleep(0.001)

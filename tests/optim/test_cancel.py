@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from infinity.core.errors import DiskError
 from infinity.optim.layout import StateLayout
 from tests.helpers.fakes import FakeEngine
-from tests.optim.test_ahead import expected, shards_of
+from tests.helpers.limits import HANG_S
+from tests.optim.test_ahead import expected, shards_of, wait_for
 from tests.optim.test_pipeline import DTYPES, Ends, playing
 
 LAYOUT = StateLayout.of(DTYPES[0])
@@ -39,10 +40,7 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(seed, de
         time.sleep(draw.choice([0, 0.001, 0.003]))
         pipeline.cancel(begun)
         for shard in shards:
-            until = time.monotonic() + 10
-            while not shard.ends.done:
-                assert time.monotonic() < until
-                time.sleep(0.0001)
+            wait_for(lambda shard=shard: shard.ends.done)
         second = [again(shard) for shard in shards]
         for job, _ in draw.sample(second, len(second)):
             pipeline.submit(job)
@@ -62,18 +60,20 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(seed, de
 
 
 def test_a_queued_job_moves_nothing_and_is_done_before_those_that_run():
-    engine = FakeEngine(seconds=0.05)
+    engine = FakeEngine()
     running, queued = shards_of(engine, 2)
     with playing(engine, LAYOUT, depth=1) as (pipeline, _):
+        engine.hold()
         pipeline.submit(running.job)
         begun = pipeline.submit(queued.job)
         ended = threading.Event()
         queued.job.on_done = lambda error: ended.set()
         pipeline.cancel([begun])
-        assert ended.wait(5)
+        assert ended.wait(HANG_S)
         assert not running.ends.done
         assert (begun.started, begun.unwritten_nbytes) == (0, queued.job.grad.numel() * 12)
         assert queued.ends.computed == 0
+        engine.let_go()
         pipeline.drain()
         running.check(engine, LAYOUT)
         assert pipeline.stats.nbytes_written == running.job.grad.numel() * 12

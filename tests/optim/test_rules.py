@@ -1,12 +1,16 @@
 """One update, the same bits however it is computed."""
 
+import importlib
 import importlib.util
 import os
-import subprocess
-import sys
+import re
+import threading
+import warnings
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 import pytest
@@ -18,7 +22,8 @@ from torch import Tensor
 from infinity.optim import kernels
 from infinity.optim.layout import StateLayout, master_of, split, store_master
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.rules import AdamWRule, Hyper, _root_in_float64, adamw_by_torch
+from infinity.optim.rules import AdamWRule, Hyper, _root_in_float64, adamw_by_torch, prepare
+from tests.helpers.launch import run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3)
@@ -191,13 +196,7 @@ def test_in_place_or_into_another_buffer_of_the_same_storage_gives_the_same_bits
     assert [t.view(torch.uint8).numpy().tobytes() for t in (out, *state)] == in_place.bits()
 
 
-BUSY = """
-import os, threading, warnings, torch
-from infinity.optim.layout import StateLayout
-from infinity.optim.norm import sum_of_squares
-from infinity.optim.rules import AdamWRule, Hyper, adamw_by_torch, prepare
-
-def check(numel=200_003, step=1):
+def check_by_torch(numel: int = 200_003, step: int = 1) -> None:
     results = []
     for update in (AdamWRule(torch.bfloat16, threads=2).update, adamw_by_torch):
         state = tuple(torch.zeros(numel, dtype=f.dtype) for f in StateLayout.of(torch.bfloat16).fields)
@@ -206,51 +205,48 @@ def check(numel=200_003, step=1):
         results.append(weight)
     assert torch.equal(*results)
 
-def check_in_a_child():
+
+def check_in_a_child() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads: on purpose
         child = os.fork()
     if not child:
-        check()
+        check_by_torch()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
-prepare(torch.bfloat16, torch.bfloat16)
-check_in_a_child()
-failed = []
-threading.excepthook = failed.append
-threads = [threading.Thread(target=check) for _ in range(4)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-assert not failed, failed
-for step, numel in enumerate((1, 2, 17, 4096, 5000, 200_000), start=1):
-    check(numel, step)
-with torch.inference_mode():
-    check(64)
-check_in_a_child()
-from infinity.optim import kernels
-stats = kernels.adamw_bfloat16.stats
-print(len(stats.cache_hits), sum([*stats.cache_hits.values(), *stats.cache_misses.values()]))
-"""
+
+def cache_in(folder: str) -> None:
+    """In a process of its own: kernels choose the directory of their code when they are made."""
+    numba.config.CACHE_DIR = folder
+    importlib.reload(kernels)
 
 
-def start(code: str, **env: str) -> "subprocess.Popen[str]":
-    """``code`` in a process of its own, where every warning is an error."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def result_of(process: "subprocess.Popen[str]") -> str:
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err
-    return out
+def busy(folder: str) -> tuple[int, int]:
+    """Of the one version that was compiled: from the cache, and in all. Every warning is an error."""
+    cache_in(folder)
+    with warnings.catch_warnings(action="error"):
+        prepare(torch.bfloat16, torch.bfloat16)
+        check_in_a_child()
+        failed: list[object] = []
+        threading.excepthook = failed.append
+        threads = [threading.Thread(target=check_by_torch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed, failed
+        for step, numel in enumerate((1, 2, 17, 4096, 5000, 200_000), start=1):
+            check_by_torch(numel, step)
+        with torch.inference_mode():
+            check_by_torch(64)
+        check_in_a_child()
+    stats = kernels.adamw_bfloat16.stats
+    return len(stats.cache_hits), sum([*stats.cache_hits.values(), *stats.cache_misses.values()])
 
 
 def test_threads_ranks_and_children_that_need_it_at_once_compile_it_once_each(tmp_path):
-    ranks = [start(BUSY, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
-    assert {result_of(rank) for rank in ranks} <= {"0 1\n", "1 1\n"}
+    assert {*run_ranks(busy, 2, str(tmp_path), group=False)} <= {(0, 1), (1, 1)}
     assert any(tmp_path.rglob("kernels.adamw_bfloat16-*.nbc"))
 
 
@@ -323,19 +319,8 @@ def test_a_cpu_without_instructions_for_float16_updates_and_sums_by_torch(
     kernels.converts_half.cache_clear()
 
 
-MACHINE_CODE = r"""
-import re, sys
-import llvmlite.binding as llvm
-import torch
-from infinity.optim import kernels
-from infinity.optim.layout import StateLayout
-from infinity.optim.norm import sum_of_squares
-from infinity.optim.rules import AdamWRule, Hyper
-
-llvm.initialize_all_targets()
-llvm.initialize_all_asmprinters()
-
-def assembly(loop, triple, cpu):
+def assembly(loop: Any, triple: str, cpu: str) -> str:
+    """What LLVM makes of a compiled loop for another processor."""
     (code,) = loop.inspect_llvm().values()
     code = re.sub(r"target (triple|datalayout) = .*", "", code)
     code = re.sub(r'"target-(cpu|features)"="[^"]*"', "", code)
@@ -346,31 +331,37 @@ def assembly(loop, triple, cpu):
     options.loop_vectorization = True
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
-    return machine.emit_assembly(module)
+    return str(machine.emit_assembly(module))
 
-loops = []
-for dtype in (torch.bfloat16, torch.float16, torch.float32):
-    weight = torch.empty(0, dtype=dtype)
-    state = tuple(torch.empty(0, dtype=field.dtype) for field in StateLayout.of(dtype).fields)
-    AdamWRule(dtype).update(weight, weight, state, weight, Hyper(lr=0.0).tensor())
-    loops.append((kernels.adamw_loops[dtype], "root"))
-sum_of_squares(torch.empty(0))
-loops.append((kernels.squares, "product"))
-wanted = {
-    "root": {"aarch64": r"fsqrt\tv\d+\.4s", "x86_64": r"vsqrtps\t.*ymm"},
-    "product": {"aarch64": r"fmul\tv\d+\.2d", "x86_64": r"vmulpd\t.*ymm"},
-}
-for arch, cpu in (("aarch64", "neoverse-n1"), ("x86_64", "haswell")):
-    for loop, kind in loops:
-        code = assembly(loop, f"{arch}-unknown-linux-gnu", cpu)
-        assert re.search(wanted[kind][arch], code), (arch, loop)
-        assert not re.search(r"\tv?fn?m(add|sub|la|ls)", code), (arch, loop)
-        assert "hfsf2" not in code and "sfhf2" not in code, (arch, loop)
-"""
+
+def look_at_machine_code(folder: str) -> None:
+    numba.config.OPT = type(numba.config.OPT)(0)  # code that LLVM has not seen
+    cache_in(folder)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    loops = []
+    for dtype in DTYPES:
+        weight = torch.empty(0, dtype=dtype)
+        state = tuple(torch.empty(0, dtype=field.dtype) for field in StateLayout.of(dtype).fields)
+        AdamWRule(dtype).update(weight, weight, state, weight, Hyper(lr=0.0).tensor())
+        loops.append((kernels.adamw_loops[dtype], "root"))
+    sum_of_squares(torch.empty(0))
+    loops.append((kernels.squares, "product"))
+    wanted = {
+        "root": {"aarch64": r"fsqrt\tv\d+\.4s", "x86_64": r"vsqrtps\t.*ymm"},
+        "product": {"aarch64": r"fmul\tv\d+\.2d", "x86_64": r"vmulpd\t.*ymm"},
+    }
+    for arch, cpu in (("aarch64", "neoverse-n1"), ("x86_64", "haswell")):
+        for loop, kind in loops:
+            code = assembly(loop, f"{arch}-unknown-linux-gnu", cpu)
+            assert re.search(wanted[kind][arch], code), (arch, loop)
+            assert not re.search(r"\tv?fn?m(add|sub|la|ls)", code), (arch, loop)
+            assert "hfsf2" not in code, (arch, loop)
+            assert "sfhf2" not in code, (arch, loop)
 
 
 def test_machine_code_is_vectors_without_fused_multiply_add_on_x86_and_arm(tmp_path):
-    result_of(start(MACHINE_CODE, NUMBA_OPT="0", NUMBA_CACHE_DIR=str(tmp_path)))
+    run_ranks(look_at_machine_code, 1, str(tmp_path), group=False)
 
 
 def test_a_root_in_float64_is_the_correctly_rounded_one():

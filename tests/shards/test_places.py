@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,8 +9,10 @@ import pytest
 import torch
 
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
+from infinity.nvme.run_directory import RunDirectory
 from infinity.optim.pipeline import UpdatePipeline
 from tests.helpers.crashes import PLACES, Net, go_on
+from tests.helpers.launch import holding
 from tests.helpers.limits import file_limit
 
 
@@ -114,15 +114,8 @@ def test_two_runs_on_one_drive_go_on_by_themselves(tmp_path, whole):
 
 def test_a_second_process_of_a_run_is_refused(tmp_path):
     go_on([tmp_path], 2)
-    script = (
-        "import sys, time\nfrom pathlib import Path\nfrom infinity.nvme.run_directory import RunDirectory\n"
-        "run = RunDirectory(Path(sys.argv[1]), 'mine', 0)\nprint('held', flush=True)\ntime.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(LockedError, match="is in use by"):
-            go_on([tmp_path], 3)
-        other.kill()
+    with holding(RunDirectory, tmp_path, "mine", 0), pytest.raises(LockedError, match="is in use by"):
+        go_on([tmp_path], 3)
     assert len(go_on([tmp_path], 3)) == 1  # the lock of a dead process
 
 

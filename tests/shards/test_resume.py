@@ -73,9 +73,16 @@ def whole():
     return get
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("before", PLACES)
-@pytest.mark.parametrize("after", PLACES)
+#: Every way from one place to another in one dtype, every place in each dtype; the rest are long tests.
+DTYPES = ("bf16", "fp16", "fp32")
+WAYS = [(before, after, dtype) for before in PLACES for after in PLACES for dtype in DTYPES]
+LONG = [way for way in WAYS if way[2] != "bf16" and way[:2] not in (("nvme", "both"), ("host", "nvme"))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [pytest.param(*way, marks=[pytest.mark.slow] if way in LONG else []) for way in WAYS],
+)
 def test_a_run_goes_on_bitwise_in_every_place(tmp_path, before, after, dtype, whole):
     rule = Rule(max_grad_norm=None)
     losses, final = whole("gpt", dtype, rule, tmp_path)

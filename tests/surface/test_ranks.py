@@ -44,7 +44,7 @@ def _save_and_load(directory):
 
 
 def test_two_ranks_gather_save_and_load(tmp_path):
-    first, second = run_ranks(_save_and_load, 2, str(tmp_path), timeout_s=25)
+    first, second = run_ranks(_save_and_load, 2, str(tmp_path))
     assert first["names"] > 0
     assert second["names"] == 0
     assert first["states"] > 0
@@ -87,6 +87,6 @@ def test_two_ranks_train_a_model_that_was_changed_when_it_was_finished(tmp_path)
     _change_the_finished_model(plain)
     loop = Reference(plain, torch.bfloat16, Rule())
     expected = [loop.step([batch(step)]).losses[0].item() for step in range(3)]
-    for losses, weights in run_ranks(_train_a_changed_model, 2, str(tmp_path), timeout_s=60):
+    for losses, weights in run_ranks(_train_a_changed_model, 2, str(tmp_path)):
         assert losses == expected
         assert all(torch.equal(weights[name], param) for name, param in loop.parameters.items())
