@@ -39,9 +39,11 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
         block: Rows and columns of a block; see [Note: blocks at the edge].
     """
     (count, width), scales = values.shape, _as_float(scales)
-    codes = torch.arange(256, dtype=torch.uint8, device=values.device).view(values.dtype)
-    # A table is several times as fast as torch's conversion on a CPU.
-    out = codes.float().index_select(0, values.view(torch.uint8).flatten().int()).view(count, width)
+    if values.is_cpu:  # a table is several times as fast as torch's conversion
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(values.dtype).float()
+        out = codes.index_select(0, values.view(torch.uint8).flatten().int()).view(count, width)
+    else:
+        out = values.float()
     of_rows = scales[torch.arange(first_row, first_row + count, device=values.device) // block[0]]
     if width == of_rows.shape[1] * block[1]:
         out.view(count, -1, block[1]).mul_(of_rows.unsqueeze(-1))
