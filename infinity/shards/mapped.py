@@ -13,8 +13,8 @@ a value is in the flat buffer, so every format is read so, whatever it can be cu
 such a unit lies in its stored form.
 
 [Note: other units]
-The bytes of a unit that is not quantized need an order and often a cast, so they land in a staging buffer, and
-a thread makes this rank's weights of them, piece by piece: the next piece is read while one is copied. Bytes of
+The bytes of a unit that is not quantized need an order and often a cast, so they land in a staging buffer,
+and a thread makes this rank's weights of them, piece by piece: the next is read while one is copied. Bytes of
 a block that two pieces need are read twice.
 
 [Note: the end of a file]
