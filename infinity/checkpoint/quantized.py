@@ -39,8 +39,8 @@ from infinity.device import codecs
 #: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches
 #: of a CPU hold, and what keeps an accelerator busy.
 _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
-#: The most that decoding takes beside its result, for each of these (bytes).
-_SCRATCH_ITEMSIZE = 24
+#: The most that decoding takes beside its result: for tables, and for each of these elements (bytes).
+_TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 
 #: Says which elements of which stored tensors make slabs ``[first, last)``: tensor, start, stop.
 Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
@@ -200,7 +200,8 @@ class Decoded:
     @property
     def scratch_nbytes(self) -> int:
         """The most that :meth:`fill` takes of an accelerator's memory beside what it is given."""
-        return _SCRATCH_ITEMSIZE * min(self.shape.numel(), max(self._slab_numel, _DEVICE_PIECE_NUMEL))
+        numel = min(self.shape.numel(), max(self._slab_numel, _DEVICE_PIECE_NUMEL))
+        return _TABLES_NBYTES + _SCRATCH_ITEMSIZE * numel
 
     def _slabs(self, first: int, last: int) -> Tensor:
         if last - first > 1:
