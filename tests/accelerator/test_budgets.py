@@ -73,7 +73,7 @@ def test_units_that_stay_in_host_memory_have_room_for_their_gradients(tmp_path: 
 
 
 def decoding(folder: str) -> list[tuple[str, bool, int, int]]:
-    """Of each quantized weight: whether it is decoded on the device as on the CPU, what that takes, and may."""
+    """Of quantized weights: whether they are decoded on the device as on the CPU, what that takes, and may."""
     from infinity.checkpoint import quantized as forms
     from infinity.checkpoint.directory import Checkpoint
     from tests.accelerator import device
@@ -81,9 +81,13 @@ def decoding(folder: str) -> list[tuple[str, bool, int, int]]:
     device.start().reset("eager", 0)
     forms._DEVICE_PIECE_NUMEL = 2**11  # less than a weight
     found = []
-    for kind in ("qwen3_fp8", "gpt_oss", "kimi_k2", "gptq"):
+    for kind in ("qwen3_fp8", "gpt_oss", "gptq", "packed"):
         path = Path(folder) / kind
-        quantized.write(kind, path)
+        if kind == "packed":
+            models.build("llama", seed=1)[0]().save_pretrained(path)
+            quantized.packed(path, only="_proj", zeros=True)
+        else:
+            quantized.write(kind, path)
         with Checkpoint(path) as checkpoint:
             forms.decode_checkpoint(checkpoint, forms.read_quantization(path), torch.bfloat16)
             content = (path / "model.safetensors").read_bytes()
@@ -118,7 +122,7 @@ def test_decoding_gives_the_same_bits_in_the_memory_that_is_set_aside_for_it(tmp
 
 
 def on_quantized_base(folder: str) -> tuple[str, list[str], list[str]]:
-    """Why a ``memory.device`` is too small; digests with one that is said to be enough, and with a large one."""
+    """Why a ``memory.device`` is too small; digests with what is said to be enough, and with more."""
     from tests.accelerator import device, observe
 
     simulator = device.start()

@@ -88,7 +88,7 @@ CASES = {
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
     "llama-lora": ["llama", "lora.rank=2"],
-    "quantised-lora": ["quantised", "lora.rank=2", "memory.device=800KiB"],
+    "quantised-lora": ["quantised", "lora.rank=2", "memory.device=640KiB"],
     "quantised-lora-in-host-memory": [
         "quantised",
         "lora.rank=2",
@@ -117,5 +117,6 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     assert micro_batches(planned) == tuple(real["events"])
     plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
     assert list(plan.fetched()) == real["fetched"]
+    assert real["fetched"] or case != "quantised-lora"
     if real["events"]:
         assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]
