@@ -73,7 +73,7 @@ def test_units_that_stay_in_host_memory_have_room_for_their_gradients(tmp_path: 
 
 
 def decoding(folder: str) -> list[tuple[str, bool, int, int]]:
-    """Of quantized weights: whether they are decoded on the device as on the CPU, what that takes, and may."""
+    """Of quantized weights: whether the device decodes them as the CPU does, what that takes, and may."""
     from infinity.checkpoint import quantized as forms
     from infinity.checkpoint.directory import Checkpoint
     from tests.accelerator import device
