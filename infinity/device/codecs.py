@@ -136,7 +136,8 @@ def decode_gptq(
 
 def _unpack(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The unsigned values in ``words``, ``(rows, n)`` int32: ``(rows, n * 32 / bits)``."""
-    octets = words.contiguous().view(torch.uint8)
+    # not contiguous(): that leaves strides of transposed words as they are where a row has one
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:
         return _pairs(octets, torch.arange(16, device=words.device).to(dtype))
     return octets.to(dtype)
