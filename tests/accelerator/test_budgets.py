@@ -97,7 +97,7 @@ def decoding(folder: str) -> list[tuple[str, bool, int, int]]:
                 return stored[offset : offset + nbytes]
 
             weights = [(key, each) for key, each in checkpoint.items() if isinstance(each, forms.Decoded)]
-            for key, tensor in weights[:8]:
+            for key, tensor in weights[:4]:
                 expected = torch.empty(tensor.shape.numel(), dtype=torch.bfloat16)
                 tensor.fill(0, expected)
                 out = torch.empty_like(expected, device="sim")

@@ -432,10 +432,10 @@ def test_a_read_that_fails_raises_where_the_weight_is_used_and_names_the_file(tm
 # --- what is written later -----------------------------------------------------------------------
 
 
-def thaw(checkpoint: Path, nvme: Path, dtype: str, *, frozen: bool) -> tuple[list[float], Any]:
+def thaw(checkpoint: Path, nvme: Path, dtype: str, *more: str, frozen: bool) -> tuple[list[float], Any]:
     """Losses and weights of a model that is frozen in part for two steps, and trained for two."""
     _, batch = models.build("llama", 1)
-    with loaded(checkpoint, nvme, "memory.device=1MiB", dtype=dtype, frozen=frozen) as model:
+    with loaded(checkpoint, nvme, "memory.device=1MiB", *more, dtype=dtype, frozen=frozen) as model:
         for name, param in model.train().named_parameters():
             param.requires_grad_("layers.1" in name)
         optimizer = infinity.AdamW(model, lr=1e-2, params=[{"params": list(model.parameters())}])
@@ -460,6 +460,44 @@ def test_what_is_thawed_trains_as_ever_and_leaves_the_checkpoint_as_it_is(tmp_pa
     assert again == losses
     assert_same(same, weights)
     assert content(checkpoint) == before
+
+
+@pytest.mark.parametrize("more", [[], ["memory.host=16MiB", "memory.resident=true"]], ids=["drive", "host"])
+def test_a_quantized_base_is_thawed_with_the_values_that_it_stands_for(tmp_path, more):
+    quantized.write("gpt_oss", tmp_path / "checkpoint")  # exact in bf16
+    more = ["memory.device=4MiB", *more]
+    losses, weights = thaw(tmp_path / "checkpoint", tmp_path / "alone", "bf16", *more, frozen=False)
+    again, same = thaw(tmp_path / "checkpoint", tmp_path / "nvme", "bf16", *more, frozen=True)
+    assert again == losses
+    assert_same(same, weights)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", ["qwen3_fp8", "gptq"])
+@pytest.mark.parametrize("more", [[], ["memory.host=16MiB", "memory.resident=true"]], ids=["drive", "host"])
+def test_a_quantized_base_is_exported_and_saved_with_its_values(tmp_path, kind, more):
+    quantized.write(kind, tmp_path / "checkpoint")
+    with loaded(tmp_path / "checkpoint", tmp_path / "nvme", "memory.device=1MiB", *more) as model:
+        weights = weights_of(model)
+        infinity.export(model, tmp_path / "out")
+        infinity.save_checkpoint(model, None, tmp_path / "saved")
+        name, param = next((n, p) for n, p in model.named_parameters() if n.endswith("q_proj.weight"))
+        with infinity.gathered(param, modify=True):
+            param.mul_(2)
+        changed = weights_of(model)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), exported(weights))
+    saved = {key: torch.empty(value.shape) for key, value in weights.items()}
+    dcp.load(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert_same({key: value.bfloat16() for key, value in saved.items()}, weights)
+    assert torch.equal(changed.pop(name), 2 * weights.pop(name))
+    assert_same(changed, weights)
+
+
+def exported(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the second name of a tied weight."""
+    tied = "lm_head.weight"
+    tie = torch.equal(weights[tied], weights["model.embed_tokens.weight"])
+    return {key: value for key, value in weights.items() if not (tie and key == tied)}
 
 
 def test_weights_that_are_written_are_the_runs_own(tmp_path, checkpoint):
