@@ -145,7 +145,7 @@ def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runti
             opened.callback(os.close, files[-1].fd)
         first = storage.volume.add_sealed(files)
         opened.pop_all()  # the volume closes them
-    base = MappedBase(storage, first, [file.nbytes for file in files], loading, loading.whole_nbytes)
+    base = MappedBase(storage, first, [file.nbytes for file in files], loading)
     storage.before_close(base.close)
     tiers.base_files = {file.path.name: file.sample() for file in checkpoint.files}
     tiers.base, tiers.resident_nbytes = base, max(0, tiers.resident_nbytes - base.buffers_nbytes)
@@ -156,10 +156,13 @@ def _describe_base(base: MappedBase, path: Path, runtime: Runtime) -> list[str]:
     """Lines for people about what is read where it lies and what is not; closes a base that has no unit."""
     mapped, lines = base.mapped, []
     if mapped:
-        nbytes = sum(base.nbytes(unit, unit.shard_nbytes) for unit in mapped)
+        held = runtime.tiers.held
+        nbytes = sum(base.nbytes(unit, unit.shard_nbytes) for unit in mapped if unit.index not in held)
+        in_host = sum(each.lease.nbytes for each in held.values())
         lines.append(
-            f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass: keep {path} "
-            "as it is while runs use it"
+            f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass"
+            + (f"; {format_nbytes(in_host)} are in host memory, as they are stored" if held else "")
+            + f": keep {path} as it is while runs use it"
         )
     else:
         runtime.tiers.resident_nbytes += base.buffers_nbytes

@@ -8,6 +8,7 @@ whatever the model does. A model whose forward depends on values (experts in a P
 """
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,9 @@ from infinity.app.models.causal import CausalLoss
 from infinity.app.models.gpt import GPT
 from infinity.app.recipe import Recipe
 from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.load import CheckpointValues
 from infinity.checkpoint.model import build_model, is_ours, read_config
+from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, piece_nbytes, rounded
 from infinity.core.config import SettingError
@@ -47,13 +50,14 @@ from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.partition.unit import Segment, StoredForm, Unit, UnitIndex
 from infinity.planner.clock import StepSetup
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES
 from infinity.planner.prefetch_plan import Event
 from infinity.planner.simulator import play
-from infinity.planner.step import StepTrace, Stored, UnitShape, choose_homes
+from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape, choose_homes
+from infinity.shards.mapped import stored_step
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -188,13 +192,33 @@ class _NoMasters:
 
 
 class _NoValues:
-    """Values never come; see :class:`infinity.partition.init_context.LateValues`."""
+    """Values never come; see :class:`infinity.partition.init_context.LateValues`.
+
+    Attributes:
+        base: Says what a quantized checkpoint has for the model; None: it is another one.
+        sizes: Of its files (bytes).
+        stored: Units that travel in its form, by index, and what a rank reads of each.
+    """
+
+    def __init__(self) -> None:
+        self.base: CheckpointValues | None = None
+        self.sizes: Sequence[int] = ()
+        self.stored: dict[int, tuple[StoredForm, int]] = {}
 
     def counts(self, unit: Unit) -> bool:
         return False
 
     def fill(self, units: UnitIndex, masters: object) -> None:
-        pass
+        base, self.base = self.base, None
+        for unit in () if base is None else units:
+            assert base is not None
+            scratch_nbytes = 0 if base.why_not_mapped(unit) else base.scratch_nbytes(unit)
+            if scratch_nbytes:
+                step = stored_step(unit, base, 0, self.sizes)
+                shard_nbytes = step.shard_nbytes(unit.world_size)
+                nbytes = shard_nbytes * unit.world_size
+                form = StoredForm(nbytes, shard_nbytes, scratch_nbytes, lambda stored, flat: None)
+                self.stored[unit.index] = form, step.shard(unit.rank, unit.world_size).nbytes
 
 
 class _Model:
@@ -203,10 +227,12 @@ class _Model:
     Attributes:
         model: With adapters, if the recipe has them.
         notes: Lines for people about what is taken for granted.
+        values: Know what of the model travels in its stored form.
     """
 
     def __init__(self, recipe: Recipe, ranks: int, dtype: torch.dtype) -> None:
         self.notes: list[str] = []
+        self.values = _NoValues()
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.construction = Construction(
             lambda close: UnitBuilder(dtype, 0, ranks, close, recipe.partition.leaf, without_values=True),
@@ -219,7 +245,7 @@ class _Model:
                 with self.construction:
                     self.model: Any = GPT(recipe.model)
             else:
-                self.construction.late = _NoValues()
+                self.construction.late = self.values
                 with self.construction:
                     self.model = self._of_checkpoint(Path(recipe.model.path), recipe, dtype)
             if recipe.lora.rank is not None:
@@ -232,21 +258,36 @@ class _Model:
 
     def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
         overrides: dict[str, Any] = {}
-        tensors = _UNKNOWN_TENSORS
-        if not is_ours(path):
-            quantised = _quantisation(path)
-            if quantised is not None:
-                self.notes.append(
-                    f"the checkpoint is quantised ({quantised}): planned as if its weights were {dtype}"
-                )
-                overrides["quantization_config"] = None
+        quantised = None if is_ours(path) else _quantisation(path)
+        if quantised is not None:
+            overrides["quantization_config"] = None
         config = read_config(path, overrides)
-        if any(path.glob("*.safetensors")):
-            with Checkpoint(path) as stored:
-                tensors = len(stored)
-        else:
+        if not any(path.glob("*.safetensors")):
+            self._note_quantised(quantised, dtype)
             self.notes.append(f"{path} holds no weights: planned from its config.json")
-        return build_model(config, None, dtype, tensors)
+            return build_model(config, None, dtype, _UNKNOWN_TENSORS)
+        with Checkpoint(path) as stored:
+            model = build_model(config, None, dtype, len(stored))
+            if quantised is not None and recipe.lora.rank is not None and recipe.memory.nvme:
+                self._find_stored(model, stored, recipe, dtype)
+            else:
+                self._note_quantised(quantised, dtype)
+        return model
+
+    def _note_quantised(self, quantised: str | None, dtype: torch.dtype) -> None:
+        if quantised is not None:
+            self.notes.append(
+                f"the checkpoint is quantised ({quantised}): planned as if its weights were {dtype}"
+            )
+
+    def _find_stored(self, model: Any, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype) -> None:
+        """Note what a frozen base is made of, from the headers of its files."""
+        quantization = read_quantization(checkpoint.path)
+        assert quantization is not None
+        decode_checkpoint(checkpoint, quantization, dtype)
+        base = CheckpointValues(checkpoint, recipe.model.new, recipe.model.ignore)
+        base.prepare(model)
+        self.values.base, self.values.sizes = base, [os.fstat(f.fd).st_size for f in checkpoint.files]
 
     @contextmanager
     def faked(self) -> Iterator[Any]:
@@ -568,6 +609,9 @@ class _Planner:
 
     def _place_units(self) -> tuple[UnitShape, ...]:
         layout = self.storage.layout
+        stored = self.made.values.stored if self.recipe.memory.nvme else {}
+        for unit in self.made.units:
+            unit.stored = stored[unit.index][0] if unit.index in stored else None
         shapes = [
             UnitShape(
                 name=unit.name,
@@ -579,6 +623,9 @@ class _Planner:
                 host_gradient_nbytes=self.tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
+                stored=StoredShape(unit.stored.nbytes, unit.stored.shard_nbytes, stored[unit.index][1])
+                if unit.stored is not None
+                else None,
             )
             for unit in self.made.units
         ]
@@ -674,7 +721,7 @@ class _Planner:
 
     def _record(self, model: Any, plan: ActivationPlan) -> _Recorded:
         recipe, made = self.recipe, self.made
-        streaming = {unit.index: rounded(unit.nbytes) for unit, s in zip(made.units, self.units) if s.streams}
+        streaming = {unit.index: unit.gathered_nbytes for unit, s in zip(made.units, self.units) if s.streams}
         prefetcher = Prefetcher(_Mover(), streaming, self.budget.division.window)
         pins = BackwardPins(prefetcher)
         position = partial(_position, prefetcher)

@@ -88,7 +88,7 @@ class PlannedRun:
         total = 0
         for unit in units:
             if not unit.trainable:
-                total += unit.weight_nbytes * unit.on_nvme
+                total += unit.weight_nbytes * (unit.on_nvme and unit.stored is None)
             elif unit.on_nvme:
                 total += places * (unit.weight_nbytes + unit.state_nbytes)
             elif memory.versions == 2:

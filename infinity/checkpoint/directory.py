@@ -56,8 +56,8 @@ _PIECE_NUMEL = 2**18
 _SAMPLES, _SAMPLE_NBYTES = 64, 4096
 
 
-#: Puts the bytes of a file from an offset on into a contiguous tensor.
-Read: TypeAlias = Callable[["ReadableFile", int, Tensor], None]
+#: Gives bytes of a file, by offset and number, that are in memory: ``(n,)`` uint8, on any device.
+View: TypeAlias = Callable[["ReadableFile", int, int], Tensor]
 
 
 class ByteRange(NamedTuple):
@@ -312,30 +312,34 @@ class FileTensor:
     def __init__(self, file: ReadableFile, dtype: torch.dtype, shape: torch.Size, offset: int) -> None:
         self._file, self.dtype, self.shape, self.offset = file, dtype, shape, offset
 
-    @property
-    def grain(self) -> int:
-        """Elements that are decoded together: any by itself."""
-        return 1
-
-    def fill(self, start: int, out: Tensor, read: Read | None = None) -> None:
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         """See :class:`Stored`.
 
         Args:
-            read: Gives the bytes of :meth:`ranges`; None: they are read from the file.
+            view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the file.
         """
-        offset, read_part = self.offset + start * self.dtype.itemsize, read or ReadableFile.read
-        end = offset + len(out) * self.dtype.itemsize
+        if view is not None:
+            out.copy_(self.view(start, len(out), view))
+            return
+        offset = self.offset + start * self.dtype.itemsize
         if self.dtype == out.dtype:
-            read_part(self._file, offset, out)
+            self._file.read(offset, out)
         else:
             raw = torch.empty(min(len(out), _PIECE_NUMEL), dtype=self.dtype, device="cpu")
             for part in torch.split(out, _PIECE_NUMEL):
                 piece = raw[: len(part)]
-                read_part(self._file, offset, piece)
+                self._file.read(offset, piece)
                 part.copy_(piece)
                 offset += piece.nbytes
-        if read is None:
-            self._file.read_ahead(end)
+        self._file.read_ahead(self.offset + (start + len(out)) * self.dtype.itemsize)
+
+    def view(self, start: int, numel: int, view: View) -> Tensor:
+        """Elements from ``start`` on, ``(numel,)``, where ``view`` has their bytes."""
+        itemsize = self.dtype.itemsize
+        raw = view(self._file, self.offset + start * itemsize, numel * itemsize)
+        if raw.storage_offset() % itemsize:  # files of other writers may have any offset
+            raw = raw.clone()
+        return raw.view(self.dtype)
 
     def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
         """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""

@@ -13,8 +13,7 @@ asked for, so an element is read once, by the rank that keeps it, and host memor
 [Note: values that stay where they are]
 Weights that are not trained may be read from the files whenever they are used
 (:mod:`infinity.shards.mapped`): if all values of a unit lie in safetensors files, each once, as runs of
-elements. What transformers computes (a transposed matrix) is not like that, and what is decoded only as a
-whole would be read as a whole by every rank.
+elements. What transformers computes (a transposed matrix) is not like that.
 
 [Note: what the checkpoint lacks]
 Parameters that the checkpoint lacks are initialized by the model's own ``initialize_weights``, run over
@@ -33,15 +32,18 @@ import torch
 from torch import Tensor, nn
 
 from infinity.checkpoint.conversions import Part, Traced, is_transformers
-from infinity.checkpoint.directory import ByteRange, Checkpoint, FileTensor, ReadableFile, Stored
+from infinity.checkpoint.directory import Checkpoint, FileTensor, ReadableFile, Stored, View
 from infinity.checkpoint.quantized import Decoded
 from infinity.core.errors import CheckpointError, library_errors
-from infinity.core.extent import Piece, around
+from infinity.core.extent import BLOCK_NBYTES, Piece
+from infinity.optim.layout import StateLayout, store_master
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
 #: Called with the bytes of this rank that are done, and all of them.
 OnProgress = Callable[[int, int], object]
+#: Elements that are rounded at one time.
+_PIECE_NUMEL = 2**20
 
 
 # --- the plan: which stored tensors make which parameter, decided before any is read -----------------
@@ -213,8 +215,20 @@ class Converted:
 Values: TypeAlias = Traced | Converted
 
 
-def _blocks_nbytes(ranges: Iterable[ByteRange]) -> int:
-    return sum(around(Piece(0, each.offset, each.nbytes)).nbytes for each in ranges)
+def _make_part(part: Part[Stored], out: Tensor, view: View) -> None:
+    """Fill ``out`` with a part's values, rounded as an fp32 master is to the weights of a trained unit."""
+    source = part.source
+    assert isinstance(source, FileTensor | Decoded)
+    if source.dtype == out.dtype:
+        source.fill(part.offset, out, view)
+        return
+    layout, offset = StateLayout.of(out.dtype), part.offset
+    for piece in torch.split(out, _PIECE_NUMEL):
+        master = torch.empty(len(piece), dtype=torch.float32, device=out.device)
+        source.fill(offset, master, view)
+        exact = (torch.empty_like(master, dtype=field.dtype) for field in layout.fields[:1])
+        store_master(layout, master, piece, tuple(exact))
+        offset += len(piece)
 
 
 def _converted_dtype(source: Stored) -> torch.dtype:
@@ -399,21 +413,15 @@ class CheckpointValues:
                     return "its weights are pickled"
                 if isinstance(part.source, Decoded) and not part.source.in_files:
                     return "its weights are pickled"
-                if part.source.grain == part.source.shape.numel() > 1:
-                    return f"{s.name} can only be decoded as a whole"
         return ""
 
-    @property
-    def whole_nbytes(self) -> int:
-        """The most bytes of files, in whole blocks, that are decoded together."""
-        every = (values for given in self._values.values() for _, values in given)
-        sources = {p.source for values in every if isinstance(values, Traced) for p in values.parts}
-        quantized = [each for each in sources if isinstance(each, Decoded) and each.in_files]
-        partial = (each for each in quantized if each.grain < each.shape.numel())
-        return max((_blocks_nbytes(each.ranges(0, each.grain)) for each in partial), default=0)
+    def scratch_nbytes(self, unit: Unit) -> int:
+        """The most that :meth:`make` takes of an accelerator's memory; 0: nothing is quantized."""
+        sources = {part.source for _, part in self._parts(unit, 0, unit.numel)}
+        return max((each.scratch_nbytes for each in sources if isinstance(each, Decoded)), default=0)
 
     def sources(
-        self, unit: Unit, start: int, stop: int, most_nbytes: int
+        self, unit: Unit, start: int, stop: int, most_nbytes: int | None = None
     ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
         """Cut elements ``[start, stop)`` of the flat buffer into parts that can be made by themselves.
 
@@ -424,38 +432,31 @@ class CheckpointValues:
         for low, part in self._parts(unit, start, stop):
             source, at, end = part.source, part.offset, part.offset + part.numel
             assert isinstance(source, FileTensor | Decoded)
-            first = at // source.grain * source.grain
-            step = max(1, most_nbytes // sum(r.nbytes for r in source.ranges(first, source.grain)))
-            while step > 1 and _blocks_nbytes(source.ranges(first, step * source.grain)) > most_nbytes:
-                step = step * 3 // 4
+            step = part.numel
+            if most_nbytes is not None and isinstance(source, FileTensor):  # with the rest of its blocks
+                step = (most_nbytes - 2 * BLOCK_NBYTES) // source.dtype.itemsize
             while at < end:
-                until = min(end, (at // source.grain + step) * source.grain)
-                ranges = source.ranges(at, until - at)
-                pieces = tuple(Piece(numbers[r.file], r.offset, r.nbytes) for r in ranges)
+                until = min(end, at + step)
+                pieces = (Piece(numbers[r.file], r.offset, r.nbytes) for r in source.ranges(at, until - at))
                 at = until
-                yield low + at - part.offset, pieces
+                yield low + at - part.offset, tuple(pieces)
 
-    def exact_dtype(self, unit: Unit) -> torch.dtype:
-        """The unit's own dtype if its values are exact in it, else fp32."""
-        return unit.dtype if self._stored_dtypes(unit) <= {unit.dtype} else torch.float32
-
-    def make(self, unit: Unit, start: int, out: Tensor, read: Callable[[int, int, Tensor], None]) -> None:
-        """Put elements from ``start`` on of the flat buffer into ``out``; any thread.
+    def make(self, unit: Unit, start: int, out: Tensor, view: Callable[[int, int, int], Tensor]) -> None:
+        """Put elements from ``start`` on of the flat buffer into ``out``; any thread and device.
 
         Args:
-            read: Gives the bytes of :meth:`sources`: by the file's number, and the offset.
+            view: Gives the bytes of :meth:`sources` on that device: by the file's number, offset and number.
         """
         numbers = self._file_numbers()
 
-        def read_file(file: ReadableFile, offset: int, values: Tensor) -> None:
-            read(numbers[file], offset, values)
+        def view_file(file: ReadableFile, offset: int, nbytes: int) -> Tensor:
+            return view(numbers[file], offset, nbytes)
 
         done = 0
         for low, part in self._parts(unit, start, start + len(out)):
-            assert isinstance(part.source, FileTensor | Decoded)
             out[done : low - start].zero_()  # padding
             done = low - start + part.numel
-            part.source.fill(part.offset, out[low - start : done], read_file)
+            _make_part(part, out[low - start : done], view_file)
         out[done:].zero_()
 
     def _file_numbers(self) -> dict[ReadableFile, int]:

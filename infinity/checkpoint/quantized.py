@@ -29,15 +29,18 @@ from infinity.checkpoint.directory import (
     ByteRange,
     Checkpoint,
     FileTensor,
-    Read,
     Stored,
+    View,
     read_json_object,
 )
 from infinity.core.errors import CheckpointError
 from infinity.device import codecs
 
-#: Elements that are decoded at one time, where a format's rows can be decoded by themselves.
-_PIECE_NUMEL = 2**18
+#: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches
+#: of a CPU hold, and what keeps an accelerator busy.
+_PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
+#: The most that decoding takes beside its result: for tables, and for each of these elements (bytes).
+_TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 
 #: Says which elements of which stored tensors make slabs ``[first, last)``: tensor, start, stop.
 Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
@@ -164,25 +167,22 @@ class Decoded:
         self.shape, self.dtype = torch.Size(shape), dtype
         self._slab_numel, self._needs, self._decode, self._kept = slab_numel, needs, decode, kept
 
-    @property
-    def grain(self) -> int:
-        """Elements that are decoded together."""
-        return self._slab_numel
-
-    def fill(self, start: int, out: Tensor, read: Read | None = None) -> None:
+    def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         """See :class:`infinity.checkpoint.directory.Stored`.
 
         Args:
-            read: Gives the bytes of :meth:`ranges`; None: they are read from the files.
+            view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
         """
         size, stop = self._slab_numel, start + len(out)
-        at_once = max(1, _PIECE_NUMEL // size)
+        at_once = max(1, (_PIECE_NUMEL if out.is_cpu else _DEVICE_PIECE_NUMEL) // size)
         for first in range(start // size, -(-stop // size), at_once):
             last = min(first + at_once, -(-stop // size))
             low, high = max(start, first * size), min(stop, last * size)
-            slabs = self._slabs(first, last) if read is None else self._read_slabs(first, last, read)
+            slabs = self._slabs(first, last) if view is None else self._view_slabs(first, last, view)
             values = slabs[low - first * size : high - first * size]
-            out[low - start : high - start].copy_(values.to(self.dtype))
+            if out.dtype != self.dtype:
+                values = values.to(self.dtype)
+            out[low - start : high - start].copy_(values)
 
     def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
         """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""
@@ -197,6 +197,12 @@ class Decoded:
         """Whether everything that it is decoded from lies in files as it is."""
         return all(isinstance(tensor, FileTensor) for tensor, _, _ in self._needs(0, 1))
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """The most that :meth:`fill` takes of an accelerator's memory beside what it is given."""
+        numel = min(self.shape.numel(), max(self._slab_numel, _DEVICE_PIECE_NUMEL))
+        return _TABLES_NBYTES + _SCRATCH_ITEMSIZE * numel
+
     def _slabs(self, first: int, last: int) -> Tensor:
         if last - first > 1:
             return self._read_slabs(first, last)
@@ -205,14 +211,18 @@ class Decoded:
             self._kept[self, first] = self._read_slabs(first, last)
         return self._kept[self, first]
 
-    def _read_slabs(self, first: int, last: int, read: Read | None = None) -> Tensor:
+    def _read_slabs(self, first: int, last: int) -> Tensor:
         needed = []
         for tensor, start, stop in self._needs(first, last):
             needed.append(torch.empty(stop - start, dtype=tensor.dtype, device="cpu"))
-            if read is not None and isinstance(tensor, FileTensor):
-                tensor.fill(start, needed[-1], read)
-            else:
-                tensor.fill(start, needed[-1])
+            tensor.fill(start, needed[-1])
+        return self._decode(first, last, needed).reshape(-1)
+
+    def _view_slabs(self, first: int, last: int, view: View) -> Tensor:
+        needed = []
+        for tensor, start, stop in self._needs(first, last):
+            assert isinstance(tensor, FileTensor)
+            needed.append(tensor.view(start, stop - start, view))
         return self._decode(first, last, needed).reshape(-1)
 
 
@@ -423,6 +433,10 @@ def _gptq(group: _Group) -> Decoded:
             f"{tuple(zeros.shape)}, of g_idx {tuple(order.shape)}"
         )
 
+    numbers = torch.empty(columns, dtype=order.dtype, device="cpu")
+    order.fill(0, numbers)  # here, since an accelerator that decodes would not say what is wrong
+    if bool(((numbers < 0) | (numbers >= scales.shape[0])).any()):
+        raise ValueError(f"{group.used[-1]} names groups that {group.used[-2]} does not have")
     parts = packed, zeros, scales, order
 
     def needs(first: int, last: int) -> Sequence[tuple[Stored, int, int]]:
@@ -432,8 +446,6 @@ def _gptq(group: _Group) -> Decoded:
         words, points, factors, groups = (
             values.view(part.shape) for values, part in zip(needed, parts, strict=True)
         )
-        if bool(((groups < 0) | (groups >= len(factors))).any()):
-            raise CheckpointError(f"{group.used[-1]} names groups that {group.used[-2]} does not have")
         less_one = group.quantization.zeros_less_one
         return codecs.decode_gptq(words, points, factors, groups, bits, zeros_less_one=less_one)
 

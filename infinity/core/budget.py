@@ -47,6 +47,12 @@ class UnitSizes:
     waits_in_host: bool = False  # its gradient, in host memory, for ``step``
     parameter: str = ""  # the largest
     parameter_nbytes: int = 0
+    stored: int = 0  # what the flat buffer is decoded from
+
+    @property
+    def gathered(self) -> int:
+        """What a pool takes for its full values and what they are decoded from."""
+        return rounded(self.full) + rounded(self.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,7 @@ def divide_host(
 
 def divide_device(
     total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
-    together: Sequence[Sequence[int]] = (), in_host: bool = False, updates: int = 0,
+    together: Sequence[Sequence[int]] = (), in_host: bool = False, updates: int = 0, decoding: int = 0,
 ) -> DeviceBudget:  # fmt: skip
     """Divide ``memory.device``, or choose it when it is None.
 
@@ -193,6 +199,7 @@ def divide_device(
         together: Positions of units that are gathered as one.
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
         updates: What updates on an accelerator take.
+        decoding: What decoding stored weights on an accelerator takes.
 
     Raises:
         BudgetError: Too small; says what is needed and why.
@@ -204,16 +211,16 @@ def divide_device(
     # beside held gradients: a full gradient, the reduction's second buffer, one update's weights
     leaf = max((rounded_sum(units[i].full for i in group) for group in together), default=0)
     working = max(largest * (2 if world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
-    window_least = max(
-        2 * max((rounded(u.full) for u in streaming), default=0), leaf + largest if leaf else 0
-    )
-    needed = grad + working + window_least + updates
+    flight = max((u.gathered for u in streaming), default=0)
+    leaf_flight = max((sum(units[i].gathered for i in group) for group in together), default=0)
+    window_least = max(2 * flight, leaf_flight + max(flight, largest) if leaf else 0)
+    needed = grad + working + window_least + updates + decoding
     backlog_all = rounded_sum(
         u.shard_weight + (0 if u.waits else u.shard_grad)
         for u in streaming
         if u.on_nvme and u.trainable and not in_host
     )
-    window_all = rounded_sum(u.full for u in streaming)
+    window_all = sum(u.gathered for u in streaming)
     wish = needed + backlog_all + min(window_all, 4 * window_least)
     if total is None:
         total = max(needed, min(wish, ceiling))
@@ -226,6 +233,7 @@ def divide_device(
             f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
             f"for {'units that are gathered as one' if leaf else 'two units in flight'}"
             + (f", {format_nbytes(updates)} for updates (memory.updates=host: none)" if updates else "")
+            + (f", {format_nbytes(decoding)} for decoding quantized weights" if decoding else "")
             + ". Raise memory.device"
             + _way_out(waits, early, in_host)
             + _indivisible(biggest)

@@ -39,9 +39,11 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
         block: Rows and columns of a block; see [Note: blocks at the edge].
     """
     (count, width), scales = values.shape, _as_float(scales)
-    codes = torch.arange(256, dtype=torch.uint8, device=values.device).view(values.dtype)
-    # A table is several times as fast as torch's conversion on a CPU.
-    out = codes.float().index_select(0, values.view(torch.uint8).flatten().int()).view(count, width)
+    if values.is_cpu:  # a table is several times as fast as torch's conversion
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(values.dtype).float()
+        out = codes.index_select(0, values.view(torch.uint8).flatten().int()).view(count, width)
+    else:
+        out = values.float()
     of_rows = scales[torch.arange(first_row, first_row + count, device=values.device) // block[0]]
     if width == of_rows.shape[1] * block[1]:
         out.view(count, -1, block[1]).mul_(of_rows.unsqueeze(-1))
@@ -73,8 +75,8 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
 
 def _pairs(packed: Tensor, of_nibbles: Tensor) -> Tensor:
     """The values of both halves of each byte, the lower first: the last dimension is twice as long."""
-    codes = torch.arange(256, device=packed.device)
-    table = torch.stack((of_nibbles[codes & 15], of_nibbles[codes >> 4]), dim=-1)
+    low, high = of_nibbles.expand(16, 16), of_nibbles.unsqueeze(1).expand(16, 16)
+    table = torch.stack((low, high), dim=-1)
     both = table.view(torch.int32 if table.itemsize == 2 else torch.int64).flatten()
     out = both.index_select(0, packed.flatten().int()).view(of_nibbles.dtype)
     return out.view(*packed.shape[:-1], -1)
@@ -105,9 +107,9 @@ def unpack_zeros(packed: Tensor, bits: int) -> Tensor:
     """The zero points of compressed-tensors, which are packed down a column, ``(words, groups)`` int32.
 
     Returns:
-        ``(rows, groups)``, with rows up to the end of the last word.
+        ``(rows, groups)``, with rows up to the end of the last word; int16.
     """
-    return _unpack(packed.T, bits).T - (1 << bits - 1)
+    return _unpack(packed.T, bits, torch.int16).T - (1 << bits - 1)
 
 
 def decode_gptq(
@@ -125,13 +127,17 @@ def decode_gptq(
     """
     if zeros_less_one:
         zeros = zeros + (_ONE_IN_EACH_NIBBLE if bits == 4 else _ONE_IN_EACH_NIBBLE & 0x01010101)
-    centres = _unpack(zeros, bits)[:, : scales.shape[1]]
-    values = _unpack(packed.T, bits).T[: len(groups)]
     groups = groups.long()
-    return (scales[groups] * (values - centres[groups])).T.contiguous()
+    values = _unpack(packed.T, bits, scales.dtype)[:, : len(groups)].contiguous()
+    centres = _unpack(zeros, bits, scales.dtype)[:, : scales.shape[1]]
+    values -= centres.T.index_select(1, groups)  # small whole numbers, exact in every dtype
+    return values.mul_(scales.T.index_select(1, groups))
 
 
-def _unpack(words: Tensor, bits: int) -> Tensor:
+def _unpack(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The unsigned values in ``words``, ``(rows, n)`` int32: ``(rows, n * 32 / bits)``."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+    # not contiguous(): that leaves strides of transposed words as they are where a row has one
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if bits == 4:
+        return _pairs(octets, torch.arange(16, device=words.device).to(dtype))
+    return octets.to(dtype)

@@ -68,7 +68,13 @@ class UnitBudget:
     @property
     def pool_nbytes(self) -> int:
         """Bytes that gradients, updates and gathered units have together."""
-        return self.division.total - self._updates_nbytes
+        return self.division.total - self._updates_nbytes - self._decoding_nbytes
+
+    @property
+    def _decoding_nbytes(self) -> int:
+        """Bytes that decoding takes of an accelerator's memory, beside pools."""
+        scratch = (unit.stored.scratch_nbytes for unit in self._units if unit.stored is not None)
+        return max(scratch, default=0) if self._ranks.on_accelerator else 0
 
     @property
     def hold_weights(self) -> bool:
@@ -111,7 +117,7 @@ class UnitBudget:
         """
         division, weights, largest = self.division, 0, 0
         for block in blocks:
-            sizes = [budget.rounded(self._units[i].nbytes) for i in block if self._streams(self._units[i])]
+            sizes = [self._units[i].gathered_nbytes for i in block if self._tiers.streams(self._units[i])]
             weights, largest = max(weights, sum(sizes)), max(largest, *sizes, 0)
         # A block's gradients come together, after its last micro-batch. Of gradients that come one by one,
         # or wait as shards only, the budget has room for one unit's.
@@ -134,9 +140,6 @@ class UnitBudget:
         """Indices of units with a trainable parameter."""
         return frozenset(unit.index for unit in self._units if unit.trainable)
 
-    def _streams(self, unit: Unit) -> bool:
-        return unit.home is Tier.NVME or not self._ranks.alone_on_cpu
-
     def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
         sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in self._units]
         host = self._divide_host(sizes, trained) if self._ranks.on_accelerator else None
@@ -145,6 +148,7 @@ class UnitBudget:
             early=self._early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
             in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
+            decoding=self._decoding_nbytes,
         )  # fmt: skip
         if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(
@@ -160,7 +164,7 @@ class UnitBudget:
         residents = sum(
             tiers.resident_nbytes_of(unit, moments=unit.index in aside | trained)
             for unit in self._units
-            if unit.home is Tier.HOST
+            if unit.home is Tier.HOST or unit.index in tiers.held
         )
         chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
         return budget.divide_host(
@@ -168,21 +172,22 @@ class UnitBudget:
         )
 
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
-        alone, on_nvme = self._ranks.world_size == 1, unit.home is Tier.NVME
+        on_nvme, stored = unit.home is Tier.NVME, unit.stored
         until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
         largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
             shard_grad=self._tiers.gradient_nbytes(unit),
-            shard_weight=unit.nbytes if alone else unit.shard_nbytes,
-            streams=self._streams(unit),
+            shard_weight=unit.shard_nbytes if stored is None else stored.shard_nbytes,
+            streams=self._tiers.streams(unit),
             on_nvme=on_nvme,
             trainable=trainable,
             waits=trainable and (accumulates or (until_step and not in_host)),
             waits_in_host=trainable and until_step and in_host,
             parameter=largest[1],
             parameter_nbytes=largest[0] * unit.dtype.itemsize,
+            stored=0 if stored is None else stored.nbytes,
         )
 
 

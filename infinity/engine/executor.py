@@ -103,9 +103,9 @@ class StepExecutor:
             )
             self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
-            streaming = [u for u in units if u.home is Tier.NVME or not ranks.alone_on_cpu]
+            streaming = [unit for unit in units if tiers.streams(unit)]
             self.prefetcher = Prefetcher(
-                self.mover, {u.index: budget.rounded(u.nbytes) for u in streaming},
+                self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},
                 self.budget.division.window, self._can_stay(), order,
             )  # fmt: skip
             pins = BackwardPins(self.prefetcher)
@@ -160,6 +160,7 @@ class StepExecutor:
     def _divide_again(self, *, accumulates: bool) -> None:
         """Make room for gradients that did not wait until now."""
         if self.budget.divide_again(accumulates=accumulates):
+            self.prefetcher.forget()  # units that travel in a stored form will not do so any more
             self.tiers.settle(self.units)  # units that were thawed get their moments
             self._apply_division()
 

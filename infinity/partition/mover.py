@@ -9,6 +9,12 @@ of its own, so that fetch, upload and gather of different units overlap each oth
 waits for the disk; the accelerator it tells what to wait for (see :mod:`infinity.device.memory`), so
 a unit counts as here when its copies are on the way.
 
+[Note: decoded after the gather]
+A frozen unit whose weights are stored in another form (see :mod:`infinity.partition.unit`) is moved in that
+form: memory for its stored bytes is leased beside the full buffer, they are fetched, uploaded and gathered as
+above, and a thread decodes them on the device, on an accelerator on a stream of its own. Then they are given
+back. What the stream still does with both buffers is in their leases.
+
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
 this rank's new weights into their slice of it (on an accelerator: into a copy of the slice in pinned
@@ -43,7 +49,8 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
-from infinity.partition.unit import Unit
+from infinity.optim.threads import background_threads
+from infinity.partition.unit import StoredForm, Unit
 
 _CPU = torch.device("cpu")
 #: Starts to read a shard's bytes, from the given one on, into memory.
@@ -142,6 +149,9 @@ S = UnitState
 P = ParamSpec("P")
 R = TypeVar("R")
 
+#: Units that are decoded on a CPU at one time, at most.
+_MOST_DECODED = 4
+
 
 class Shards(Protocol):
     """The source of a unit's shards."""
@@ -150,12 +160,13 @@ class Shards(Protocol):
         """Start reading the shard's newest committed weights; waits for its own update first.
 
         Args:
+            memory: For weights, or for their stored form if the unit has one.
             start: The first byte of the shard that is read; whole blocks.
         """
         ...
 
     def resident(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard of a unit whose home is host memory; None for others."""
+        """Return what holds the shard (or its stored form) of a unit whose home is host memory; else None."""
         ...
 
     def fetch_waits_for(self, unit: Unit) -> str:
@@ -232,41 +243,73 @@ class UnitMover:
         self._staying: dict[int, Staying] = {}
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
+        device, decoders = _CPU, min(_MOST_DECODED, background_threads())
         if staging is not None:
-            self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (staging.device,))
-            self._leaving = new_stream(staging.device)
+            device, decoders = staging.device, 1
+            self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
+            self._leaving = new_stream(device)
+        self._decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, (device,))
 
     @_never_inference
     def start(self, index: int) -> None:
         unit = self.units[index]
         staying = self._staying.pop(index, None)
         lease = unit.lease = staying.full if staying else self.pool.lease(unit.nbytes, who=unit.name)
-        ready = self._go_on(unit, staying) if staying else self._bring(unit, lease)
+        if staying is not None:
+            arriving = self._gather(unit, lease, self._go_on(unit, staying))
+        elif unit.stored is None:
+            arriving = self._gather(unit, lease, self._bring(unit, lease, unit.shard_nbytes))
+        else:
+            arriving = self._start_stored(unit, unit.stored, lease)
+        self._arriving[index] = arriving
+
+    def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
+        """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
         if self._uploads is not None:
             ready = self._uploads.submit(ready).result
         if self.collectives is None:
-            self._arriving[index] = ready
-            return
+            return ready
 
         def bring() -> Tensor:
             ready()
-            full: Tensor = lease.tensor.view(unit.dtype)
+            full: Tensor = lease.tensor
             return full
 
-        self._arriving[index] = self.collectives.gather(index, unit.name, bring).wait
+        return self.collectives.gather(unit.index, unit.name, bring).wait
 
-    def _bring(self, unit: Unit, lease: Lease) -> Callable[[], object]:
-        """Start to bring this rank's shard into its slice of the full buffer; what is returned ends it."""
+    def _start_stored(self, unit: Unit, form: StoredForm, full: Lease) -> Callable[[], object]:
+        """Bring the stored form, and decode it: see [Note: decoded after the gather]."""
+        held = self.shards.resident(unit)
+        if held is not None and self.staging is None and self.collectives is None:
+            unit.lifecycle.move(S.UPLOADING)
+            return self._decoding.submit(form.decode, held.tensor, full.tensor.view(unit.dtype)).result
+        stored = self.pool.lease(form.nbytes, who=f"stored form of {unit.name}")
+        ready = self._gather(unit, stored, self._bring(unit, stored, form.shard_nbytes))
+        return self._decoding.submit(self._decode, unit, form, ready, stored, full).result
+
+    def _decode(
+        self, unit: Unit, form: StoredForm, ready: Callable[[], object], stored: Lease, full: Lease
+    ) -> None:
+        with contextlib.ExitStack() as held:
+            if self.collectives is None:  # else one that has failed may still write there, and the run ends
+                held.callback(stored.release)
+            ready()
+            form.decode(stored.tensor, full.tensor.view(unit.dtype))
+            full.record_use()
+            held.callback(stored.release)
+
+    def _bring(self, unit: Unit, lease: Lease, nbytes: int) -> Callable[[], object]:
+        """Start to bring this rank's shard into its slice of ``lease``; what is returned ends it."""
+        begin = unit.rank * nbytes
         resident = self.shards.resident(unit)
         if resident is not None:
             unit.lifecycle.move(S.UPLOADING)
             updated = self.shards.updated_in_place(unit)
-            return lambda: self._upload(updated, unit, resident, lease)
+            return lambda: self._upload(updated, resident, lease, begin)
         unit.lifecycle.move(S.FETCHING)
         if self.staging is None:
-            begin = unit.rank * unit.shard_nbytes
-            return self.shards.fetch(unit, lease.memory[begin : begin + unit.shard_nbytes]).wait
-        return self._stage(self.staging, unit, lease)
+            return self.shards.fetch(unit, lease.memory[begin : begin + nbytes]).wait
+        return self._stage(self.staging, unit, lease, begin, nbytes)
 
     def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
         """After the update of a unit that stayed; what is returned brings the new weights to their slice."""
@@ -277,20 +320,21 @@ class UnitMover:
             return updated
 
         def ready() -> None:
-            self._upload(updated, unit, shard, staying.full)
+            self._upload(updated, shard, staying.full, unit.rank * unit.shard_nbytes)
             shard.release()
 
         return ready
 
-    def _stage(self, staging: Staging, unit: Unit, lease: Lease) -> Callable[[], None]:
+    def _stage(
+        self, staging: Staging, unit: Unit, lease: Lease, begin: int, nbytes: int
+    ) -> Callable[[], None]:
         """Through pinned memory: read now if there is room, else when it is this unit's turn."""
 
         def upload(piece: Tensor, start: int) -> None:
-            own = unit.shard_of(lease.tensor.view(unit.dtype)).view(torch.uint8)
-            own.narrow(0, start, len(piece)).copy_(piece, non_blocking=True)
+            lease.tensor.narrow(0, begin + start, len(piece)).copy_(piece, non_blocking=True)
 
         fetch = functools.partial(self.shards.fetch, unit)
-        bring = staging.bring(unit.shard_nbytes, unit.name, fetch, upload)
+        bring = staging.bring(nbytes, unit.name, fetch, upload)
 
         def ready() -> None:
             bring()
@@ -298,11 +342,10 @@ class UnitMover:
 
         return ready
 
-    def _upload(self, updated: Callable[[], object], unit: Unit, shard: Lease, lease: Lease) -> None:
-        """Copy this rank's shard into its slice of the full buffer, as soon as it is ``updated``."""
+    def _upload(self, updated: Callable[[], object], shard: Lease, lease: Lease, begin: int) -> None:
+        """Copy this rank's shard into its slice of a buffer, as soon as it is ``updated``."""
         updated()
-        own = unit.shard_of(lease.tensor.view(unit.dtype))
-        own.copy_(shard.tensor.view(unit.dtype), non_blocking=True)
+        lease.tensor.narrow(0, begin, shard.nbytes).copy_(shard.tensor, non_blocking=True)
         shard.record_use()
         lease.record_use()
 
@@ -388,6 +431,7 @@ class UnitMover:
         return lease
 
     def close(self) -> None:
-        """End the upload thread."""
+        """End the threads."""
+        self._decoding.shutdown()
         if self._uploads is not None:
             self._uploads.shutdown()

@@ -11,17 +11,23 @@ begins on a block of 4,096 bytes, whatever its dtype. Rank r owns slice r. The a
 A released parameter keeps its shape, dtype and device: its data is one NaN expanded to the shape
 (stride 0). ``p.shape`` is always true, reading by mistake gives NaN, and writing by mistake
 raises, because the elements share one place in memory.
+
+[Note: stored form]
+The weights of a frozen unit may travel as they are stored (quantized, say), and be decoded where they are
+used. Rank r's shard is then slice r of the stored bytes, whatever values they stand for, and what is gathered
+from all ranks is decoded into the flat buffer.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 
+from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
 from infinity.core.transfer import Lease
@@ -57,6 +63,23 @@ class Segment:
         return self.offset + self.numel
 
 
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """The stored bytes of a unit, all ranks' shards of equal size: see [Note: stored form].
+
+    Attributes:
+        nbytes: Of all shards.
+        shard_nbytes: Of one; whole blocks.
+        scratch_nbytes: The most that decoding takes of an accelerator's memory, beside both buffers.
+        decode: Decodes gathered bytes, ``(nbytes,)`` uint8, into a flat buffer on their device, ``(numel,)``.
+    """
+
+    nbytes: int
+    shard_nbytes: int
+    scratch_nbytes: int
+    decode: Callable[[Tensor, Tensor], None]
+
+
 class Unit:
     """The layout of a unit on every rank, and where its weights are on this one.
 
@@ -67,6 +90,7 @@ class Unit:
         segments: Parameters in the order of the flat buffer.
         numel: Elements of the flat buffer, padding included.
         home: The tier where the shard lives between uses.
+        stored: The form in which shards travel; None: the compute dtype.
         version: Which of the two places on NVMe is the committed one.
         updates: How many committed updates the weights carry; a handle packed under another
             count is stale.
@@ -83,6 +107,7 @@ class Unit:
         quantum = SHARD_QUANTUM * world_size
         self.numel = max(1, math.ceil(used / quantum)) * quantum
         self.home = Tier.NVME
+        self.stored: StoredForm | None = None
         self.lifecycle: Lifecycle[UnitState] = Lifecycle(f"unit {index}", UnitState.ON_NVME)
         self.version = 0
         self.updates = 0
@@ -118,6 +143,12 @@ class Unit:
     @property
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes that a pool takes for the flat buffer, and for what it is decoded from."""
+        stored = 0 if self.stored is None else rounded(self.stored.nbytes)
+        return rounded(self.nbytes) + stored
 
     @property
     def trainable(self) -> list[Segment]:

@@ -170,7 +170,7 @@ class _Script:
 
 def plan_of(events: Sequence[Event], setup: StepSetup) -> Plan:
     """The plan that the runtime's prefetcher makes from a step's events."""
-    nbytes = {index: rounded(unit.nbytes) for index, unit in enumerate(setup.units) if unit.streams}
+    nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(setup.units) if unit.streams}
     most = setup.piece_nbytes
     can_stay = {
         index
@@ -333,7 +333,8 @@ class _Clock:
         if self.setup.ranks == 1:
             then()
             return
-        nbytes = self.units[unit].nbytes
+        shape = self.units[unit]
+        nbytes = shape.nbytes if shape.stored is None else shape.stored.nbytes
         self.nbytes[LINKS] += nbytes
         self.links.submit(nbytes / self.setup.rates.gather_bytes_per_s + COLLECTIVE_S, then)
 
@@ -343,17 +344,23 @@ class _Clock:
         """Begin to bring a unit's full values."""
         shape = self.units[unit]
         stayed = unit in self._staying
+        stored_nbytes = 0 if shape.stored is None else shape.stored.nbytes
         if not stayed:
             self._lease(shape.nbytes)
+            self._lease(stored_nbytes)
         self._staying.discard(unit)
         self._ready[unit] = False
 
+        def gathered() -> None:
+            self._give_back(stored_nbytes)  # decoding takes no time of its own: memory's, beside compute
+            self._ready[unit] = True
+
         def arrived() -> None:
-            self._gather(unit, lambda: self._ready.__setitem__(unit, True))
+            self._gather(unit, gathered)
 
         def upload() -> None:
             if self.setup.on_accelerator:
-                self._move(Channel.HOST_TO_DEVICE, shape.weight_nbytes, arrived)
+                self._move(Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
             else:
                 arrived()
 
@@ -366,9 +373,9 @@ class _Clock:
         elif not shape.on_nvme:
             upload()
         elif update is not None and update.unwritten and unit not in self._next:
-            update.landed.append(lambda: self._move(Channel.NVME_READ, shape.weight_nbytes, upload))
+            update.landed.append(lambda: self._move(Channel.NVME_READ, shape.read_nbytes, upload))
         else:
-            self._move(Channel.NVME_READ, shape.weight_nbytes, upload)
+            self._move(Channel.NVME_READ, shape.read_nbytes, upload)
 
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:

@@ -18,6 +18,20 @@ from infinity.planner.prefetch_plan import Event, Kind
 
 
 @dataclass(frozen=True, slots=True)
+class StoredShape:
+    """Sizes of a frozen unit that travels as it lies in a checkpoint, and is decoded after the gather.
+
+    Attributes:
+        nbytes: Of all ranks' shards.
+        shard_nbytes: Of one; of which ``read_nbytes`` are read from drives.
+    """
+
+    nbytes: int
+    shard_nbytes: int
+    read_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class UnitShape:
     """Sizes of a unit on one rank.
 
@@ -29,6 +43,7 @@ class UnitShape:
         on_nvme: Its home; else host memory.
         streams: Its full values come and go.
         host_gradient_nbytes: Beside an accelerator, of its gradient, which waits in host memory.
+        stored: The form in which it travels; None: the compute dtype.
     """
 
     name: str
@@ -42,11 +57,29 @@ class UnitShape:
     on_nvme: bool = True
     streams: bool = True
     host_gradient_nbytes: int = 0
+    stored: StoredShape | None = None
+
+    @property
+    def read_nbytes(self) -> int:
+        """What a fetch reads from drives."""
+        return self.weight_nbytes if self.stored is None else self.stored.read_nbytes
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Of the shard as it is uploaded and gathered."""
+        return self.weight_nbytes if self.stored is None else self.stored.shard_nbytes
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Device memory of the full buffer, and of what it is decoded from."""
+        return rounded(self.nbytes) + (0 if self.stored is None else rounded(self.stored.nbytes))
 
     @property
     def resident_nbytes(self) -> int:
         """Host memory that the shard takes with all that training needs of it."""
         kept = rounded(self.weight_nbytes) + rounded(self.state_nbytes - self.moments_nbytes)
+        if self.stored is not None:
+            kept = rounded(self.stored.shard_nbytes)
         return kept + (self.trained_nbytes if self.trainable else 0)
 
     @property
@@ -86,7 +119,11 @@ def choose_homes(
             used += nbytes
             resident.add(index)
     return tuple(
-        replace(unit, on_nvme=index not in resident, streams=index not in resident or not alone_on_cpu)
+        replace(
+            unit,
+            on_nvme=index not in resident,
+            streams=index not in resident or not alone_on_cpu or unit.stored is not None,
+        )
         for index, unit in enumerate(units)
     )
 

@@ -8,6 +8,9 @@ While a model is built it is unknown what will be trained. So a unit then has it
 them exact, and in the host budget the room for its moments is only set aside. When an optimizer is made,
 :meth:`Tiers.settle` gives trainable units the rest, and what was set aside for frozen ones to units that
 would live on NVMe. A unit that is thawed later gets its moments then.
+
+A quantized unit of a frozen base is in host memory in its stored form, a quarter to a half of its weights.
+Its exact values are those of the checkpoint's files.
 """
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +66,18 @@ class Resident:
         return self.leases[0].nbytes + sum(values.nbytes for values in self.state)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The stored form of a shard in host memory.
+
+    Attributes:
+        set_aside: The host budget has room for what its training takes.
+    """
+
+    lease: Lease
+    set_aside: bool
+
+
 class Tiers:
     """The homes of all units of this rank.
 
@@ -79,6 +94,8 @@ class Tiers:
         from_base: Indices of units that were loaded so: their values can be had again.
         base_files: Digests of a sample of each of its files, by name.
         mapped: The base of each unit that is read where it lies, by the unit's index.
+        held: Of those, the stored form of units in host memory. A unit that gets a home of its own leaves it
+            there: a copy of it may be on its way.
         pending: The states of an interrupted run are still to be put into their places. Until then units
             on NVMe have none, and what is stored in a unit is forgotten.
         before_write: Called before committed values are written in place.
@@ -99,6 +116,7 @@ class Tiers:
         self.from_base: set[int] = set()
         self.base_files: Mapping[str, str] = {}
         self.mapped: dict[int, MappedBase] = {}
+        self.held: dict[int, Held] = {}
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
         self.before_write: Callable[[], object] = lambda: None
@@ -114,7 +132,10 @@ class Tiers:
             DiskError: The file system is full.
         """
         nbytes = self._nbytes(unit)
-        if self._used_nbytes + nbytes <= self.resident_nbytes:
+        if self.base is not None and self.base.map(unit, quantized=True):
+            self.mapped[unit.index] = self.base
+            self._hold(unit, set_aside=True)
+        elif self._used_nbytes + nbytes <= self.resident_nbytes:
             self._used_nbytes += nbytes
             self._make_resident(unit, set_aside=True)
         elif self.store is not None:
@@ -131,6 +152,10 @@ class Tiers:
                 f"{format_nbytes(self._used_nbytes)} are taken by the units before it. Raise memory.host, "
                 "or give memory.nvme one or more directories"
             )
+
+    def streams(self, unit: Unit) -> bool:
+        """Whether full values of the unit come and go; else its home is its flat buffer."""
+        return unit.home is Tier.NVME or unit.stored is not None or not self._ranks.alone_on_cpu
 
     def settle(self, units: Iterable[Unit], *, movable: bool = False) -> None:
         """Give units the room that is right for what is trained now: see [Note: frozen units].
@@ -151,14 +176,63 @@ class Tiers:
                 if resident is not None and resident.set_aside and not unit.trainable:
                     self.residents[unit.index] = replace(resident, set_aside=False)
                     self._used_nbytes -= self._trained_nbytes(unit)
+                self._settle_held(unit)
             for unit in sorted(units, key=lambda unit: not unit.trainable):
                 self._promote_to_host(unit)
         for unit in units:
             if unit.trainable:
                 self._give_moments(unit)
 
+    def _hold(self, unit: Unit, *, set_aside: bool) -> None:
+        """Read the stored form of a quantized unit into host memory if it fits."""
+        assert unit.stored is not None
+        nbytes = rounded(unit.stored.shard_nbytes)
+        aside = self._trained_nbytes(unit) if set_aside else 0
+        if self._used_nbytes + nbytes + aside > self.resident_nbytes:
+            return
+        lease = self.pool.lease(unit.stored.shard_nbytes, who=unit.name)
+        try:
+            self.mapped[unit.index].fetch(unit, lease.memory, 0).wait()
+        except BaseException:
+            lease.release()
+            raise
+        self._used_nbytes += nbytes + aside
+        self.held[unit.index] = Held(lease, set_aside)
+        unit.home = Tier.HOST
+        unit.lifecycle.state = UnitState.ON_HOST
+
+    def _settle_held(self, unit: Unit) -> None:
+        """Give back what was set aside for a frozen unit's training, or all, where it is trained."""
+        held = self.held.get(unit.index)
+        if held is None:
+            return
+        if held.set_aside:
+            self._used_nbytes -= self._trained_nbytes(unit)
+            self.held[unit.index] = replace(held, set_aside=False)
+        if unit.trainable or unit.stored is None:
+            held.lease.release()
+            del self.held[unit.index]
+            self._used_nbytes -= rounded(held.lease.nbytes)
+            self._leave_host(unit)
+
+    def _leave_host(self, unit: Unit) -> None:
+        if unit.home is Tier.HOST and unit.index not in self.residents:
+            unit.home = Tier.NVME
+            if unit.state is UnitState.ON_HOST:
+                unit.lifecycle.move(UnitState.ON_NVME)
+
+    def host_lease(self, unit: Unit) -> Lease | None:
+        """Return what holds the shard of a unit in host memory, in the form that it travels in; else None."""
+        if unit.stored is not None:
+            held = self.held.get(unit.index)
+            return None if held is None else held.lease
+        resident = self.residents.get(unit.index)
+        return None if resident is None else resident.leases[0]
+
     def resident_nbytes_of(self, unit: Unit, *, moments: bool) -> int:
         """Return the bytes that the pool takes for a resident."""
+        if unit.index in self.held and unit.index not in self.residents:
+            return rounded(self.held[unit.index].lease.nbytes)
         n = unit.shard_numel
         nbytes = rounded(self.layout.weight_nbytes(n)) + rounded(self._exact.state_nbytes(n))
         return nbytes + (rounded(self._moments.state_nbytes(n)) if moments else 0)
@@ -190,6 +264,10 @@ class Tiers:
 
     def _promote_to_host(self, unit: Unit) -> None:
         """Move a unit from NVMe into host memory if it fits."""
+        if unit.stored is not None and not unit.trainable:
+            if unit.index not in self.held:
+                self._hold(unit, set_aside=False)
+            return
         nbytes = self._nbytes(unit, trained=bool(unit.trainable))
         if (
             unit.index in self.residents
@@ -420,6 +498,7 @@ class Tiers:
         base = self.mapped.pop(unit.index, None)
         if base is not None:
             base.drop(unit)
+            self._leave_host(unit)
 
     def _each_stored_chunk(
         self, unit: Unit, *, read: bool = True, write: bool = False
@@ -677,8 +756,14 @@ class Tiers:
         snapshot, self.snapshot = self.snapshot, self._nothing
         snapshot.close()
 
+    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
+        """Start fetching this shard, in the form that it travels in, from byte ``start`` on."""
+        if unit.stored is not None:
+            return self.mapped[unit.index].fetch(unit, memory, start)
+        return self.read_weight(unit, memory, start)
+
     def read_weight(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
-        """Start fetching this shard's committed weights from byte ``start`` on."""
+        """Start reading this shard's committed weights, in the compute dtype, from byte ``start`` on."""
         base = self.mapped.get(unit.index)
         if base is not None:
             return base.read(unit, memory, start)

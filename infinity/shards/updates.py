@@ -619,18 +619,17 @@ class Updates:
     # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
 
     def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
-        """Start reading a shard's committed weights from byte ``start`` on, after the update of them."""
+        """Start fetching a shard's committed weights from byte ``start`` on, after the update of them."""
         future = self._futures.get(unit.index)
         if future is None or future.done() or self._is_next(unit):
             if future is not None and future.done() and not self._is_next(unit):
                 future.wait()  # raises if that update failed: its weights are not there
-            return self.tiers.read_weight(unit, memory, start)
-        return ChainedTransfer(future, lambda: self.tiers.read_weight(unit, memory, start))
+            return self.tiers.fetch(unit, memory, start)
+        return ChainedTransfer(future, lambda: self.tiers.fetch(unit, memory, start))
 
     def resident(self, unit: Unit) -> Lease | None:
         """Return what holds the shard of a unit that lives in host memory; None for others."""
-        resident = self.tiers.residents.get(unit.index)
-        return None if resident is None else resident.leases[0]
+        return self.tiers.host_lease(unit)
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
         """Return a wait for the new weights of a unit where they were; without an update there is none."""

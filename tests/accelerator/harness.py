@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.activations import tensor_cache
+from infinity.engine.runtime import runtime_of
 from tests.accelerator.process import needs_simulator
 from tests.accelerator.simulator import Schedule, Wait
-from tests.helpers import models, training
+from tests.helpers import models, quantized, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import Trained, optimizer_for
@@ -43,6 +44,7 @@ class Scenario:
         clip: The rule's ``max_grad_norm``.
         through: Micro-batches that go through the layers together; 0: no layer schedule.
         lora: Rank of the adapters; 0: none.
+        base: A kind of :mod:`tests.helpers.quantized`: of the frozen checkpoint that has the adapters.
         resumed: Between two steps all is exported and loaded again.
         around: A policy of ``offload_activations`` around a plain model; its weights are the device's own.
         world: Ranks.
@@ -58,6 +60,7 @@ class Scenario:
     dropout: float = 0.0
     through: int = 0
     lora: int = 0
+    base: str = ""
     resumed: bool = False
     around: str = ""
     world: int = 1
@@ -131,7 +134,7 @@ def train(
         return _train_plain(scenario, folder)
     out = Trained()
     with contextlib.ExitStack() as stack:
-        model = _build(scenario, overrides)
+        model = _build(scenario, overrides, folder)
         optimizer = optimizer_for(model, scenario.rule)
         closing = stack.enter_context(contextlib.ExitStack())
         closing.callback(optimizer.close)
@@ -167,11 +170,28 @@ def in_memory(scenario: Scenario) -> Scenario:
     return replace(scenario, place=HOST, more=more, around="keep" if scenario.around else "", resumed=False)
 
 
-def _build(scenario: Scenario, overrides: list[str]) -> nn.Module:
+def _build(scenario: Scenario, overrides: list[str], folder: str) -> nn.Module:
+    if scenario.base:
+        return _on_base(scenario, overrides, folder)
     factory = _factory(scenario)[0]
     model = training.build(factory, scenario.dtype, overrides)
     if scenario.lora:
         model = infinity.add_lora(model, rank=scenario.lora)
+    return model
+
+
+def _on_base(scenario: Scenario, overrides: list[str], folder: str) -> nn.Module:
+    directory = Path(folder) / f"{scenario.base}-{os.environ.get('RANK', '0')}"
+    if not directory.exists():
+        quantized.write(scenario.base, directory)
+    with training.small_units():
+        base = infinity.from_pretrained(
+            directory, training.recipe(scenario.dtype, overrides), frozen=True, attn_implementation="eager"
+        )
+        torch.manual_seed(5)
+        targets = ["q_proj", "o_proj"]
+        model: nn.Module = infinity.add_lora(base, rank=scenario.lora, target_modules=targets).train()
+    assert any(unit.stored for unit in runtime_of(model).units)
     return model
 
 
@@ -223,7 +243,7 @@ def _again(
     if scenario.world > 1:
         torch.distributed.broadcast_object_list(states, src=0)
     optimizer.close()
-    again = _build(scenario, overrides)
+    again = _build(scenario, overrides, str(folder))
     again.load_state_dict(weights)
     new = optimizer_for(again, scenario.rule)
     new.load_state_dict(states[0])

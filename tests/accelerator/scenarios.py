@@ -12,6 +12,7 @@ FAST: dict[str, Scenario] = {
         model="gpt2", more=("memory.activations=offload",), clip=1.0, steps=2
     ),
     "two ranks, accumulated": Scenario(accumulate=3, world=2, steps=2, clip=1.0),
+    "quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2),
 }
 
 SLOW: dict[str, Scenario] = {
@@ -52,6 +53,12 @@ SLOW: dict[str, Scenario] = {
     "layer schedule in little memory": Scenario(through=4, more=("memory.device=160KiB",)),
     "lora": Scenario(lora=4),
     "lora, clipped, in host memory": Scenario(lora=4, clip=1.0, place=HOST),
+    "base in MXFP4": Scenario(base="gpt_oss", lora=4, steps=2),
+    "base in INT4": Scenario(base="gptq", lora=4, steps=2, accumulate=2, clip=1.0),
+    "quantized base in host memory": Scenario(
+        base="qwen3_fp8", lora=4, steps=2, more=("memory.host=64MiB", "memory.resident=true")
+    ),
+    "two ranks, quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2, world=2, clip=1.0),
     "out and in again": Scenario(resumed=True, clip=1.0),
     "out and in again, in host memory": Scenario(resumed=True, place=HOST),
     "plain model, activations stored": Scenario(around="offload"),

@@ -1,14 +1,16 @@
 """Beside an accelerator gradients wait in host memory: a small budget is refused at once, or is enough."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import infinity
 from infinity import BudgetError
 from infinity.engine.runtime import runtime_of
-from tests.helpers import models, training
+from tests.helpers import models, quantized, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import optimizer_for
@@ -68,3 +70,81 @@ def test_units_that_stay_in_host_memory_have_room_for_their_gradients(tmp_path: 
     [(_, host)] = run_ranks(enough, 1, str(tmp_path), "true", group=False)
     small = (*PLACE, f"memory.host={host}")
     assert trained(small, tmp_path) == trained(("memory.host=64MiB",), tmp_path)
+
+
+def decoding(folder: str) -> list[tuple[str, bool, int, int]]:
+    """Of quantized weights: whether the device decodes them as the CPU does, what that takes, and may."""
+    from infinity.checkpoint import quantized as forms
+    from infinity.checkpoint.directory import Checkpoint
+    from tests.accelerator import device
+
+    device.start().reset("eager", 0)
+    forms._DEVICE_PIECE_NUMEL = 2**11  # less than a weight
+    found = []
+    for kind in ("qwen3_fp8", "gpt_oss", "gptq", "packed"):
+        path = Path(folder) / kind
+        if kind == "packed":
+            models.build("llama", seed=1)[0]().save_pretrained(path)
+            quantized.packed(path, only="_proj", zeros=True)
+        else:
+            quantized.write(kind, path)
+        with Checkpoint(path) as checkpoint:
+            forms.decode_checkpoint(checkpoint, forms.read_quantization(path), torch.bfloat16)
+            content = (path / "model.safetensors").read_bytes()
+            stored = torch.frombuffer(bytearray(content), dtype=torch.uint8).to("sim")
+
+            def view(file: object, offset: int, nbytes: int, stored: torch.Tensor = stored) -> torch.Tensor:
+                return stored[offset : offset + nbytes]
+
+            weights = [(key, each) for key, each in checkpoint.items() if isinstance(each, forms.Decoded)]
+            for key, tensor in weights[:4]:
+                expected = torch.empty(tensor.shape.numel(), dtype=torch.bfloat16)
+                tensor.fill(0, expected)
+                out = torch.empty_like(expected, device="sim")
+                torch.accelerator.synchronize()
+                torch.accelerator.reset_peak_memory_stats()
+                before = torch.accelerator.memory_allocated()
+                tensor.fill(0, out, view)
+                taken = torch.accelerator.max_memory_allocated() - before
+                found.append(
+                    (f"{kind} {key}", torch.equal(out.cpu(), expected), taken, tensor.scratch_nbytes)
+                )
+    return found
+
+
+def test_decoding_gives_the_same_bits_in_the_memory_that_is_set_aside_for_it(tmp_path: Path) -> None:
+    harness.needs_simulator()
+    [found] = run_ranks(decoding, 1, str(tmp_path), group=False)
+    assert len(found) > 8
+    for key, same, taken, most in found:
+        assert same, key
+        assert 0 < taken <= most, key
+
+
+def on_quantized_base(folder: str) -> tuple[str, list[str], list[str]]:
+    """Why a ``memory.device`` is too small; digests with what is said to be enough, and with more."""
+    from tests.accelerator import device, observe
+
+    simulator = device.start()
+    observe.install()
+    simulator.reset("eager", 0)
+    scenario = harness.Scenario(base="qwen3_fp8", lora=4, steps=2)
+    with pytest.raises(BudgetError) as raised:
+        harness.train(replace(scenario, more=("memory.device=64KiB",)), folder)
+    told = str(raised.value)
+    digests, races = [], []
+    for enough in (re.search(r"at least [\d.]+ \w+ \((\d+) bytes\)", told)[1], "64MiB"):
+        simulator.reset("eager", 0)
+        digests.append(
+            harness.digest(harness.train(replace(scenario, more=(f"memory.device={enough}",)), folder))
+        )
+        races += simulator.races
+    return told, digests, races
+
+
+def test_a_budget_has_room_for_both_forms_of_a_unit_and_for_decoding(tmp_path: Path) -> None:
+    harness.needs_simulator()
+    [(told, digests, races)] = run_ranks(on_quantized_base, 1, str(tmp_path), group=False)
+    assert "for decoding quantized weights" in told
+    assert digests[0] == digests[1]
+    assert races == []

@@ -23,6 +23,7 @@ SCENARIOS = {
     "engine/gradients.py Gradients._reduce": ("two ranks, accumulated",),
     "engine/gradients.py Gradients._add_up": ("two ranks, accumulated",),
     "optim/rules.py": ("updated on the accelerator",),
+    "partition/mover.py UnitMover._decode": ("quantized base",),
     "": (
         "llama on nvme",
         "two ranks, accumulated",

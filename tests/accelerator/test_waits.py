@@ -66,6 +66,7 @@ def test_no_thread_that_computes_waits_for_the_device_between_steps(tmp_path: Pa
         "gpt2 with activations stored",
         "t5 in host memory, clipped",
         "llama, one version",
+        "quantized base",
     ],
 )
 def test_no_thread_that_computes_waits_for_the_device_wherever_states_are(tmp_path: Path, name: str):

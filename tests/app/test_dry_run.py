@@ -16,6 +16,7 @@ from infinity.app.train import built
 from infinity.app.views import Views
 from infinity.core.lifecycle import Tier
 from infinity.planner.clock import plan_of, play_step
+from tests.helpers import quantized
 
 GPT = ["model.n_layers=4", "model.d_model=64", "model.n_heads=4", "model.seq_len=32", "train.batch_size=2"]
 MACHINE = load_machine("vm-2core")
@@ -37,6 +38,12 @@ def llama(folder: Path) -> str:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "llama")
     return f"model.path={folder / 'llama'}"
+
+
+def quantised(folder: Path) -> str:
+    path = llama(folder)
+    quantized.fp8(folder / "llama")
+    return path
 
 
 def run(
@@ -81,15 +88,24 @@ CASES = {
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
     "llama-lora": ["llama", "lora.rank=2"],
+    "quantised-lora": ["quantised", "lora.rank=2", "memory.device=640KiB"],
+    "quantised-lora-in-host-memory": [
+        "quantised",
+        "lora.rank=2",
+        "memory.device=800KiB",
+        "memory.host=2MiB",
+        "memory.resident=true",
+    ],
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
     overrides = ["memory.resident=false", *CASES[case]]
-    if "llama" in overrides:
-        overrides.remove("llama")
-        overrides += [llama(tmp_path), "model.seq_len=32", "train.batch_size=2"]
+    made = {"llama": llama, "quantised": quantised}.get(overrides[1])
+    if made is not None:
+        del overrides[1]
+        overrides += [made(tmp_path), "model.seq_len=32", "train.batch_size=2"]
     else:
         overrides += GPT
     recipe = recipe_for(tmp_path, *overrides)
@@ -101,5 +117,6 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     assert micro_batches(planned) == tuple(real["events"])
     plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
     assert list(plan.fetched()) == real["fetched"]
+    assert real["fetched"] or case != "quantised-lora"
     if real["events"]:
         assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]

@@ -62,6 +62,11 @@ def test_packed_groups_are_decoded_row_by_row(dtype, zeros):
     assert same(part, decoded[3:9])
 
 
+def test_zero_points_may_fill_one_word_of_a_column():
+    points = torch.randint(0, 16, (8, 3))
+    assert torch.equal(codecs.unpack_zeros(quantized.words(points.T).T, 4), points - 8)
+
+
 def test_eight_bits_are_packed_four_to_a_word():
     whole, scales = torch.randint(0, 256, (5, 12)), torch.rand(5, 3).bfloat16()
     packed = whole.to(torch.uint8).contiguous().view(torch.int32)

@@ -8,7 +8,7 @@ from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
 from infinity.partition.mover import Staging, UnitMover
-from infinity.partition.unit import Unit, is_placeholder, layout, placeholder
+from infinity.partition.unit import StoredForm, Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
 
@@ -154,6 +154,69 @@ def test_a_unit_is_not_started_twice(parts):
     with pytest.raises(StateError, match="FETCHING -> FETCHING"):
         mover.start(0)
     assert units[1].state is UnitState.ON_NVME
+
+
+def decoded_from_bytes(unit: Unit) -> list[int]:
+    """Let a unit travel in a quarter of its bytes; return the sizes of what is decoded."""
+    decoded = []
+
+    def decode(stored, flat):
+        decoded.append(stored.nbytes)
+        flat.copy_(stored.view(torch.int8).repeat(flat.numel() // stored.numel()))
+
+    unit.stored = StoredForm(unit.nbytes // 4, unit.nbytes // 4, 0, decode)
+    return decoded
+
+
+def test_what_is_stored_in_another_form_is_fetched_so_and_decoded_before_it_is_used(parts):
+    mover, units, shards, pool, causes = parts
+    decoded = decoded_from_bytes(units[0])
+    mover.start(0)
+    assert units[0].state is UnitState.FETCHING
+    assert pool.leased_nbytes == units[0].nbytes + units[0].stored.nbytes
+    _, memory, ticket = shards.fetches.pop()
+    assert memory.nbytes == units[0].stored.shard_nbytes
+    assert decoded == []
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(7)
+    ticket.finish()
+    mover.finish(0)
+    assert (units[0].segments[0].param == 7).all()
+    assert (decoded, causes) == ([units[0].stored.nbytes], ["read"])
+    assert pool.leased_nbytes == units[0].nbytes
+    mover.release(0)
+    assert pool.leased_nbytes == 0
+    mover.close()
+
+
+def test_the_stored_form_in_host_memory_is_decoded_from_there(parts):
+    mover, units, shards, pool, _ = parts
+    decoded = decoded_from_bytes(units[0])
+    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    shards.residents[0] = FakePool(2**20).lease(units[0].stored.shard_nbytes, who="a shard")
+    shards.residents[0].tensor.fill_(5)
+    mover.start(0)
+    assert pool.leased_nbytes == units[0].nbytes
+    mover.finish(0)
+    assert (units[0].segments[0].param == 5).all()
+    mover.release(0)
+    mover.start(0)
+    mover.finish(0)
+    assert len(decoded) == 2
+    mover.release(0)
+    assert units[0].state is UnitState.ON_HOST
+    mover.close()
+
+
+def test_an_error_of_the_disk_gives_the_stored_form_back(parts):
+    mover, units, shards, pool, _ = parts
+    decoded = decoded_from_bytes(units[0])
+    mover.start(0)
+    shards.fetches.pop()[2].finish(DiskError(5, "read", "/fake", offset=0, nbytes=1))
+    with pytest.raises(DiskError):
+        mover.finish(0)
+    assert decoded == []
+    assert pool.leased_nbytes == units[0].nbytes
+    mover.close()
 
 
 class ShardsOnDisk(FakeShards):

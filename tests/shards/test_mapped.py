@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mxfp4Config
 
 import infinity
+from infinity.comm.collectives import Collectives
 from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
@@ -126,18 +127,24 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [kind for kind in quantized.KINDS if kind != "gptq"])
+@pytest.mark.parametrize("kind", quantized.KINDS)
 def test_adapters_on_a_quantized_base_train_as_with_plain_pytorch_and_peft(tmp_path, kind):
     directory, targets = tmp_path / kind, TARGETS.get(kind)
     values = quantized.write(kind, directory)
-    with loaded(directory, tmp_path / "nvme") as model:
+    with loaded(directory, tmp_path / "nvme", "memory.device=1MiB") as model:
         assert mapped(model) == list(runtime_of(model).units)
+        assert any(unit.stored for unit in runtime_of(model).units)
         assert written_nbytes(model) == 0
         losses = train(model, targets=targets)
+    more = ["memory.device=1MiB", "memory.host=16MiB", "memory.resident=true"]
+    with loaded(directory, tmp_path / "nvme", *more) as model:
+        assert {unit.home for unit in runtime_of(model).units} == {Tier.HOST}
+        assert set(runtime_of(model).tiers.held) == {unit.index for unit in mapped(model)} != set()
+        assert train(model, targets=targets) == losses
     where, options = directory, {}
     if kind == "gpt_oss":
         options = {"quantization_config": Mxfp4Config(dequantize=True)}
-    elif kind == "kimi_k2":
+    elif kind in ("kimi_k2", "gptq"):
         where = quantized.without_quantization(directory, values, tmp_path / "plain")
     plain = AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, **options)
     assert losses == train_plain(plain, targets)
@@ -190,27 +197,52 @@ def test_runs_at_the_same_time_read_the_same_files_and_no_drive_holds_a_copy(tmp
     assert list(nvme.iterdir()) == []
 
 
+@contextlib.contextmanager
+def gathered_nbytes():
+    """Bytes of the buffers that ranks gather weights into, one for each gather."""
+    with pytest.MonkeyPatch.context() as patch:
+        gather, seen = Collectives.gather, []
+
+        def counts(self, index, where, bring):
+            def brought():
+                full = bring()
+                seen.append((index, full.nbytes))
+                return full
+
+            return gather(self, index, where, brought)
+
+        patch.setattr(Collectives, "gather", counts)
+        yield seen
+
+
 def ranks_of(checkpoint: str, nvme: str) -> Any:
     rank = int(os.environ["RANK"])
     more = ["memory.device=4MiB", "memory.host=2MiB"]
     with loaded(Path(checkpoint), nvme, *more, "memory.host=64MiB", "memory.resident=true") as model:
-        assert mapped(model) == []
+        runtime = runtime_of(model)
+        assert set(runtime.tiers.held) == {unit.index for unit in runtime.units if unit.stored} != set()
+        for unit in mapped(model):  # a half of what they would take as weights
+            assert runtime.tiers.held[unit.index].lease.nbytes == unit.stored.shard_nbytes < unit.shard_nbytes
         losses = train(model, rank=rank, world=2)
-    with loaded(Path(checkpoint), nvme, *more) as model:
+    with loaded(Path(checkpoint), nvme, *more) as model, gathered_nbytes() as seen:
         units = list(runtime_of(model).units)
         read = sum(runtime_of(model).tiers.fetched_nbytes(unit, None) for unit in units)
         assert mapped(model) == units
         assert written_nbytes(model) == 0
         assert train(model, rank=rank, world=2) == losses
-    return read, sum(unit.shard_nbytes for unit in units)
+        stored = {unit.index: unit.stored.nbytes for unit in units if unit.stored}
+        assert {(index, nbytes) for index, nbytes in seen if index in stored} == set(stored.items())
+    whole = sum(unit.nbytes for unit in units if unit.stored)
+    return read, sum(unit.shard_nbytes for unit in units), sum(stored.values()), whole
 
 
-def test_each_rank_reads_its_own_ranges(tmp_path):
+def test_each_rank_reads_and_gathers_its_own_part_of_the_stored_form(tmp_path):
     directory = tmp_path / "checkpoint"
     wide(directory)
     quantized.fp8(directory)
-    for read, whole in run_ranks(ranks_of, 2, str(directory), str(tmp_path / "nvme")):
-        assert read < 0.75 * whole
+    for read, shards, stored, whole in run_ranks(ranks_of, 2, str(directory), str(tmp_path / "nvme")):
+        assert read < 0.75 * shards
+        assert 0 < stored < 0.6 * whole
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -280,16 +312,18 @@ def test_what_finds_room_in_host_memory_is_read_once_and_stays_there(tmp_path, c
 # --- what cannot be read where it lies -------------------------------------------------------------
 
 
-def test_what_is_pickled_or_decoded_as_a_whole_lies_in_the_runs_own_files_and_is_named(tmp_path, checkpoint):
-    quantized.write("gptq", tmp_path / "gptq")
-    with loaded(tmp_path / "gptq", tmp_path / "nvme") as model:
+def test_what_the_checkpoint_lacks_or_pickles_lies_in_the_runs_own_files_and_is_named(tmp_path, checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = "model.norm.weight"
+    save_file({key: each for key, each in tensors.items() if key != name}, checkpoint / "model.safetensors")
+    with loaded(checkpoint, tmp_path / "nvme", new=[name]) as model:
         units = runtime_of(model).units
         own = sum(unit.shard_nbytes for unit in units if unit not in mapped(model))
         lines = said(model)
         assert "of the frozen base lie in this run's own files, as" in lines
-        assert "can only be decoded as a whole" in lines
-        assert written_nbytes(model) == own > 0  # no remainders
-        assert len(set(train(model))) == 3
+        assert f"{name} is not in the checkpoint" in lines
+        assert written_nbytes(model) == 2 * own > 0  # before it is initialised and then; no remainders
+    save_file(tensors, checkpoint / "model.safetensors")
     tensors = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()
     torch.save(tensors, checkpoint / "pytorch_model.bin")
@@ -398,10 +432,10 @@ def test_a_read_that_fails_raises_where_the_weight_is_used_and_names_the_file(tm
 # --- what is written later -----------------------------------------------------------------------
 
 
-def thaw(checkpoint: Path, nvme: Path, dtype: str, *, frozen: bool) -> tuple[list[float], Any]:
+def thaw(checkpoint: Path, nvme: Path, dtype: str, *more: str, frozen: bool) -> tuple[list[float], Any]:
     """Losses and weights of a model that is frozen in part for two steps, and trained for two."""
     _, batch = models.build("llama", 1)
-    with loaded(checkpoint, nvme, "memory.device=1MiB", dtype=dtype, frozen=frozen) as model:
+    with loaded(checkpoint, nvme, "memory.device=1MiB", *more, dtype=dtype, frozen=frozen) as model:
         for name, param in model.train().named_parameters():
             param.requires_grad_("layers.1" in name)
         optimizer = infinity.AdamW(model, lr=1e-2, params=[{"params": list(model.parameters())}])
@@ -426,6 +460,44 @@ def test_what_is_thawed_trains_as_ever_and_leaves_the_checkpoint_as_it_is(tmp_pa
     assert again == losses
     assert_same(same, weights)
     assert content(checkpoint) == before
+
+
+@pytest.mark.parametrize("more", [[], ["memory.host=16MiB", "memory.resident=true"]], ids=["drive", "host"])
+def test_a_quantized_base_is_thawed_with_the_values_that_it_stands_for(tmp_path, more):
+    quantized.write("gpt_oss", tmp_path / "checkpoint")  # exact in bf16
+    more = ["memory.device=4MiB", *more]
+    losses, weights = thaw(tmp_path / "checkpoint", tmp_path / "alone", "bf16", *more, frozen=False)
+    again, same = thaw(tmp_path / "checkpoint", tmp_path / "nvme", "bf16", *more, frozen=True)
+    assert again == losses
+    assert_same(same, weights)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", ["qwen3_fp8", "gptq"])
+@pytest.mark.parametrize("more", [[], ["memory.host=16MiB", "memory.resident=true"]], ids=["drive", "host"])
+def test_a_quantized_base_is_exported_and_saved_with_its_values(tmp_path, kind, more):
+    quantized.write(kind, tmp_path / "checkpoint")
+    with loaded(tmp_path / "checkpoint", tmp_path / "nvme", "memory.device=1MiB", *more) as model:
+        weights = weights_of(model)
+        infinity.export(model, tmp_path / "out")
+        infinity.save_checkpoint(model, None, tmp_path / "saved")
+        name, param = next((n, p) for n, p in model.named_parameters() if n.endswith("q_proj.weight"))
+        with infinity.gathered(param, modify=True):
+            param.mul_(2)
+        changed = weights_of(model)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), exported(weights))
+    saved = {key: torch.empty(value.shape) for key, value in weights.items()}
+    dcp.load(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert_same({key: value.bfloat16() for key, value in saved.items()}, weights)
+    assert torch.equal(changed.pop(name), 2 * weights.pop(name))
+    assert_same(changed, weights)
+
+
+def exported(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the second name of a tied weight."""
+    tied = "lm_head.weight"
+    tie = torch.equal(weights[tied], weights["model.embed_tokens.weight"])
+    return {key: value for key, value in weights.items() if not (tie and key == tied)}
 
 
 def test_weights_that_are_written_are_the_runs_own(tmp_path, checkpoint):
