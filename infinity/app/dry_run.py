@@ -672,6 +672,12 @@ class _Planner:
         assert refused is not None
         raise refused
 
+    def _pass_nbytes(self) -> int:
+        """Return what a pass may take beside units, as the runtime's executor does."""
+        if self.policy != "plan" or self.budget.device_nbytes is None:
+            return self.free_nbytes
+        return self.budget.device_nbytes - self.budget.division.least
+
     def _record(self, model: Any, plan: ActivationPlan) -> _Recorded:
         recipe, made = self.recipe, self.made
         streaming = {unit.index: rounded(unit.nbytes) for unit, s in zip(made.units, self.units) if s.streams}
@@ -693,6 +699,7 @@ class _Planner:
         leaf_units = frozenset(unit.index for leaf in made.leaves.values() for unit in leaf)
         gradients = _Completions(made.units, leaf_units, prefetcher, pins)
         hooks.connect(prefetcher, pins, cast(Any, gradients), {}, lambda: None)
+        hooks.logits.decide(recipe.memory.logits, self._pass_nbytes)
         batch, length = recipe.train.batch_size, recipe.model.seq_len
         with _hooked(model, hooks):
             loss = CausalLoss(model)
