@@ -4,17 +4,17 @@ With a large vocabulary nothing is as large as a batch's logits and what their l
 copy, its log-softmax, gradients. The loss of a row needs the logits of that row only.
 
 [Note: pending logits]
-While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor that has the shape
-of logits and knows the head's input. What models do to logits before their loss is taken down: casts, rows in
-another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for one slice of rows
-after another, each under ``torch.utils.checkpoint``, so that backward computes a slice's logits again. Anything
-else that asks for values computes the logits whole, as the model would have, and goes on with these.
+While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor that has the
+shape of logits and knows the head's input. What models do to logits before their loss is taken down:
+casts, rows in another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for a slice of
+rows after another, each under ``torch.utils.checkpoint``: backward computes the logits of a slice again.
+Anything else that asks for values computes the logits whole, as the model would have, and goes on with these.
 
 [Note: numbers]
-The loss of a row and the gradient of its logits are those of whole logits, as far as a matrix product of fewer
+The loss of a row and the gradient of its logits are those of whole logits, as far as a product of fewer
 rows gives the same bits. The mean is a sum over rows in fp32. The gradient of the head's weight is a sum over
-slices, from the last to the first, in the weight's dtype, as it is over micro-batches. Slices follow from shapes
-alone, so a run that is repeated, or goes on, gives the same bits.
+slices, from the last to the first, in the weight's dtype, as it is over micro-batches. Slices follow from
+shapes alone, so a run that is repeated, or goes on, gives the same bits.
 """
 
 import math
@@ -51,6 +51,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
     None if it has none, or is compiled: torch.compile looks into what pending logits hide.
     """
+    module: Any
     for module in model.modules():
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return None
@@ -84,7 +85,7 @@ class LogitSlices:
     ) -> None:
         self.using, self.stamp = using, stamp
         self.computing = False
-        self._head: nn.Module | None = None  # the one whose calls are pending now
+        self._head: Any = None  # the one whose calls are pending now
         self.decide("whole", lambda: None)
 
     def decide(self, mode: Mode, room: Callable[[], int | None]) -> None:
@@ -257,7 +258,7 @@ class PendingLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:  # type: ignore[override]
         raise StateError(f"{func}: {_BYPASSED}")
 
     def whole(self) -> Tensor:
@@ -287,8 +288,8 @@ class PendingLogits(Tensor):
     def _check(self) -> None:
         if self._hidden._version != self._written:
             raise StateError(
-                "logits that were not computed are asked for after the input of the model's head was modified "
-                f"in place. {_REMEDY}"
+                "logits that were not computed are asked for after the input of the model's head was "
+                f"modified in place. {_REMEDY}"
             )
 
     # --- what a model does to logits -----------------------------------------------------------
@@ -356,11 +357,9 @@ class PendingLogits(Tensor):
         of_slice = partial(_losses, self._head, self._operators, ignore_index)
         rows, losses = rows_of(self._hidden), []
         with self._head.using():
-            for hidden, part in zip(self._hidden.split(rows), target.split(rows), strict=True):
+            for hidden, part in zip(torch.split(self._hidden, rows), torch.split(target, rows), strict=True):
                 if torch.is_grad_enabled():
-                    loss = checkpoint(
-                        of_slice, hidden, part, use_reentrant=False, preserve_rng_state=False
-                    )
+                    loss = checkpoint(of_slice, hidden, part, use_reentrant=False, preserve_rng_state=False)
                 else:
                     loss = of_slice(hidden, part)
                 losses.append(loss)

@@ -1,7 +1,6 @@
 """Logits in slices: the losses and gradients of whole ones within rounding, and never another number."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from infinity.activations.logits import LogitSlices, PendingLogits, find_head
 from infinity.activations.profiler import MemoryMeter
 from infinity.core.errors import StateError
 from tests.helpers import zoo
-from tests.helpers.models import HIDDEN, VOCABULARY
+from tests.helpers.models import HIDDEN
 
 #: fp32: a sum over slices, and products of fewer rows, round differently.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
@@ -54,7 +53,9 @@ def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return factory(), batch(0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert", "qwen3", "gemma2", "phi", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "t5", "bert", "qwen3", "gemma2", "phi", "gpt_neox", "mixtral"]
+)
 def test_the_loss_and_all_gradients_are_those_of_whole_logits_within_rounding(name: str) -> None:
     model, batch = built(name)
     plain = outcome(model, model(**batch).loss)
@@ -182,7 +183,9 @@ def test_bf16_logits_round_a_row_as_whole_ones_do() -> None:
     with head.slices.opened(model):
         loss = model()
     assert loss.dtype == torch.bfloat16
-    torch.testing.assert_close(loss.float(), plain.float().sum() / (model.labels != -100).sum(), rtol=2**-7, atol=0)
+    torch.testing.assert_close(
+        loss.float(), plain.float().sum() / (model.labels != -100).sum(), rtol=2**-7, atol=0
+    )
 
 
 def test_autocast_is_that_of_the_call() -> None:
@@ -202,7 +205,9 @@ def test_logits_are_read_after_the_forward_as_those_that_were_computed() -> None
     with head.slices.opened(model):
         logits, other = model(), model()
     assert type(logits) is PendingLogits
-    assert logits.shape == plain.shape and logits.requires_grad and not head.rows
+    assert logits.shape == plain.shape
+    assert logits.requires_grad
+    assert not head.rows
     with torch.no_grad():
         assert torch.equal(logits.argmax(-1), plain.argmax(-1))
     (ours,), (wanted,) = (torch.autograd.grad(each.square().sum(), model.hidden) for each in (logits, plain))
@@ -250,7 +255,7 @@ def test_a_function_that_would_lose_the_gradient_is_refused() -> None:
     model = Tail(lambda logits, labels: Squares.apply(logits))
     with Head(model).slices.opened(model):
         loss = model()
-    with pytest.raises(StateError, match="memory.logits=whole"):
+    with pytest.raises(StateError, match=r"memory\.logits=whole"):
         loss.backward()
 
 
@@ -310,5 +315,6 @@ def test_a_vocabulary_of_256_k_takes_a_few_times_its_weights_whatever_the_number
     assert whole > 8 * weight_nbytes  # logits, log-softmax and a gradient are 4 times the weight each
     with Head(model).slices.opened(model):
         in_slices = peak_nbytes(model)
-    # The sum of two slices' gradients of the weight, and three fourths of it: logits of 4 rows, and their gradients.
+    # Two gradients of the weight, whose sum it will be; logits of 4 rows are a fourth of it, and so is each
+    # thing that the loss makes of them.
     assert in_slices < 3.25 * weight_nbytes
