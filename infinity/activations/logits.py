@@ -6,8 +6,8 @@ copy, its log-softmax, gradients. The loss of a row needs the logits of that row
 [Note: pending logits]
 While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor that has the
 shape of logits and knows the head's input. What models do to logits before their loss is taken down:
-casts, rows in another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for a slice of
-rows after another, each under ``torch.utils.checkpoint``: backward computes the logits of a slice again.
+casts, rows in another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for
+one slice of rows after another, each under ``torch.utils.checkpoint``: backward computes its logits again.
 Anything else that asks for values computes the logits whole, as the model would have, and goes on with these.
 
 [Note: numbers]
@@ -102,7 +102,8 @@ class LogitSlices:
     @contextmanager
     def opened(self, model: nn.Module) -> Iterator[None]:
         """Inside this context, calls of the head of ``model`` may be pending."""
-        head = None if self._mode == "whole" or self.computing else self._find(model)
+        off = self._mode == "whole" or self.computing or self._head is not None
+        head = None if off else self._find(model)
         if head is None:
             yield
             return
@@ -258,7 +259,7 @@ class PendingLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
         raise StateError(f"{func}: {_BYPASSED}")
 
     def whole(self) -> Tensor:

@@ -81,6 +81,7 @@ CASES = {
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
     "llama-lora": ["llama", "lora.rank=2"],
+    "llama-logits-in-slices": ["llama", "memory.logits=slices"],
 }
 
 
