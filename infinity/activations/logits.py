@@ -337,7 +337,8 @@ class PendingLogits(Tensor):
             index = args[0] if isinstance(args[0], tuple) else (args[0],)
             if all(isinstance(each, slice) for each in index if each is not Ellipsis):
                 # The last dimension is not named, or is taken whole.
-                named = len(index) > last if Ellipsis not in index else index[-1] is not Ellipsis
+                named = sum(each is not Ellipsis for each in index) > last
+                named |= Ellipsis in index and index[-1] is not Ellipsis
                 if not named or index[-1] == slice(None):
                     return lambda hidden: hidden[index]
         return None

@@ -46,13 +46,13 @@ def assert_near(ours: Trained, plain: Trained) -> None:
 def test_training_is_the_plain_loops_within_rounding_and_the_same_in_every_placement(
     tmp_path: Path, name: str
 ) -> None:
-    options: dict[str, Any] = {"dtype": "fp32", "steps": 4, "rule": Rule(lr=1e-3)}
+    options: dict[str, Any] = {"dtype": "fp32", "steps": 3, "rule": Rule(lr=1e-3)}
     factory, batch = models.build(name, 1)
     ours = train(factory, batch, ["memory.host=1GiB", SLICES], **options)
     plain = reference(factory, batch, **options)
     assert_near(ours, plain)
     assert ours.losses != plain.losses or name != "llama"
-    for place in ("memory.device=600KiB", "memory.activations=offload", "memory.activations=recompute"):
+    for place in ("memory.device=600KiB", "memory.activations=offload"):
         assert_bitwise(train(factory, batch, streaming(tmp_path, SLICES, place), **options), ours)
 
 
