@@ -258,26 +258,26 @@ class _Model:
 
     def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
         overrides: dict[str, Any] = {}
-        quantised = None if is_ours(path) else _quantisation(path)
-        if quantised is not None:
+        quantized = None if is_ours(path) else _quantization(path)
+        if quantized is not None:
             overrides["quantization_config"] = None
         config = read_config(path, overrides)
         if not any(path.glob("*.safetensors")):
-            self._note_quantised(quantised, dtype)
+            self._note_quantized(quantized, dtype)
             self.notes.append(f"{path} holds no weights: planned from its config.json")
             return build_model(config, None, dtype, _UNKNOWN_TENSORS)
         with Checkpoint(path) as stored:
             model = build_model(config, None, dtype, len(stored))
-            if quantised is not None and recipe.lora.rank is not None and recipe.memory.nvme:
+            if quantized is not None and recipe.lora.rank is not None and recipe.memory.nvme:
                 self._find_stored(model, stored, recipe, dtype)
             else:
-                self._note_quantised(quantised, dtype)
+                self._note_quantized(quantized, dtype)
         return model
 
-    def _note_quantised(self, quantised: str | None, dtype: torch.dtype) -> None:
-        if quantised is not None:
+    def _note_quantized(self, quantized: str | None, dtype: torch.dtype) -> None:
+        if quantized is not None:
             self.notes.append(
-                f"the checkpoint is quantised ({quantised}): planned as if its weights were {dtype}"
+                f"the checkpoint is quantized ({quantized}): planned as if its weights were {dtype}"
             )
 
     def _find_stored(self, model: Any, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype) -> None:
@@ -317,7 +317,7 @@ class _Model:
         del before
 
 
-def _quantisation(path: Path) -> str | None:
+def _quantization(path: Path) -> str | None:
     from infinity.checkpoint.directory import read_json_object
 
     given = read_json_object(path / "config.json").get("quantization_config")
@@ -719,6 +719,12 @@ class _Planner:
         assert refused is not None
         raise refused
 
+    def _pass_nbytes(self) -> int:
+        """Return what a pass may take beside units, as the runtime's executor does."""
+        if self.policy != "plan" or self.budget.device_nbytes is None:
+            return self.free_nbytes
+        return self.budget.device_nbytes - self.budget.division.least
+
     def _record(self, model: Any, plan: ActivationPlan) -> _Recorded:
         recipe, made = self.recipe, self.made
         streaming = {unit.index: unit.gathered_nbytes for unit, s in zip(made.units, self.units) if s.streams}
@@ -740,6 +746,7 @@ class _Planner:
         leaf_units = frozenset(unit.index for leaf in made.leaves.values() for unit in leaf)
         gradients = _Completions(made.units, leaf_units, prefetcher, pins)
         hooks.connect(prefetcher, pins, cast(Any, gradients), {}, lambda: None)
+        hooks.logits.decide(recipe.memory.logits, self._pass_nbytes)
         batch, length = recipe.train.batch_size, recipe.model.seq_len
         with _hooked(model, hooks):
             loss = CausalLoss(model)

@@ -263,6 +263,12 @@ class MemoryConfig:
         valid=Valid(choices=("keep", "offload", "recompute", "plan")),
         numeric=False,
     )
+    logits: Literal["auto", "whole", "slices"] = setting(
+        "auto",
+        "compute logits whole, or, in training, in slices of rows for the loss, within rounding; auto: in "
+        "slices where whole logits cannot fit",
+        valid=Valid(choices=("auto", "whole", "slices")),
+    )
     updates: Literal["auto", "host", "device"] = setting(
         "auto",
         "where updates of states in host memory and on NVMe run: on the CPU, or on the accelerator and back; "

@@ -13,7 +13,7 @@ Rows of FP8, of compressed-tensors, and experts of MXFP4 can be decoded by thems
 
 [Note: blocks at the edge]
 A matrix of 576 rows in blocks of 128 has 5 rows of scales, the last for 64 rows: DeepSeek's own kernel and
-the layers of transformers divide the index by the block's size. (The dequantisation of transformers 5.23
+the layers of transformers divide the index by the block's size. (The dequantization of transformers 5.23
 divides the matrix into as many equal parts as there are scales, and refuses 576 rows.)
 
 Sources: DeepSeek-V3 ``inference/kernel.py`` (``weight_dequant``); transformers ``Fp8Dequantize`` and

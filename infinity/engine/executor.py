@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from infinity.core.errors import BudgetError, DiskError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
-from infinity.device.machine import free_host_nbytes
+from infinity.device.machine import free_host_nbytes, total_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
@@ -121,6 +122,8 @@ class StepExecutor:
             )
             self._attach_residents(units, streaming)
             activations.budget = self
+            total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
+            self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
             self.stack = stack.pop_all()
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
@@ -208,6 +211,11 @@ class StepExecutor:
         division = self.budget.division
         totals = dict.fromkeys((division.total, division.least))
         return [self.budget.device_nbytes - total for total in totals]
+
+    def _pass_nbytes(self, total_nbytes: int) -> int:
+        """Return what a forward and backward pass may take beside units, out of all memory of the device."""
+        planned = self.capacities()[-1] if self.activations.policy == "plan" else None
+        return total_nbytes if planned is None else planned
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Give units what a plan for activations leaves, on all ranks alike."""

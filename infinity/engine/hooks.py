@@ -23,6 +23,13 @@ leaf ran several times before one backward, its gradients come at the end, and s
 [Note: everything else that autograd saves]
 goes to the tensor cache, which keeps it, stores it, or lets blocks be recomputed.
 
+[Note: logits in slices]
+A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. Where the
+loss is computed, in the model's forward or after it, all slices are one use: so the order of uses is that of
+whole logits, and the same on every rank. The recomputed slices follow each other in backward, and no other
+unit is used between them; so a trainable head is kept like what an autograd node reads, not until its
+gradients are complete, which with tied weights would be the whole backward pass.
+
 [Note: hooks of tensors]
 Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
 look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
@@ -35,8 +42,8 @@ of a call opens the saved-tensor hooks and closes them.
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +53,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.controller import Activations
+from infinity.activations.logits import LogitSlices, PendingLogits
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
 from infinity.core.owned import weakly
@@ -73,8 +81,9 @@ class Frame:
     module: nn.Module
     pinned: list[int]
     opened: ExitStack | None = None  # the saved-tensor context, when this call is outermost
+    logits: ExitStack | None = None  # the context in which logits are pending, likewise
     inference: bool = False
-    leaf: bool = False
+    leaf: bool = False  # its units are used as one
 
 
 class Ended:
@@ -97,12 +106,16 @@ class Hooks:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
         activations: Takes what autograd saves and no unit has.
+
+    Attributes:
+        logits: Decides which logits are computed in slices.
     """
 
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations
     ) -> None:
         self.units, self.activations = units, activations
+        self.logits = LogitSlices(self._running, self._stamp)
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
         self._in_backward = False
@@ -121,7 +134,7 @@ class Hooks:
     def end(self, why: str) -> None:
         """Raise ``why`` from whatever a module or autograd asks from now on."""
         while self.stack:
-            self._leave_context(self.stack.pop())  # a forward that was left without its hook
+            self._leave_contexts(self.stack.pop())  # a forward that was left without its hook
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
@@ -150,7 +163,12 @@ class Hooks:
             self._enter_backward()
         elif not self.stack:
             self._open(frame)
+        if not self.stack:
+            frame.logits = ExitStack()
+            frame.logits.enter_context(self.logits.opened(module))
         self.stack.append(frame)
+        if self.logits.defers(module, args):
+            return
         if module in self._leaves:
             self._enter_leaf(self._leaves[module], frame)
         for param in module._parameters.values():
@@ -185,10 +203,15 @@ class Hooks:
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """Release the units of a module's forward, also when it raised (then ``output`` is None)."""
-        if not any(frame.module is module for frame in self.stack):
-            return
-        while (frame := self.stack.pop()).module is not module:
-            self._close(frame, None)  # a forward that was left without its hook (Ctrl-C)
+        for frame in reversed(self.stack):
+            if frame.module is module:
+                self._unwind(frame, output)
+                return
+
+    def _unwind(self, frame: Frame, output: Any) -> None:
+        """Close ``frame``, and those above it, whose calls were left without their hook (Ctrl-C)."""
+        while (top := self.stack.pop()) is not frame:
+            self._close(top, None)
         self._close(frame, output)
 
     def touch(self, param: nn.Parameter) -> None:
@@ -228,9 +251,10 @@ class Hooks:
         if not self.prefetcher.streams(unit.index) or unit.index in frame.pinned:
             return
         if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
-            self._use_in_backward(unit, recomputing=True)
+            self._use_in_backward(unit, recomputing=not (self.logits.computing and unit.trainable))
             return
-        if unit.index in self._leaf_of and any(f.leaf and unit.index in f.pinned for f in self.stack):
+        one_use = unit.index in self._leaf_of or self.logits.computing
+        if one_use and any(f.leaf and unit.index in f.pinned for f in self.stack):
             return
         self.prefetcher.use(unit.index)
         frame.pinned.append(unit.index)
@@ -253,16 +277,44 @@ class Hooks:
             self.prefetcher.unpin(index)
         if frame.inference:
             self.prefetcher.end_inference()
+        self._leave_contexts(frame)
         if frame.opened is not None:
-            self._leave_context(frame)
             for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if isinstance(leaf, Tensor) and leaf.requires_grad and type(leaf) is not PendingLogits:
                     leaf.register_hook(weakly(self._enter_backward))  # type: ignore[no-untyped-call]
 
-    def _leave_context(self, frame: Frame) -> None:
-        """Close the context of saved tensors that an outermost call opened."""
-        if frame.opened is not None:
-            frame.opened.close()
+    def _leave_contexts(self, frame: Frame) -> None:
+        """Close the contexts that an outermost call opened."""
+        for context in (frame.logits, frame.opened):
+            if context is not None:
+                context.close()
+
+    @contextmanager
+    def _running(self, module: nn.Module) -> Iterator[None]:
+        """Run ``module`` as a part of the pass that runs, or that ran last; see [Note: logits in slices]."""
+        if torch._C._current_graph_task_id() != -1:
+            yield  # recomputed: its calls say what they use
+            return
+        frame = Frame(module, [], leaf=True)
+        with ExitStack() as stack:
+            if not self.stack:
+                self.release_unscoped_units()
+                if torch.is_grad_enabled():
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+                else:
+                    frame.inference = True
+                    self.prefetcher.begin_visit()
+            self.stack.append(frame)
+            try:
+                for unit in self.units.holding(module.parameters()):
+                    self._use(unit, frame)
+                yield
+            finally:
+                if any(each is frame for each in self.stack):
+                    self._unwind(frame, None)
+
+    def _stamp(self, module: nn.Module) -> object:
+        return tuple(unit.updates for unit in self.units.holding(module.parameters()))
 
     # --- saved tensors -----------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ SLOW: dict[str, Scenario] = {
     ),
     "activations recomputed": Scenario(more=("memory.activations=recompute",), clip=1.0),
     "activations planned": Scenario(more=("memory.activations=plan", "memory.device=400KiB"), clip=1.0),
+    "logits in slices": Scenario(model="gpt2", more=("memory.logits=slices",), clip=1.0),
+    "two ranks, logits in slices": Scenario(world=2, more=("memory.logits=slices",), steps=2),
     "layer schedule": Scenario(through=2, clip=1.0),
     "layer schedule in little memory": Scenario(through=4, more=("memory.device=160KiB",)),
     "lora": Scenario(lora=4),

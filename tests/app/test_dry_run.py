@@ -96,6 +96,7 @@ CASES = {
         "memory.host=2MiB",
         "memory.resident=true",
     ],
+    "llama-logits-in-slices": ["llama", "memory.logits=slices"],
 }
 
 

@@ -70,6 +70,7 @@ class Linear(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, *, std: float = INIT_STD) -> None:
         super().__init__()
+        self.in_features, self.out_features = d_in, d_out
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         nn.init.normal_(self.weight, std=std)
 
@@ -177,6 +178,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model)
         self.head = None if config.tied else Linear(config.d_model, config.vocab_size)
+
+    def get_output_embeddings(self) -> Linear | None:
+        """Return the output layer, as models of transformers do; None: it is the embedding."""
+        return self.head
 
     def initialize_weights(self) -> None:
         """Do nothing: every module has initialized its weights, or a checkpoint has all of them."""

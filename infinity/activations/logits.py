@@ -1,0 +1,403 @@
+"""Logits that are computed slice by slice where a cross entropy reads them, so that they never exist whole.
+
+With a large vocabulary nothing is as large as a batch's logits and what their loss makes of them: an fp32
+copy, its log-softmax, gradients. The loss of a row needs the logits of that row only.
+
+[Note: pending logits]
+While a forward pass runs, the model's head returns :class:`PendingLogits` at once: a tensor that has the
+shape of logits and knows the head's input. What models do to logits before their loss is taken down:
+casts, rows in another shape, ranges of rows, scales and soft caps. A cross entropy then calls the head for
+one slice of rows after another, each under ``torch.utils.checkpoint``: backward computes its logits again.
+Anything else that asks for values computes the logits whole, as the model would have, and goes on with these.
+
+[Note: numbers]
+The loss of a row and the gradient of its logits are those of whole logits, as far as a product of fewer
+rows gives the same bits. The mean is a sum over rows in fp32. The gradient of the head's weight is a sum over
+slices, from the last to the first, in the weight's dtype, as it is over micro-batches. Slices follow from
+shapes alone, so a run that is repeated, or goes on, gives the same bits.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from infinity.activations.tensor_cache import untraced
+from infinity.core.errors import StateError
+
+Mode = Literal["auto", "whole", "slices"]
+#: An operator on logits.
+Operator = Callable[[Tensor], Tensor]
+
+#: A slice has this part of the head's width in rows: then its logits, their copies and gradients take about
+#: what the head's weight and its gradients take.
+_ROWS_PART = 4
+
+
+# --- the head ----------------------------------------------------------------------------------------
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """Return the linear layer that gives the logits of ``model``, or of a model that it wraps.
+
+    None if it has none, or is compiled: torch.compile looks into what pending logits hide.
+    """
+    module: Any
+    for module in model.modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            return None
+        if hasattr(module, "get_output_embeddings"):
+            head = module.get_output_embeddings()
+            if head is not None:
+                head = vars(head).get("module", head)  # a stand-in of the layer schedule is in its place
+            sized = isinstance(getattr(head, "in_features", None), int) and hasattr(head, "out_features")
+            return head if sized and head._compiled_call_impl is None else None
+    return None
+
+
+def rows_of(hidden: Tensor) -> int:
+    """Return the rows of a slice of ``hidden``, ``(..., width)``."""
+    return max(1, hidden.shape[-1] // _ROWS_PART)
+
+
+class LogitSlices:
+    """Decides which calls of a model's head are pending; at first, none.
+
+    Args:
+        using: Context in which a head runs as a part of the pass that runs, or that ran last.
+        stamp: Changes when the weights of a module do.
+
+    Attributes:
+        computing: A head runs whose logits were pending.
+    """
+
+    def __init__(
+        self, using: Callable[[nn.Module], AbstractContextManager[None]], stamp: Callable[[nn.Module], object]
+    ) -> None:
+        self.using, self.stamp = using, stamp
+        self.computing = False
+        self._head: Any = None  # the one whose calls are pending now
+        self.decide("whole", lambda: None)
+
+    def decide(self, mode: Mode, room: Callable[[], int | None]) -> None:
+        """Make pending: nothing (whole), calls in training (slices), or those whose logits do not fit (auto).
+
+        Args:
+            room: Returns the bytes of device memory that a pass may take; None: any.
+        """
+        self._mode, self._room = mode, room
+        self._heads: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
+            weakref.WeakKeyDictionary()
+        )  # of models that ran
+
+    @contextmanager
+    def opened(self, model: nn.Module) -> Iterator[None]:
+        """Inside this context, calls of the head of ``model`` may be pending."""
+        off = self._mode == "whole" or self.computing or self._head is not None
+        head = None if off else self._find(model)
+        if head is None:
+            yield
+            return
+        before = head.__dict__.get("forward")
+        self._head, head.__dict__["forward"] = head, partial(self._forward, head, head.forward)
+        try:
+            yield
+        finally:
+            self._head = None
+            if before is None:
+                del head.__dict__["forward"]
+            else:
+                head.__dict__["forward"] = before
+
+    def _find(self, model: nn.Module) -> nn.Module | None:
+        if model not in self._heads:
+            head = find_head(model)
+            self._heads[model] = [] if head is None else [weakref.ref(head)]
+        return next((ref() for ref in self._heads[model]), None)
+
+    @untraced
+    def _forward(self, head: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs or not self.defers(head, args):
+            return own(*args, **kwargs)
+        return PendingLogits.of(PendingHead.now(self, head, args[0].device.type), args[0])
+
+    def defers(self, module: Any, args: Any) -> bool:
+        """Whether a call of ``module`` with ``args`` is pending."""
+        if module is not self._head or self.computing or len(args) != 1 or torch.is_inference_mode_enabled():
+            return False
+        (hidden,) = args
+        if not (isinstance(hidden, Tensor) and hidden.dim() > 1 and hidden.is_floating_point()):
+            return False
+        rows = math.prod(hidden.shape[:-1])
+        if hidden.shape[-1] != module.in_features or not rows or _draws(module):
+            return False
+        if self._mode == "slices":
+            # In training however few: ranks whose batches differ must use units in the same order.
+            return torch.is_grad_enabled() or rows > rows_of(hidden)
+        room, itemsize = self._room(), hidden.element_size()
+        # The least that the loss takes at one time: logits, an fp32 copy, the copy's log-softmax.
+        return room is not None and rows * module.out_features * (itemsize + 4 * (itemsize < 4) + 4) > room
+
+
+def _draws(head: nn.Module) -> bool:
+    """Whether a call of ``head`` draws random numbers, of which slices would draw others."""
+    return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in head.modules())
+
+
+@dataclass(frozen=True, slots=True)
+class PendingHead:
+    """A head, as it was when it was to be called. It holds no activations: the graph of a loss holds it."""
+
+    slices: LogitSlices
+    module: nn.Module
+    stamp: object
+    autocast: torch.dtype | None  # dtype that was chosen; None: none was
+
+    @classmethod
+    def now(cls, slices: LogitSlices, module: nn.Module, kind: str) -> "PendingHead":
+        """A call on a device of this ``kind`` that is not made now."""
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(slices, module, slices.stamp(module), autocast)
+
+    def using(self) -> AbstractContextManager[None]:
+        """Context in which it is called."""
+        return self.slices.using(self.module)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits of rows.
+
+        Raises:
+            StateError: The head's weights were updated since.
+        """
+        if self.stamp != self.slices.stamp(self.module):
+            raise StateError(
+                "logits that were not computed are asked for after the weights of the model's head were "
+                f"updated. Read them, and call backward(), before step(). {_REMEDY}"
+            )
+        kind = hidden.device.type
+        plain = self.autocast is None and not torch.is_autocast_enabled(kind)
+        autocast = (
+            nullcontext() if plain
+            else torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None)
+        )  # fmt: skip
+        before, self.slices.computing = self.slices.computing, True
+        try:
+            with autocast:
+                return self.module(hidden)  # type: ignore[no-any-return]
+        finally:
+            self.slices.computing = before
+
+
+# --- pending logits ----------------------------------------------------------------------------------
+
+#: Functions of tensors that say something of shape and dtype, not of values.
+_DESCRIBE = frozenset(("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__"))
+_PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"))
+_SCALES = frozenset(("mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__"))
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class PendingLogits(Tensor):
+    """Logits, ``(..., vocabulary)``, that nothing has computed yet: see [Note: pending logits]."""
+
+    _head: PendingHead
+    _hidden: Tensor  # the head's input for these rows, (..., width)
+    _written: int  # autograd's count of writes to it
+    _operators: tuple[Operator, ...]  # on the head's output, each of which takes a row by itself
+    _made: "tuple[PendingLogits, Operator] | None"  # from which others, and how; None: by the head
+    _family: "list[weakref.ref[PendingLogits]]"  # all that were made of the same, in order
+    _whole: Tensor | None
+
+    @classmethod
+    def of(cls, head: PendingHead, hidden: Tensor) -> "PendingLogits":
+        """Return the output of ``head`` for ``hidden``."""
+        trained = hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
+        return cls._make(head, hidden, head.autocast or hidden.dtype, trained and torch.is_grad_enabled(), [])
+
+    @classmethod
+    def _make(
+        cls, head: PendingHead, hidden: Tensor, dtype: torch.dtype, requires_grad: bool,
+        family: "list[weakref.ref[PendingLogits]]", operators: tuple[Operator, ...] = (),
+        made: "tuple[PendingLogits, Operator] | None" = None,
+    ) -> "PendingLogits":  # fmt: skip
+        shape = (*hidden.shape[:-1], head.module.out_features)
+        self: PendingLogits = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
+        )
+        self._head, self._hidden, self._written = head, hidden, hidden._version
+        self._operators, self._made, self._family, self._whole = operators, made, family, None
+        family.append(weakref.ref(self))
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, PendingLogits) and first._whole is None:
+            name = func.__name__
+            if name in _DESCRIBE or (name == "__get__" and func.__self__.__name__ in _PROPERTIES):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            make = first._cross_entropy if func is F.cross_entropy else partial(first._derived, func)
+            if (made := make(*args[1:], **kwargs)) is not None:
+                return made
+        args, kwargs = tree_map_only(PendingLogits, PendingLogits.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *args: Any) -> Any:
+        raise StateError(f"{func}: {_BYPASSED}")
+
+    def whole(self) -> Tensor:
+        """Return the logits, computed as the model would have.
+
+        Raises:
+            StateError: They cannot be, because what they depend on was written since.
+        """
+        # All at once: what is written to one of them now must not be in a cast that was made before.
+        for ref in self._family if self._whole is None else ():
+            each = ref()
+            if each is not None and each._whole is None:
+                each._compute()
+        assert self._whole is not None
+        return self._whole
+
+    def _compute(self) -> None:
+        with torch.set_grad_enabled(self.requires_grad):
+            if self._made is not None:
+                source, operator = self._made
+                self._whole = operator(source.whole())
+            else:
+                self._check()
+                with self._head.using():
+                    self._whole = self._head(self._hidden)
+
+    def _check(self) -> None:
+        if self._hidden._version != self._written:
+            raise StateError(
+                "logits that were not computed are asked for after the input of the model's head was "
+                f"modified in place. {_REMEDY}"
+            )
+
+    # --- what a model does to logits -----------------------------------------------------------
+
+    def _derived(self, func: Any, *args: Any, **kwargs: Any) -> "PendingLogits | None":
+        """Return what a function makes of these, with further arguments; None: it needs values."""
+        name, dtype, hidden, operators = func.__name__, self.dtype, self._hidden, self._operators
+        operator = partial(_call, func, args, kwargs)
+        if (cast := self._cast(name, args, kwargs)) is not None:
+            dtype, operators = cast, (*operators, operator)
+        elif (name == "tanh" and not args and not kwargs) or (name in _SCALES and _is_number(args, kwargs)):
+            operators = (*operators, operator)
+        elif (rows := self._rows(name, args, kwargs)) is not None:
+            hidden = rows(hidden)
+        else:
+            return None
+        trained = self.requires_grad and torch.is_grad_enabled()
+        return self._make(self._head, hidden, dtype, trained, self._family, operators, (self, operator))
+
+    def _cast(self, name: str, args: Any, kwargs: Any) -> torch.dtype | None:
+        """Return the dtype that a cast gives; None: it is none, or to another device."""
+        if name in _CASTS and not args and not kwargs:
+            return _CASTS[name]
+        given = args if not kwargs else (kwargs.get("dtype"),)
+        if name != "to" or len(given) != 1 or len(args) + len(kwargs) != 1:
+            return None
+        if isinstance(given[0], torch.dtype):
+            return given[0] if given[0].is_floating_point else None
+        return self.dtype if given[0] == self.device else None
+
+    def _rows(self, name: str, args: Any, kwargs: Any) -> Operator | None:
+        """Return what does to the head's input what a function does to rows; None: it does something else."""
+        last = self.dim() - 1
+        if name == "contiguous" and not args and not kwargs:
+            return lambda hidden: hidden
+        if name in ("view", "reshape") and args and not kwargs:
+            sizes = args if isinstance(args[0], int) else args[0]
+            if not isinstance(sizes, tuple | list) or not sizes or sizes[-1] != self.shape[-1]:
+                return None
+            return lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1])
+        if name == "flatten" and len(args) == 2 and not kwargs and args[1] % (last + 1) != last:
+            return lambda hidden: hidden.flatten(*args)
+        if name == "__getitem__":
+            index = args[0] if isinstance(args[0], tuple) else (args[0],)
+            if all(isinstance(each, slice) for each in index if each is not Ellipsis):
+                # The last dimension is not named, or is taken whole.
+                named = sum(each is not Ellipsis for each in index) > last
+                named |= Ellipsis in index and index[-1] is not Ellipsis
+                if not named or index[-1] == slice(None):
+                    return lambda hidden: hidden[index]
+        return None
+
+    # --- the loss ------------------------------------------------------------------------------
+
+    def _cross_entropy(
+        self, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+        ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor | None:  # fmt: skip
+        """Return ``F.cross_entropy``, computed in slices; None: it needs whole logits."""
+        classes = self.dim() == 2 and target.shape == self.shape[:1] and not target.is_floating_point()
+        others = (weight, size_average, reduce) != (None, None, None) or label_smoothing
+        if not classes or others or reduction not in ("none", "mean", "sum"):
+            return None
+        self._check()
+        of_slice = partial(_losses, self._head, self._operators, ignore_index)
+        rows, losses = rows_of(self._hidden), []
+        with self._head.using():
+            for hidden, part in zip(torch.split(self._hidden, rows), torch.split(target, rows), strict=True):
+                if torch.is_grad_enabled():
+                    loss = checkpoint(of_slice, hidden, part, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    loss = of_slice(hidden, part)
+                losses.append(loss)
+        each = torch.cat(losses)
+        if reduction == "none":
+            return each
+        total = each.sum(dtype=torch.float32 if each.element_size() < 4 else None)
+        if reduction == "mean":
+            total = total / (target != ignore_index).sum()
+        return total.to(each.dtype)
+
+
+def _losses(
+    head: PendingHead, operators: tuple[Operator, ...], ignore_index: int, hidden: Tensor, target: Tensor
+) -> Tensor:
+    """Return the loss of each row of a slice, ``(rows,)``."""
+    logits = head(hidden)
+    for operator in operators:
+        logits = operator(logits)
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+
+
+def _call(func: Any, args: Any, kwargs: Any, logits: Tensor) -> Any:
+    return func(logits, *args, **kwargs)
+
+
+def _is_number(args: Any, kwargs: Any) -> bool:
+    return len(args) == 1 and not kwargs and type(args[0]) in (int, float)
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise StateError(_BYPASSED)
+
+
+_REMEDY = "Set memory.logits=whole"
+_BYPASSED = (
+    "logits that were not computed came to a function that torch does not announce to them (a "
+    f"torch.autograd.Function, a compiled loss). {_REMEDY}"
+)

@@ -1,0 +1,246 @@
+"""Logits in slices under ``Init``: numbers within rounding, alike in every placement; uses as for whole."""
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.activations import logits
+from infinity.activations.controller import METERED
+from infinity.app.models.causal import CausalLoss
+from infinity.app.train import train as train_recipe
+from infinity.core.errors import BudgetError, StateError
+from infinity.planner.prefetch_plan import Kind
+from tests.helpers import models
+from tests.helpers.launch import run_ranks, several
+from tests.helpers.reference import Rule
+from tests.helpers.training import (
+    Trained,
+    assert_bitwise,
+    build,
+    optimizer_for,
+    reference,
+    streaming,
+    train,
+)
+
+SLICES = "memory.logits=slices"
+#: Updates of tiny gradients differ most where Adam divides by their size.
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def assert_near(ours: Trained, plain: Trained) -> None:
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, **NEAR)
+
+
+def counted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each slice from now on."""
+    rows, losses = [], logits._losses
+    monkeypatch.setattr(logits, "_losses", lambda *args: rows.append(len(args[-1])) or losses(*args))
+    return rows
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_training_is_the_plain_loops_within_rounding_and_the_same_in_every_placement(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = counted_rows(monkeypatch)
+    options: dict[str, Any] = {"dtype": "fp32", "steps": 3, "rule": Rule(lr=1e-3)}
+    factory, batch = models.build(name, 1)
+    ours = train(factory, batch, ["memory.host=1GiB", SLICES], **options)
+    plain = reference(factory, batch, **options)
+    assert_near(ours, plain)
+    assert max(rows) == models.HIDDEN // 4
+    for place in ("memory.device=600KiB", "memory.activations=offload"):
+        assert_bitwise(train(factory, batch, streaming(tmp_path, SLICES, place), **options), ours)
+
+
+def events(overrides: list[str], steps: int = 4, *, freeze: bool, after: bool) -> tuple[Any, int]:
+    """The uses of units in a step, and how many of the last steps' uses no plan foresaw."""
+    factory, batch = models.build("llama", 1)
+    model: Any = build(factory, "fp32", overrides)
+    model.lm_head.weight.requires_grad_(not freeze)
+    optimizer, on_demand = optimizer_for(model, Rule()), 0
+    with contextlib.closing(optimizer):
+        loss = CausalLoss(model)
+        for step in range(steps):
+            given = batch(step)
+            if after:
+                (loss(given["input_ids"], given["labels"]) / 48).backward()
+            else:
+                model(**given).loss.backward()
+            optimizer.step()
+            on_demand += optimizer.report().on_demand if step > 1 else 0
+            with torch.no_grad():
+                model(**given)
+        plan = optimizer.runtime.executor().prefetcher.training.plan
+        return plan.events, on_demand
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("freeze", [False, True])
+def test_the_order_of_uses_is_that_of_whole_logits(tmp_path: Path, freeze: bool, after: bool) -> None:
+    of_slices = events(streaming(tmp_path, SLICES), freeze=freeze, after=after)
+    of_whole = events(streaming(tmp_path, "memory.logits=whole"), freeze=freeze, after=after)
+    assert of_slices[1] == of_whole[1] == 0
+    if freeze:  # what reads a frozen weight last is known for slices, so they release it sooner
+        of_slices, of_whole = (
+            [[event for event in each[0] if event.kind is Kind.USE]] for each in (of_slices, of_whole)
+        )
+    assert of_slices[0] == of_whole[0]
+
+
+def own_loop(folder: str, *more: str) -> tuple[list[float], list[float]]:
+    """Losses of a loop that computes its loss after the forward, on batches of a length of its own."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    factory, batch = models.build("llama", 1)
+    model = build(factory, "fp32", streaming(folder, *more))
+    optimizer = optimizer_for(model, Rule(lr=1e-3, max_grad_norm=None))
+    losses, held_out = [], []
+    with contextlib.closing(optimizer):
+        summed = CausalLoss(model)
+        for step in range(4):
+            tokens = batch(step, rank, world)["input_ids"][:, : 12 - 5 * rank]
+            loss = summed(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            with torch.no_grad():
+                held_out.append(summed(tokens[:, :-1], tokens[:, 1:]).item())
+    return losses, held_out
+
+
+def test_a_loss_after_the_forward_is_computed_in_slices_on_ranks_of_different_batches(tmp_path: Path) -> None:
+    calls = [(own_loop, str(tmp_path), f"memory.logits={mode}") for mode in ("slices", "whole")]
+    for ours, whole in run_ranks(several, 2, *calls):
+        assert ours[0] == pytest.approx(whole[0], rel=1e-5)
+        assert ours[1] == pytest.approx(whole[1], rel=1e-5)
+
+
+def test_logits_that_are_read_late_are_the_models(tmp_path: Path) -> None:
+    factory, batch = models.build("llama", 1)
+    plain = factory()(**batch(0)).logits.detach()
+    model = build(factory, "fp32", streaming(tmp_path, SLICES))
+    optimizer = optimizer_for(model, Rule())
+    with contextlib.closing(optimizer):
+        output = model(**batch(0))
+        assert torch.equal(output.logits + 0, plain)
+        output, other = model(**batch(0)), model(**batch(0))
+        with torch.no_grad():
+            assert torch.equal(output.logits.argmax(-1), plain.argmax(-1))
+        model.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        assert torch.equal(output.logits.argmax(-1), plain.argmax(-1))
+        with pytest.raises(StateError, match="before step"):
+            other.logits.argmax(-1)
+        with pytest.raises(StateError, match="before step"):
+            other.loss.backward()
+
+
+def adapted(overrides: list[str]) -> list[float]:
+    factory, batch = models.build("llama", 1)
+    model: Any = build(factory, "fp32", overrides)
+    model = infinity.add_lora(model, rank=2, target_modules=["q_proj", "lm_head"])
+    optimizer, losses = optimizer_for(model, Rule()), []
+    with contextlib.closing(optimizer):
+        for step in range(4):
+            loss = model(**batch(step)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_head_with_adapters(tmp_path: Path) -> None:
+    whole = adapted(streaming(tmp_path, "memory.logits=whole"))
+    assert adapted(streaming(tmp_path, SLICES)) == pytest.approx(whole, rel=1e-5)
+    assert whole[-1] < whole[0]
+
+
+def losses_of(folder: Path, name: str, *overrides: str) -> tuple[list[float], list[float]]:
+    """Of every step of a run, and of its evaluations."""
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    run = [
+        f"run.dir={folder}", f"run.name={name}", "observe.progress=false", f"data.files={text}",
+        f"data.cache={folder}/tokens", "model.n_layers=2", "model.d_model=16", "model.n_heads=2",
+        "model.seq_len=16", "train.steps=3", "train.batch_size=2", "train.accumulate=2", "train.threads=1",
+        "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
+        "memory.host=400KiB", "train.eval_every=2",
+    ]  # fmt: skip
+    train_recipe(infinity.load_recipe(overrides=[*run, *overrides]))
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return tuple([line["loss"] for line in lines if line["kind"] == kind] for kind in ("step", "evaluation"))
+
+
+@pytest.mark.parametrize("schedule", ["step", "layer"])
+def test_a_recipe_says_so_in_both_schedules(
+    tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, rows = f"train.schedule={schedule}", counted_rows(monkeypatch)
+    whole = losses_of(tmp_path, "whole", chosen, "memory.logits=whole")
+    assert not rows
+    ours = losses_of(tmp_path, "slices", chosen, SLICES)
+    assert ours[0] == pytest.approx(whole[0], rel=1e-5)
+    assert ours[1] == pytest.approx(whole[1], rel=1e-5)
+    assert whole[1]
+    assert max(rows) == 4
+
+
+# --- a vocabulary that does not fit ------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A model whose logits are all that is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(2**12, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.lm_head = nn.Linear(16, 2**12, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        return nn.functional.cross_entropy(self.lm_head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def wide(folder: Path, *overrides: str) -> tuple[list[float], Any]:
+    model = build(Wide, "fp32", streaming(folder, "memory.activations=plan", *overrides))
+    optimizer, losses = optimizer_for(model, Rule(lr=1e-3)), []
+    with contextlib.closing(optimizer):
+        for step in range(METERED + 2):
+            tokens = torch.randint(2**12, (4, 64), generator=torch.Generator().manual_seed(step))
+            loss = model(tokens)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, optimizer.runtime.activations
+
+
+def test_auto_trains_within_a_budget_that_whole_logits_exceed(tmp_path: Path) -> None:
+    logits_nbytes = 4 * 64 * 2**12 * 4
+    device = f"memory.device={logits_nbytes}"
+    with pytest.raises(BudgetError, match=re.escape("memory.device")):
+        wide(tmp_path, device, "memory.logits=whole")
+    losses, activations = wide(tmp_path, device)
+    assert activations.metered_nbytes < logits_nbytes // 2
+    assert losses == pytest.approx(wide(tmp_path, "memory.logits=whole")[0], rel=1e-5)
+    # Where whole logits fit, auto computes them whole.
+    plenty = wide(tmp_path, "memory.device=64MiB")[0]
+    assert plenty == wide(tmp_path, "memory.device=64MiB", "memory.logits=whole")[0]
