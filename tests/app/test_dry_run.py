@@ -40,7 +40,7 @@ def llama(folder: Path) -> str:
     return f"model.path={folder / 'llama'}"
 
 
-def quantised(folder: Path) -> str:
+def quantized(folder: Path) -> str:
     path = llama(folder)
     quantized.fp8(folder / "llama")
     return path
@@ -88,9 +88,9 @@ CASES = {
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
     "llama-lora": ["llama", "lora.rank=2"],
-    "quantised-lora": ["quantised", "lora.rank=2", "memory.device=640KiB"],
-    "quantised-lora-in-host-memory": [
-        "quantised",
+    "quantized-lora": ["quantized", "lora.rank=2", "memory.device=640KiB"],
+    "quantized-lora-in-host-memory": [
+        "quantized",
         "lora.rank=2",
         "memory.device=800KiB",
         "memory.host=2MiB",
@@ -103,7 +103,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
     overrides = ["memory.resident=false", *CASES[case]]
-    made = {"llama": llama, "quantised": quantised}.get(overrides[1])
+    made = {"llama": llama, "quantized": quantized}.get(overrides[1])
     if made is not None:
         del overrides[1]
         overrides += [made(tmp_path), "model.seq_len=32", "train.batch_size=2"]
@@ -118,6 +118,6 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     assert micro_batches(planned) == tuple(real["events"])
     plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
     assert list(plan.fetched()) == real["fetched"]
-    assert real["fetched"] or case != "quantised-lora"
+    assert real["fetched"] or case != "quantized-lora"
     if real["events"]:
         assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]

@@ -63,7 +63,7 @@ def test_train_with_dry_run_says_the_same_and_trains_nothing(
     assert "--on is for --dry-run" in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_planned_from_its_config_alone_also_a_quantised_one(tmp_path: Path) -> None:
+def test_a_checkpoint_is_planned_from_its_config_alone_also_a_quantized_one(tmp_path: Path) -> None:
     config = {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 512,
         "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_planned_from_its_config_alone_also_a_quantised_one(tmp_
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     text = shown("model.n_layers=6", "model.d_model=384", "model.n_heads=6", f"model.path={tmp_path}")
-    assert "the checkpoint is quantised (fp8): planned as if its weights were torch.bfloat16" in text
+    assert "the checkpoint is quantized (fp8): planned as if its weights were torch.bfloat16" in text
     assert "holds no weights: planned from its config.json" in text
     assert re.search("^a step takes .* tokens/s", text, re.M)
     (tmp_path / "config.json").write_text("{}")
