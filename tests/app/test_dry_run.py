@@ -40,7 +40,7 @@ def llama(folder: Path) -> str:
     return f"model.path={folder / 'llama'}"
 
 
-def quantized(folder: Path) -> str:
+def quantized_llama(folder: Path) -> str:
     path = llama(folder)
     quantized.fp8(folder / "llama")
     return path
@@ -103,7 +103,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
     overrides = ["memory.resident=false", *CASES[case]]
-    made = {"llama": llama, "quantized": quantized}.get(overrides[1])
+    made = {"llama": llama, "quantized": quantized_llama}.get(overrides[1])
     if made is not None:
         del overrides[1]
         overrides += [made(tmp_path), "model.seq_len=32", "train.batch_size=2"]
