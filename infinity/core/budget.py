@@ -249,8 +249,8 @@ def divide_device(
     )
     needed = grad + working + window_least + updates
     may_spill = [] if in_host else [rounded(u.shard_grad) for u in units if u.spills]
-    least, spilled = needed - sum(may_spill), tuple[int, ...]()
-    bound = ceiling if total is None else total
+    least, bound = needed - sum(may_spill), ceiling if total is None else total
+    spilled: tuple[int, ...] = ()
     if may_spill and needed > (bound if spill_above is None else spill_above):
         # One that comes while one is written has its room before those that stay.
         spilled = _choose_spilled(units, bound - least - max(may_spill))
@@ -273,7 +273,7 @@ def divide_device(
             f"is required: {format_nbytes(grad)} of gradients that wait for "
             f"{_occasion(waits, in_host)}, {format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
-            f"for {'units that are gathered as one' if leaf else 'two units in flight'}"
+            f"for {_window_of(leaf, block, window_least)}"
             + (f", {format_nbytes(updates)} for updates (memory.updates=host: none)" if updates else "")
             + ". Raise memory.device"
             + _way_out(waits, units, in_host)
@@ -300,6 +300,12 @@ def whole_pages(nbytes: int) -> int:
 
 def rounded_sum(sizes: Iterable[int]) -> int:
     return sum(rounded(nbytes) for nbytes in sizes)
+
+
+def _window_of(leaf: int, block: int, nbytes: int) -> str:
+    if nbytes == block:
+        return "all micro-batches in one block (the ordinary schedule needs less)"
+    return "units that are gathered as one" if leaf else "two units in flight"
 
 
 def _occasion(waits: Sequence[UnitSizes], in_host: bool) -> str:

@@ -122,8 +122,12 @@ class UnitBudget:
         full_gradients_wait = not division.early and self._ranks.world_size == 1
         gradients = 0 if full_gradients_wait and not division.spilled else weights - largest
         if division.spilled and weights + gradients > division.window:
-            self._block_nbytes = weights + gradients
-            division = self.division = self._divide(self._trained, self._accumulates)
+            before, self._block_nbytes = self._block_nbytes, weights + gradients
+            try:
+                division = self.division = self._divide(self._trained, self._accumulates)
+            except BudgetError:
+                self._block_nbytes = before
+                raise
         free = division.window + division.lag
         if weights + gradients > free:
             missing = weights + gradients - free

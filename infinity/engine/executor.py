@@ -262,7 +262,8 @@ class StepExecutor:
             grad_scale = clip_coefficient(norm, max_grad_norm)
             if not self.updates.validate(grad_scale):
                 self.stalls("update", self.updates.roll_back)
-            self.stalls("write", self.updates.land_held)
+            if self.updates.spilled:
+                self.stalls("write", self.updates.land_held)
             self.updates.commit(grad_scale)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
