@@ -806,7 +806,7 @@ class Updates:
         gradient = None
         if grad is None:
             assert ready.stored is not None
-            ready.stored.wait()  # for what land_held has waited for
+            ready.stored.wait()  # at once after land_held
             grad, gradient = self.tiers.gradient_dtype(unit), self.tiers.gradient(unit)
             self.planned_read += gradient.nbytes
         chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ready.place), gradient)
