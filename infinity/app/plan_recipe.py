@@ -79,7 +79,7 @@ class PlannedRun:
         return max(1, self.run.ranks // self.run.machine.nodes.count)
 
     def disk_nbytes(self) -> int:
-        """Bytes on the drives of a node: every version, what commits of host memory take, gradients that wait."""
+        """Bytes on the drives of a node: versions, commits of host memory, gradients that wait."""
         memory, units = self.run.recipe.memory, self.run.units
         if not memory.nvme:
             return 0

@@ -193,8 +193,8 @@ def divide_host(
             f"memory.host is {format_nbytes(total)}, of which units in host memory take "
             f"{format_nbytes(residents + beside)} and chunks of updates {format_nbytes(chunks)}. Beside an "
             f"accelerator {format_nbytes(needed)} more are required: {', and '.join(parts)}. "
-            f"{format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host, or share the model over "
-            f"more ranks{why}"
+            f"{format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host, or share the model "
+            f"over more ranks{why}"
         )
     spare //= 2  # the rest is for activations, and exact values that are read or written
 

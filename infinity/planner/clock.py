@@ -190,7 +190,8 @@ class _Update:
     """The update of a unit's shard in one step.
 
     Attributes:
-        nbytes: Device memory of the gradient; ``storing``: it is on its way to NVMe; ``weights_nbytes`` of weights that are kept for it.
+        nbytes: Device memory of the gradient; ``weights_nbytes`` of weights that are kept for it.
+        storing: The gradient is on its way to NVMe.
         launched: Its gradient is there, and it may run.
         unread: Chunks whose read has not started; likewise the others.
         then: Called when it has been computed; ``landed`` when its writes have ended.

@@ -18,10 +18,11 @@ Every step tells whether speculation was right, or would have been. While the pr
 be (see :class:`Predictor`), updates start at ``step``.
 
 [Note: gradients on NVMe]
-Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon as
-they are complete. An update inside backward reads its gradient from memory meanwhile, and memory is given back
-when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, chunk by chunk.
-Each gradient has one place, which no commit names. The next write to it waits for whatever reads or writes it.
+Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon
+as they are complete. An update inside backward reads its gradient from memory meanwhile, and memory is given
+back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, chunk by
+chunk. Each gradient has one place, which no commit names. The next write to it waits for all that reads or
+writes it.
 
 [Note: what is forgotten]
 Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates are rolled back, and the

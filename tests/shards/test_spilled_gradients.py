@@ -37,7 +37,9 @@ def needed(error: pytest.ExceptionInfo[BudgetError]) -> int:
 
 
 @contextlib.contextmanager
-def lockstep(directory: Any, *overrides: str, extra: int = 0, dtype: str = "bf16", **options: Any) -> Iterator[Lockstep]:
+def lockstep(
+    directory: Any, *overrides: str, extra: int = 0, dtype: str = "bf16", **options: Any
+) -> Iterator[Lockstep]:
     """A model in the least memory with which it can be clipped, and ``extra`` bytes."""
     rule = Rule(max_grad_norm=FREE)
     where = streaming(directory, *overrides)
