@@ -20,8 +20,8 @@ be (see :class:`Predictor`), updates start at ``step``.
 [Note: gradients on NVMe]
 Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon
 as they are complete. An update inside backward reads its gradient from memory meanwhile, and memory is given
-back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, chunk by
-chunk. Each gradient has one place, which no commit names. The next write to it waits for all that reads or
+back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, by
+chunks. Each gradient has one place, which no commit names. The next write to it waits for all that reads or
 writes it.
 
 [Note: what is forgotten]
