@@ -63,9 +63,8 @@ def test_gradients_that_do_not_fit_host_memory_wait_on_nvme_and_change_no_bit(tm
     assert units > 2
     small = (*PLACE, f"memory.host={host}", "memory.resident=false")
     large = (*PLACE, "memory.host=64MiB", "memory.resident=false")
-    # Rolled back and held, or speculated.
-    for options in ({"clip": 1e-3, "steps": 4}, {"clip": 1e6, "accumulate": 2}):
-        assert trained(small, tmp_path, "random", **options) == trained(large, tmp_path, **options)
+    options = {"clip": 1e-3, "steps": 4, "accumulate": 2}  # updates are rolled back, then held
+    assert trained(small, tmp_path, "random", **options) == trained(large, tmp_path, **options)
 
 
 def test_units_that_stay_in_host_memory_have_room_for_their_gradients(tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_a_gradient_that_cannot_be_written_is_a_disk_error_and_the_committed_ste
 
 def test_a_disk_that_has_no_room_for_them_is_an_error_before_the_first_step(tmp_path):
     with lockstep(tmp_path, extra=2**22) as pair:
-        enough = pair.optimizer.runtime.storage.volume.path(0).stat().st_size
+        enough = pair.optimizer.runtime.storage.volume.allocated_nbytes
     with file_limit(enough), pytest.raises(DiskError, match=r"memory\.nvme"), lockstep(tmp_path):
         pass
     with file_limit(enough), lockstep(tmp_path, extra=2**22) as pair:
