@@ -121,14 +121,8 @@ class UnitBudget:
         # or wait as shards only, the budget has room for one unit's.
         full_gradients_wait = not division.early and self._ranks.world_size == 1
         gradients = 0 if full_gradients_wait and not division.spilled else weights - largest
-        if division.spilled and weights + gradients > division.window:
-            before, self._block_nbytes = self._block_nbytes, weights + gradients
-            try:
-                division = self.division = self._divide(self._trained, self._accumulates)
-            except BudgetError:
-                self._block_nbytes = before
-                raise
-        free = division.window + division.lag
+        more_may_spill = division.total - division.least if division.spilled else 0
+        free = division.window + division.lag + more_may_spill
         if weights + gradients > free:
             missing = weights + gradients - free
             raise BudgetError(
@@ -139,6 +133,10 @@ class UnitBudget:
                 + _BESIDE_A_PLAN
                 * self._shared
             )
+        if division.spilled and weights + gradients > division.window:
+            self._block_nbytes = weights + gradients
+            division = self.division = self._divide(self._trained, self._accumulates)
+            free = division.window
         return max(weights, min(division.window, free - gradients))
 
     def _trained_now(self) -> frozenset[int]:
