@@ -35,7 +35,7 @@ class AdamW(torch.optim.Optimizer):
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay.
         max_grad_norm: Clip the global norm of the gradients to this value, above 0; None: do not clip, so
-            that gradients need not wait in memory until ``step()``.
+            that gradients need not wait until ``step()``, in memory or on NVMe.
         params: Parameter groups as torch takes them, in place of the default two.
         follow: Objects whose state belongs to the run, by names of your choice: anything with ``state_dict``
             and ``load_state_dict`` (a scheduler, a torchdata loader). With a named run (``run.name``) and
@@ -93,6 +93,7 @@ class AdamW(torch.optim.Optimizer):
     def _connect(self) -> None:
         executor = self.runtime.executor(clips=self.max_grad_norm is not None)
         executor.updates.hypers.groups = self.param_groups
+        executor.place_gradients()
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -216,7 +217,8 @@ class AdamW(torch.optim.Optimizer):
             planned_nbytes_read=planned[0] if planned else None,
             planned_nbytes_written=planned[1] if planned else None,
             on_demand=executor.on_demand, speculated=executor.updates.speculated,
-            rolled_back=executor.updates.rolled_back, peak_nbytes=runtime.peak_nbytes(),
+            rolled_back=executor.updates.rolled_back,
+            spilled_nbytes=executor.updates.spilled_nbytes, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property

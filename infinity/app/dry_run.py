@@ -80,6 +80,7 @@ class DryRun:
         resident_nbytes: Host memory that shards may take, of ``host_nbytes``.
         chunk_numel: Elements that an update stages at one time; ``staged_chunks`` of them.
         reduce_itemsize: Bytes per element of a reduced gradient.
+        spilled: Units whose gradients wait on NVMe.
         policy: What happens to activations; ``activations`` is the plan that follows.
         notes: Lines for people about what the plan takes for granted.
     """
@@ -98,6 +99,7 @@ class DryRun:
     staged_chunks: int
     device_nbytes: int
     reduce_itemsize: int
+    spilled: frozenset[int]
     policy: str
     profile: Profile
     activations: ActivationPlan
@@ -152,8 +154,13 @@ class DryRun:
             micro_batches=self.micro_batches, early=memory.versions == 2,
             clips=self.recipe.optim.max_grad_norm is not None, chunk_numel=self.chunk_numel,
             staged_chunks=self.staged_chunks, piece_nbytes=piece if self.machine.on_accelerator else None,
-            reduce_itemsize=self.reduce_itemsize,
+            reduce_itemsize=self.reduce_itemsize, spilled=self.spilled,
         )  # fmt: skip
+
+    @property
+    def spilled_nbytes(self) -> int:
+        """Bytes of gradients that wait on NVMe in each step."""
+        return sum(self.units[index].shard_numel for index in self.spilled) * self.reduce_itemsize
 
     @property
     def micro_batches(self) -> int:
@@ -683,7 +690,8 @@ class _Planner:
             resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
             reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,
-            policy=self.policy, profile=profile, activations=plan, notes=self.made.notes,
+            spilled=self.budget.spilled, policy=self.policy, profile=profile, activations=plan,
+            notes=self.made.notes,
             _model=self.made,
         )  # fmt: skip
 

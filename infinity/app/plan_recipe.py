@@ -79,13 +79,13 @@ class PlannedRun:
         return max(1, self.run.ranks // self.run.machine.nodes.count)
 
     def disk_nbytes(self) -> int:
-        """Bytes on the drives of a node: every version, and what commits of host memory take."""
+        """Bytes on the drives of a node: versions, commits of host memory, gradients that wait."""
         memory, units = self.run.recipe.memory, self.run.units
         if not memory.nvme:
             return 0
         stays = any(not unit.on_nvme and unit.trainable for unit in units)
         places = memory.versions + (stays and memory.versions == 2)
-        total = 0
+        total = self.run.spilled_nbytes
         for unit in units:
             if not unit.trainable:
                 total += unit.weight_nbytes * (unit.on_nvme and unit.stored is None)
@@ -391,6 +391,11 @@ def cost_lines(planned: PlannedRun, tokens: float | None = None) -> Iterator[str
         yield (
             f"does not fit: units and activations take {format_nbytes(over)} more than a device has; lower "
             "train.batch_size or model.seq_len, or set memory.activations=recompute, or memory.device to plan"
+        )
+    if run.spilled_nbytes:
+        yield (
+            f"{format_nbytes(run.spilled_nbytes)} of gradients wait on NVMe in each step; "
+            f"{'memory.host' if run.machine.on_accelerator else 'memory.device'} is too small for them"
         )
     disk, drives = planned.disk_nbytes(), run.machine.drives
     if disk > drives.per_node * drives.memory:

@@ -8,6 +8,11 @@ gradient and weights of units whose update has started. *The window* is what the
 with the nearest future. The backlog lets updates lag into the next forward, so it gets what it can
 use; the window gets the rest, and at least two of the largest units.
 
+[Note: gradients that spill]
+Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
+few bytes as possible. They pass through memory one after the other, as those of early updates do. Of units
+alike the first of the model keep theirs in memory: backward comes to them last, with little time to write.
+
 [Note: the host budget beside an accelerator]
 Updates run in host memory, so on an accelerator gradients wait for ``step``, and for their updates, there.
 They share it with residents (each with room for its own gradient), chunks of updates, shards on their way
@@ -45,6 +50,7 @@ class UnitSizes:
     trainable: bool
     waits: bool  # its gradient, in device memory, for ``step`` or for the last micro-batch
     waits_in_host: bool = False  # its gradient, in host memory, for ``step``
+    spills: bool = False  # its gradient waits for nothing but ``step``, so it may wait on NVMe
     parameter: str = ""  # the largest
     parameter_nbytes: int = 0
     stored: int = 0  # what the flat buffer is decoded from
@@ -63,6 +69,7 @@ class DeviceBudget:
         early: Gradients need not wait for ``step()``: an update inside backward is done with them.
         lag: Beside the window: early updates may lag by as much, and need not.
         least: The smallest total that would do.
+        spilled: Positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
     """
 
     total: int
@@ -71,6 +78,7 @@ class DeviceBudget:
     early: bool
     lag: int
     least: int
+    spilled: tuple[int, ...] = ()
 
 
 def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
@@ -116,6 +124,7 @@ class HostBudget:
         staging: Of shards on their way to the accelerator, and of weights that stay.
         piece: The most that one shard on its way takes at one time.
         stays: What weights that stay may take of ``staging``.
+        spilled: Positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
     """
 
     gradients: int
@@ -123,6 +132,23 @@ class HostBudget:
     staging: int
     piece: int
     stays: int
+    spilled: tuple[int, ...] = ()
+
+
+def _choose_spilled(units: Sequence[UnitSizes], room: int) -> tuple[int, ...]:
+    """Return positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
+
+    Args:
+        room: Memory for the gradients of the others that might (bytes).
+    """
+    spilled = []
+    for place in sorted((i for i, u in enumerate(units) if u.spills), key=lambda i: -units[i].shard_grad):
+        nbytes = rounded(units[place].shard_grad)
+        if nbytes <= room:
+            room -= nbytes
+        else:
+            spilled.append(place)
+    return tuple(sorted(spilled))
 
 
 def divide_host(
@@ -147,24 +173,34 @@ def divide_host(
     passing = max((rounded(u.shard_grad) for u in updated if not u.waits_in_host), default=0)
     shard = max((rounded(u.shard_weight) for u in units if u.on_nvme), default=0)
     piece = min(shard, LEAST_PIECE_NBYTES)
+    free = total - residents - beside - chunks
+    spilled: tuple[int, ...] = ()
+    if free < waiting + passing + piece:
+        waiting -= rounded_sum(u.shard_grad for u in units if u.spills)
+        passing = max((rounded(u.shard_grad) for u in units if u.spills), default=passing)
+        # Weights on their way, and a gradient that comes while one is written, have their room first. Below
+        # they get a quarter and a half of what is left.
+        wished = 4 * (STAGED_PIECES * shard - piece) + 2 * passing
+        spilled = _choose_spilled(units, free - waiting - passing - piece - wished)
+        waiting += rounded_sum(u.shard_grad for i, u in enumerate(units) if u.spills and i not in spilled)
     needed = waiting + passing + piece
-    spare = total - residents - beside - chunks - needed
+    spare = free - needed
     if spare < 0:
         # Of a larger budget chunks take a quarter, or half without residents, and those half of the rest.
         enough = aligned(-(-8 * needed // 3) if resident else 2 * needed)
-        held, why = f"{format_nbytes(waiting)} of gradients that wait for step()", ""
+        parts, why = [f"{format_nbytes(piece)} for weights on their way"], ""
         if passing:
             largest = max(updated, key=lambda u: u.shard_grad)
-            held = f"{format_nbytes(passing)} for the gradient of {_described(largest)}"
+            parts.insert(0, f"{format_nbytes(passing)} for the gradient of {_described(largest)}")
             why = _indivisible(largest)
+        if waiting:
+            parts.insert(0, f"{format_nbytes(waiting)} of gradients that wait for step()")
         raise BudgetError(
             f"memory.host is {format_nbytes(total)}, of which units in host memory take "
             f"{format_nbytes(residents + beside)} and chunks of updates {format_nbytes(chunks)}. Beside an "
-            f"accelerator {format_nbytes(needed)} more are required: {held}, and {format_nbytes(piece)} for "
-            f"weights on their way. {format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host"
-            + (", set optim.max_grad_norm=null so that gradients need not wait" if waiting else "")
-            + ", or share the model over more ranks"
-            + why
+            f"accelerator {format_nbytes(needed)} more are required: {', and '.join(parts)}. "
+            f"{format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host, or share the model "
+            f"over more ranks{why}"
         )
     spare //= 2  # the rest is for activations, and exact values that are read or written
 
@@ -177,16 +213,18 @@ def divide_host(
     all_weights = rounded_sum(u.shard_weight for u in updated)
     all_gradients = rounded_sum(u.shard_grad for u in updated)
     staging = piece + take(min(STAGED_PIECES * shard - piece, spare // 2))
+    passing += take(passing) if spilled else 0
     weights = take(all_weights if waiting else min(all_weights, spare // 2))
     gradients = beside + waiting + passing + (0 if waiting else take(all_gradients - passing))  # they may lag
     stays = take(all_weights)
     piece = max(piece, min(shard, whole_pages(staging // STAGED_PIECES)))
-    return HostBudget(gradients, weights, staging + stays, piece, stays)
+    return HostBudget(gradients, weights, staging + stays, piece, stays, spilled)
 
 
 def divide_device(
     total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
     together: Sequence[Sequence[int]] = (), in_host: bool = False, updates: int = 0, decoding: int = 0,
+    spill_above: int | None = None, block: int = 0,
 ) -> DeviceBudget:  # fmt: skip
     """Divide ``memory.device``, or choose it when it is None.
 
@@ -200,6 +238,8 @@ def divide_device(
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
         updates: What updates on an accelerator take.
         decoding: What decoding stored weights on an accelerator takes.
+        spill_above: Gradients spill if they would make a derived budget larger than this; None: ``ceiling``.
+        block: The least window.
 
     Raises:
         BudgetError: Too small; says what is needed and why.
@@ -213,8 +253,17 @@ def divide_device(
     working = max(largest * (2 if world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
     flight = max((u.gathered for u in streaming), default=0)
     leaf_flight = max((sum(units[i].gathered for i in group) for group in together), default=0)
-    window_least = max(2 * flight, leaf_flight + max(flight, largest) if leaf else 0)
+    window_least = max(2 * flight, leaf_flight + max(flight, largest) if leaf else 0, block)
     needed = grad + working + window_least + updates + decoding
+    may_spill = [] if in_host else [rounded(u.shard_grad) for u in units if u.spills]
+    least, bound = needed - sum(may_spill), ceiling if total is None else total
+    spilled: tuple[int, ...] = ()
+    if may_spill and needed > (bound if spill_above is None else spill_above):
+        # One that comes while one is written has its room before those that stay.
+        spilled = _choose_spilled(units, bound - least - max(may_spill))
+        freed = rounded_sum(units[i].shard_grad for i in spilled)
+        grad, needed = grad - freed, needed - freed
+        waits = [u for i, u in enumerate(units) if u.waits and i not in spilled]
     backlog_all = rounded_sum(
         u.shard_weight + (0 if u.waits else u.shard_grad)
         for u in streaming
@@ -229,19 +278,21 @@ def divide_device(
         raise BudgetError(
             f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
             f"is required: {format_nbytes(grad)} of gradients that wait for "
-            f"{_occasion(waits, early, in_host)}, {format_nbytes(working)} for the "
+            f"{_occasion(waits, in_host)}, {format_nbytes(working)} for the "
             f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
-            f"for {'units that are gathered as one' if leaf else 'two units in flight'}"
+            f"for {_window_of(leaf, block, window_least)}"
             + (f", {format_nbytes(updates)} for updates (memory.updates=host: none)" if updates else "")
             + (f", {format_nbytes(decoding)} for decoding quantized weights" if decoding else "")
             + ". Raise memory.device"
-            + _way_out(waits, early, in_host)
+            + _way_out(waits, units, in_host)
             + _indivisible(biggest)
         )
+    if spilled:  # what is left, less than one gradient more, lets gradients lag
+        return DeviceBudget(total, window_least, False, early, 0, least, spilled)
     spare = total - needed
     hold = early or spare >= backlog_all
     backlog = min(spare, backlog_all) if hold else 0
-    return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0, needed)
+    return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0, least)
 
 
 def rounded(nbytes: int) -> int:
@@ -259,22 +310,28 @@ def rounded_sum(sizes: Iterable[int]) -> int:
     return sum(rounded(nbytes) for nbytes in sizes)
 
 
-def _occasion(waits: Sequence[UnitSizes], early: bool, in_host: bool) -> str:
-    return "the last micro-batch (no_sync)" if _accumulate(waits, early, in_host) else "step()"
+def _window_of(leaf: int, block: int, nbytes: int) -> str:
+    if nbytes == block:
+        return "all micro-batches in one block (the ordinary schedule needs less)"
+    return "units that are gathered as one" if leaf else "two units in flight"
 
 
-def _way_out(waits: Sequence[UnitSizes], early: bool, in_host: bool) -> str:
+def _occasion(waits: Sequence[UnitSizes], in_host: bool) -> str:
+    return "the last micro-batch (no_sync)" if _accumulate(waits, in_host) else "step()"
+
+
+def _way_out(waits: Sequence[UnitSizes], units: Sequence[UnitSizes], in_host: bool) -> str:
     """Return what lets gradients wait less, beside a larger budget."""
-    if not early and not in_host:
-        return ", or set optim.max_grad_norm=null so that gradients need not wait"
-    if _accumulate(waits, early, in_host):
+    if _accumulate(waits, in_host):
         return ", or take a step's micro-batches together: train.schedule=layer, infinity.layer_schedule"
+    if waits and any(u.on_nvme for u in units):
+        return ", or set memory.resident=false: gradients of units on NVMe can wait there"
     return ""
 
 
-def _accumulate(waits: Sequence[UnitSizes], early: bool, in_host: bool) -> bool:
-    """Gradients wait for the micro-batches that follow, and for nothing else."""
-    return bool(waits) if in_host else early and any(u.on_nvme for u in waits)
+def _accumulate(waits: Sequence[UnitSizes], in_host: bool) -> bool:
+    """Gradients wait for the micro-batches that follow, where they wait in device memory at all."""
+    return any(in_host or (u.on_nvme and not u.spills) for u in waits)
 
 
 def _described(unit: UnitSizes) -> str:

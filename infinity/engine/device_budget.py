@@ -62,6 +62,8 @@ class UnitBudget:
         if self._shared:
             assert device_nbytes is not None
             self._ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
+        self._spill_above = device_nbytes if self._shared else None
+        self._block_nbytes = 0  # the least window, for a layer schedule
         self._trained, self._accumulates = self._trained_now(), False
         self.division = self._divide(self._trained, self._accumulates)
 
@@ -75,6 +77,11 @@ class UnitBudget:
         """Bytes that decoding takes of an accelerator's memory, beside pools."""
         scratch = (unit.stored.scratch_nbytes for unit in self._units if unit.stored is not None)
         return max(scratch, default=0) if self._ranks.on_accelerator else 0
+
+    @property
+    def spilled(self) -> frozenset[int]:
+        """Indices of units whose gradients wait on NVMe."""
+        return frozenset(self.division.spilled if self.host is None else self.host.spilled)
 
     @property
     def hold_weights(self) -> bool:
@@ -100,13 +107,13 @@ class UnitBudget:
     def divide_beside(self, activations_nbytes: int) -> None:
         """Divide what planned activations leave of ``memory.device``."""
         assert self.device_nbytes is not None
-        self._ceiling_nbytes = self.device_nbytes - activations_nbytes
+        self._ceiling_nbytes, self._spill_above = self.device_nbytes - activations_nbytes, None
         self.division = self._divide(self._trained, self._accumulates)
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
         """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
 
-        Early updates lag less where that takes it.
+        Early updates lag less where that takes it, and more gradients wait on NVMe: ``division`` may change.
 
         Args:
             blocks: Indices of each block's units.
@@ -122,8 +129,9 @@ class UnitBudget:
         # A block's gradients come together, after its last micro-batch. Of gradients that come one by one,
         # or wait as shards only, the budget has room for one unit's.
         full_gradients_wait = not division.early and self._ranks.world_size == 1
-        gradients = 0 if full_gradients_wait else weights - largest
-        free = division.window + division.lag
+        gradients = 0 if full_gradients_wait and not division.spilled else weights - largest
+        more_may_spill = division.total - division.least if division.spilled else 0
+        free = division.window + division.lag + more_may_spill
         if weights + gradients > free:
             missing = weights + gradients - free
             raise BudgetError(
@@ -134,6 +142,10 @@ class UnitBudget:
                 + _BESIDE_A_PLAN
                 * self._shared
             )
+        if division.spilled and weights + gradients > division.window:
+            self._block_nbytes = weights + gradients
+            division = self.division = self._divide(self._trained, self._accumulates)
+            free = division.window
         return max(weights, min(division.window, free - gradients))
 
     def _trained_now(self) -> frozenset[int]:
@@ -149,6 +161,7 @@ class UnitBudget:
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
             in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
             decoding=self._decoding_nbytes,
+            spill_above=self._spill_above, block=self._block_nbytes,
         )  # fmt: skip
         if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(
@@ -185,6 +198,7 @@ class UnitBudget:
             trainable=trainable,
             waits=trainable and (accumulates or (until_step and not in_host)),
             waits_in_host=trainable and until_step and in_host,
+            spills=trainable and until_step and on_nvme and (in_host or not accumulates),
             parameter=largest[1],
             parameter_nbytes=largest[0] * unit.dtype.itemsize,
             stored=0 if stored is None else stored.nbytes,

@@ -102,6 +102,7 @@ class StepExecutor:
             self.updates = _make_updates(
                 tiers, rules, units, order, timeline, clips, config.durability.every, on_failure, stack
             )
+            self.updates.spilled = self.budget.spilled  # an optimizer makes room for them
             self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
             streaming = [unit for unit in units if tiers.streams(unit)]
@@ -151,8 +152,12 @@ class StepExecutor:
         Raises:
             BudgetError: ``memory.device`` cannot hold one; the message has the arithmetic.
         """
-        self.prefetcher.capacity_nbytes = self.budget.window_for(blocks, described)
+        before = self.budget.division
+        window_nbytes = self.budget.window_for(blocks, described)
         self._blocks = blocks, described
+        if self.budget.division is not before:
+            self._apply_division()
+        self.prefetcher.capacity_nbytes = window_nbytes
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
@@ -176,8 +181,17 @@ class StepExecutor:
         self.gradients.hold_weights = self.budget.hold_weights
         self.prefetcher.can_stay = self._can_stay()
         self.prefetcher.resize(division.window)
+        self.place_gradients()
         if self._blocks is not None:
             self.hold_blocks(*self._blocks)
+
+    def place_gradients(self) -> None:
+        """Make room on NVMe for the gradients that wait there.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        self.updates.place_gradients(self.budget.spilled)
 
     # --- the host budget beside an accelerator ---------------------------------------------------
 
@@ -257,6 +271,8 @@ class StepExecutor:
             grad_scale = clip_coefficient(norm, max_grad_norm)
             if not self.updates.validate(grad_scale):
                 self.stalls("update", self.updates.roll_back)
+            if self.updates.spilled:
+                self.stalls("write", self.updates.land_held)
             self.updates.commit(grad_scale)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
@@ -319,6 +335,7 @@ class StepExecutor:
         """Give back what is held: another executor takes this one's place."""
         self.hooks.release_unscoped_units()
         self.prefetcher.forget()
+        self.updates.land_gradients()
         self.close()
 
     def close(self) -> None:

@@ -50,6 +50,7 @@ class StepReport:
     on_demand: int = 0  # uses that the plan did not foresee
     speculated: int = 0  # updates that started inside backward, before the norm was known
     rolled_back: int = 0  # those of them that started again, or were forgotten in a skipped step
+    spilled_nbytes: int = 0  # of gradients that wait on NVMe until step()
     peak_nbytes: dict[str, int] = field(default_factory=dict)  # by tier: device, host, nvme
 
     @property

@@ -79,6 +79,7 @@ class Summary:
     planned_nbytes_written: int | None
     steps_off_plan: int  # steps with uses that the plan did not foresee
     steps_rolled_back: int  # steps whose updates had started before they were known to be clipped
+    spilled_nbytes: int = 0  # of gradients that waited on NVMe in the last step
     peak_nbytes: dict[str, int]
     budgets: dict[str, int | None] = field(default_factory=dict)
     stall_s: dict[str, float]  # whole run, by cause
@@ -121,7 +122,7 @@ class SummaryBuilder:
         self._peak: dict[str, int] = {}
         self._losses: list[float] = []
         self._held_out: list[float] = []
-        self._skipped = self._rolled_back = 0
+        self._skipped = self._rolled_back = self._spilled_nbytes = 0
         self._first_step = 1
 
     def step(self, report: StepReport) -> None:
@@ -135,6 +136,7 @@ class SummaryBuilder:
             self._planned.append(figures)
         self._stall_s.update(report.stall_s)
         self._skipped += report.skipped
+        self._spilled_nbytes = report.spilled_nbytes
         self._rolled_back += report.rolled_back > 0 and not report.skipped
         for tier, nbytes in report.peak_nbytes.items():
             self._peak[tier] = max(nbytes, self._peak.get(tier, 0))
@@ -187,6 +189,7 @@ class SummaryBuilder:
             planned_nbytes_written=planned_written if self._planned else None,
             steps_off_plan=sum(figures.off_plan for figures in steps),
             steps_rolled_back=self._rolled_back,
+            spilled_nbytes=self._spilled_nbytes,
             peak_nbytes=dict(self._peak),
             budgets=dict(budgets),
             stall_s=dict(self._stall_s),
@@ -240,6 +243,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("", f"{summary.steps_off_plan} steps used units that were not in the plan"))
     if summary.steps_rolled_back:
         rows.append(("speculation", f"steps redone with clipped gradients: {summary.steps_rolled_back}"))
+    if summary.spilled_nbytes:
+        rows.append(("gradients", f"{summary.spilled_nbytes:,} bytes wait on NVMe in each step"))
     for tier, nbytes in summary.peak_nbytes.items():
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"

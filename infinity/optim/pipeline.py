@@ -2,7 +2,7 @@
 
 A chunk is a part of a shard that fits one staging buffer. It goes through three stages::
 
-    READING   its state (and its weights, where they are not at hand) flies into the buffer
+    READING   its state (and its weights and gradient, where they are not at hand) flies into the buffer
     UPDATED   the rule has run; the new weights and the new state lie in the buffer
     WRITING   they fly to the next version; then the buffer is given back
 
@@ -22,6 +22,9 @@ come, and only into buffers that leave :data:`RESERVE` chunks for jobs that come
 job takes what was read for it only where it reads the same extents; anything else is dropped. Code that
 writes states in another way (``load_state_dict``) drains the pipeline first, which forgets it all.
 
+[Note: a gradient on NVMe] is read chunk by chunk, as state is, so that no memory grows with the shard. The
+buffers of such chunks are larger, and fewer of them fit the pool at one time.
+
 [Note: a cancelled job] starts no further chunk, and what was read for it is dropped. It is done when
 its writes in flight have landed, so that the next job may write to the same extents.
 """
@@ -33,6 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
+import torch
 from torch import Tensor
 
 from infinity.core.errors import StateError, copied
@@ -56,7 +60,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements ``[start, start + numel)`` of the shard, and where they are read and written."""
+    """Elements ``[start, start + numel)`` of the shard, and where they are read and written.
+
+    Attributes:
+        grad_read: Of the gradient; None: it is at hand.
+    """
 
     start: int
     numel: int
@@ -64,11 +72,17 @@ class Chunk:
     state_read: Extent
     weight_write: Extent
     state_write: Extent
+    grad_read: Extent | None = None
 
     @property
-    def reads(self) -> tuple[int, int, Extent, Extent]:
+    def reads(self) -> tuple[int, int, Extent, Extent, Extent | None]:
         """What is read: elements and extents."""
-        return self.start, self.numel, self.weight_read, self.state_read
+        return self.start, self.numel, self.weight_read, self.state_read, self.grad_read
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the gradient that are read."""
+        return 0 if self.grad_read is None else self.grad_read.nbytes
 
 
 @dataclass(slots=True)
@@ -79,7 +93,7 @@ class UpdateJob:
         name: Of the unit, for messages.
         weight: The shard in the compute dtype, ``(shard_numel,)``; None: each chunk reads
             ``weight_read`` too.
-        grad: ``(shard_numel,)``.
+        grad: ``(shard_numel,)``, or the dtype of a gradient of which each chunk reads ``grad_read``.
         chunks: In any order; they do not overlap.
         runs: Ascending, not overlapping.
         priority: Lower goes first: the position of the shard's next use.
@@ -91,7 +105,7 @@ class UpdateJob:
 
     name: str
     weight: Tensor | None
-    grad: Tensor
+    grad: Tensor | torch.dtype
     chunks: tuple[Chunk, ...]
     runs: tuple[Run, ...]
     priority: int
@@ -121,7 +135,10 @@ def check_job(job: UpdateJob, layout: StateLayout) -> None:
     Raises:
         ValueError: Names the first that does not fit.
     """
-    numel = job.grad.numel()
+    if isinstance(job.grad, Tensor):
+        numel = job.grad.numel()
+    else:
+        numel = sum(chunk.numel for chunk in job.chunks)
     for weights in (job.weight, job.in_place):
         if weights is not None and (weights.numel() != numel or weights.dtype != layout.dtype):
             raise ValueError(
@@ -142,6 +159,12 @@ def check_job(job: UpdateJob, layout: StateLayout) -> None:
                     f"{job.name}: extents of {got} bytes for weight and state, wanted {wanted[0]} "
                     f"and {wanted[1]} for {chunk.numel} elements"
                 )
+        grad_nbytes = 0 if isinstance(job.grad, Tensor) else chunk.numel * job.grad.itemsize
+        if chunk.grad_nbytes != grad_nbytes:
+            raise ValueError(
+                f"{job.name}: an extent of {chunk.grad_nbytes} bytes for the gradient of {chunk.numel} "
+                f"elements, wanted {grad_nbytes}"
+            )
     last = 0
     for run in job.runs:
         if not last <= run.start <= run.stop <= numel:
@@ -464,9 +487,15 @@ class UpdatePipeline:
         reading = [slot for slot in self._slots if slot.progress is progress and not slot.writing]
         progress.cancelled = True
         progress.unread_nbytes = sum(
-            self._nbytes(chunk) if job.weight is None else chunk.state_read.nbytes for chunk in rest
+            chunk.state_read.nbytes
+            + chunk.grad_nbytes
+            + (chunk.weight_read.nbytes if job.weight is None else 0)
+            for chunk in rest
         )
-        progress.unwritten_nbytes = sum(map(self._nbytes, (*rest, *(slot.chunk for slot in reading))))
+        progress.unwritten_nbytes = sum(
+            chunk.state_write.nbytes + chunk.weight_write.nbytes
+            for chunk in (*rest, *(slot.chunk for slot in reading))
+        )
         for slot in reading:
             slot.progress = None
         self._drop(reading)
@@ -502,8 +531,7 @@ class UpdatePipeline:
         progress.started = len(slots)
         for slot, chunk in zip(slots, job.chunks, strict=False):
             slot.progress, slot.chunk = progress, chunk  # which knows where it is written
-            if job.weight is None:
-                self._read_weight(slot)
+            self._read_rest(slot, job)
 
     def _drop(self, slots: list[Slot]) -> None:
         for slot in slots:
@@ -558,20 +586,26 @@ class UpdatePipeline:
         return lease
 
     def _nbytes(self, chunk: Chunk) -> int:
-        """Of a chunk's buffer: its state, then its weights."""
-        return self._layout.state_nbytes(chunk.numel) + self._layout.weight_nbytes(chunk.numel)
+        """Of a chunk's buffer: its state, then its weights, then its gradient if that is read."""
+        weight_nbytes = self._layout.weight_nbytes(chunk.numel)
+        return self._layout.state_nbytes(chunk.numel) + weight_nbytes + chunk.grad_nbytes
 
     def _read(self, slot: Slot) -> None:
         self._slots.append(slot)
-        extent = slot.chunk.state_read
-        slot.transfers = [self._engine.read(extent, slot.lease.memory[: extent.nbytes])]
-        slot.transfers[0].then(self._notify)
-        self._count_up(nbytes_read=extent.nbytes)
-        if slot.progress is not None and slot.progress.job.weight is None:
-            self._read_weight(slot)
+        self._read_into(slot, slot.chunk.state_read, 0)
+        if slot.progress is not None:
+            self._read_rest(slot, slot.progress.job)
 
-    def _read_weight(self, slot: Slot) -> None:
-        extent, begin = slot.chunk.weight_read, slot.chunk.state_read.nbytes
+    def _read_rest(self, slot: Slot, job: UpdateJob) -> None:
+        """Send out the reads of what is known when the job has come."""
+        chunk = slot.chunk
+        begin = chunk.state_read.nbytes
+        if job.weight is None:
+            self._read_into(slot, chunk.weight_read, begin)
+        if chunk.grad_read is not None:
+            self._read_into(slot, chunk.grad_read, begin + chunk.weight_read.nbytes)
+
+    def _read_into(self, slot: Slot, extent: Extent, begin: int) -> None:
         slot.transfers.append(self._engine.read(extent, slot.lease.memory[begin : begin + extent.nbytes]))
         slot.transfers[-1].then(self._notify)
         self._count_up(nbytes_read=extent.nbytes)
@@ -603,16 +637,21 @@ class UpdatePipeline:
         end = middle + self._layout.weight_nbytes(chunk.numel)
         state = self._layout.views(buffer[:middle], chunk.numel)
         new = buffer[middle:end].view(self._layout.dtype)
-        old = new if job.weight is None else job.weight[chunk.start : chunk.start + chunk.numel]
-        for begin, stop, hyper in pieces(job.runs, chunk.start, chunk.start + chunk.numel):
+        whole = slice(chunk.start, chunk.start + chunk.numel)
+        old = new if job.weight is None else job.weight[whole]
+        if isinstance(job.grad, Tensor):
+            grad = job.grad[whole]
+        else:
+            grad = buffer[end : end + chunk.grad_nbytes].view(job.grad)
+        for begin, stop, hyper in pieces(job.runs, whole.start, whole.stop):
             part = slice(begin - chunk.start, stop - chunk.start)
             if hyper is not None:
                 parts = tuple(field[part] for field in state)
-                self._rule.update(old[part], job.grad[begin:stop], parts, new[part], hyper)
+                self._rule.update(old[part], grad[part], parts, new[part], hyper)
             elif old is not new:
                 new[part].copy_(old[part])
         if job.in_place is not None:
-            job.in_place[chunk.start : chunk.start + chunk.numel].copy_(new)
+            job.in_place[whole].copy_(new)
 
     def _write(self, slot: Slot) -> None:
         chunk, memory = slot.chunk, slot.lease.memory

@@ -51,6 +51,7 @@ class StepSetup:
         staged_chunks: Of ``chunk_numel`` elements.
         piece_nbytes: The largest shard that may stay while it is updated; None: any.
         reduce_itemsize: Bytes per element of a reduced gradient.
+        spilled: Units whose gradients wait on NVMe.
     """
 
     units: tuple[UnitShape, ...]
@@ -65,6 +66,7 @@ class StepSetup:
     staged_chunks: int
     piece_nbytes: int | None
     reduce_itemsize: int
+    spilled: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class _Update:
 
     Attributes:
         nbytes: Device memory of the gradient; ``weights_nbytes`` of weights that are kept for it.
+        storing: The gradient is on its way to NVMe.
         launched: Its gradient is there, and it may run.
         unread: Chunks whose read has not started; likewise the others.
         then: Called when it has been computed; ``landed`` when its writes have ended.
@@ -201,6 +204,7 @@ class _Update:
     read_itemsize: float
     write_itemsize: float
     nbytes: int = 0
+    storing: bool = False
     weights_nbytes: int = 0
     launched: bool = False
     unread: int = 0
@@ -256,6 +260,7 @@ class _Clock:
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
         self._arriving = 0  # gradients on their way to updates
         self._held: list[tuple[int, int]] = []
+        self._storing: set[int] = set()  # units whose held gradient is on its way to NVMe
         self._expected: deque[_Update] = deque()
         self._unread: deque[_Update] = deque()  # launched, with chunks to read
         self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
@@ -441,10 +446,32 @@ class _Clock:
         self._move(Channel.DEVICE_TO_HOST, self.units[unit].shard_numel * self.setup.reduce_itemsize, arrived)
 
     def _add(self, unit: int, nbytes: int) -> None:
-        if self.units[unit].on_nvme and self.setup.early:
+        spills, early = unit in self.setup.spilled, self.units[unit].on_nvme and self.setup.early
+        gradient_nbytes = self.units[unit].shard_numel * self.setup.reduce_itemsize
+        if early:
             self._launch(unit, nbytes)
+            if spills:
+                job = self._updates[unit]
+                job.storing = True
+                self._move(Channel.NVME_WRITE, gradient_nbytes, lambda: self._stored(job))
+        elif spills:
+            self._held.append((unit, 0))
+            self._storing.add(unit)
+
+            def stored() -> None:
+                self._storing.discard(unit)
+                self._give_back(nbytes)
+
+            self._move(Channel.NVME_WRITE, gradient_nbytes, stored)
         else:
             self._held.append((unit, nbytes))
+
+    def _stored(self, job: _Update) -> None:
+        """A gradient is on NVMe; memory of it is given back when its update has read it, too."""
+        job.storing = False
+        if not job.uncomputed:
+            self._give_back(job.nbytes)
+            job.nbytes = 0
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -453,6 +480,8 @@ class _Clock:
         chunks = min(self._chunks, -(-shape.shard_numel // self.setup.chunk_numel))
         state, weight = shape.state_nbytes / chunks, shape.weight_nbytes / chunks
         read = state if self._kept.get(unit, False) else state + weight
+        if unit in self.setup.spilled and not self.setup.early:
+            read += shape.shard_numel * self.setup.reduce_itemsize / chunks
         return _Update(unit, shape.shard_numel // chunks, chunks, state, read, state + weight)
 
     def _expect(self) -> None:
@@ -518,7 +547,8 @@ class _Clock:
         job.uncomputed -= 1
         if not job.uncomputed:
             self._give_back(job.weights_nbytes)
-            if not (self.setup.clips and job.unit in self._next):
+            waits = self.setup.clips and job.unit in self._next and job.unit not in self.setup.spilled
+            if not (waits or job.storing):
                 self._give_back(job.nbytes)
                 job.nbytes = 0
             for then in job.then:
@@ -667,7 +697,7 @@ class _Clock:
         """``optimizer.step()``: publish updates, start those that waited, update what is in host memory."""
         self._next.clear()
         for job in self._updates.values():
-            if job.nbytes and not job.uncomputed:
+            if job.nbytes and not job.uncomputed and not job.storing:
                 self._give_back(job.nbytes)
                 job.nbytes = 0
         held, self._held = self._held, []
@@ -675,6 +705,7 @@ class _Clock:
         for unit, nbytes in sorted(held, key=lambda each: rank.get(each[0], each[0])):
             shape = self.units[unit]
             if shape.on_nvme:
+                self._wait(lambda unit=unit: unit not in self._storing, "write")  # type: ignore[misc]
                 self._launch(unit, nbytes)
             else:
                 moved = 2 * (shape.weight_nbytes + shape.state_nbytes)

@@ -137,6 +137,7 @@ class ShardStore:
         self._weight_itemsize, self._moments_itemsize = weight_itemsize, moments_itemsize
         self._exact_itemsize = state_itemsize - moments_itemsize
         self._shards: dict[int, StoredShard] = {}  # by unit
+        self._gradients: dict[int, Extent] = {}  # by unit, if its gradient waits here; no commit names it
         self.changes = 0
 
     def allocate(self, unit: int, shard_numel: int, name: str) -> None:
@@ -240,9 +241,31 @@ class ShardStore:
     def free(self, unit: int) -> None:
         """Give back what a unit holds."""
         shard = self._shards.pop(unit, None)
+        self.free_gradient(unit)
         self.changes += 1
         if shard is not None:
             self.free_versions(shard.versions)
+
+    @property
+    def with_gradient(self) -> frozenset[int]:
+        """Units with a place for their gradient."""
+        return frozenset(self._gradients)
+
+    def gradient(self, unit: int, nbytes: int, name: str) -> Extent:
+        """Return the place of a unit's gradient, which is made if there is none.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        if unit not in self._gradients:
+            self._gradients[unit] = self.volume.allocate(nbytes, what=f"the gradient of {name}")
+        return self._gradients[unit]
+
+    def free_gradient(self, unit: int) -> None:
+        """Give back the place of a unit's gradient, if it has one; nothing may be in flight there."""
+        extent = self._gradients.pop(unit, None)
+        if extent is not None:
+            self.volume.free(extent)
 
     def free_versions(self, versions: Iterable[Version]) -> None:
         """Give back extents that no unit has any more."""

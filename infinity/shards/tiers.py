@@ -246,10 +246,13 @@ class Tiers:
         nbytes = rounded(self._moments.state_nbytes(unit.shard_numel))
         return nbytes + (rounded(self.gradient_nbytes(unit)) if self._ranks.on_accelerator else 0)
 
+    def gradient_dtype(self, unit: Unit) -> torch.dtype:
+        """Return the dtype of this rank's reduced gradient."""
+        return self._reduce_dtype if self._ranks.world_size > 1 else unit.dtype
+
     def gradient_nbytes(self, unit: Unit) -> int:
         """Return the bytes of this rank's reduced gradient."""
-        several = self._ranks.world_size > 1
-        return unit.shard_numel * self._reduce_dtype.itemsize if several else unit.nbytes
+        return unit.shard_numel * self.gradient_dtype(unit).itemsize
 
     def _make_resident(self, unit: Unit, *, set_aside: bool) -> None:
         n, who = unit.shard_numel, unit.name
@@ -720,6 +723,29 @@ class Tiers:
         except DiskError:
             store.versions = 2
             raise
+
+    # --- gradients that wait on NVMe -----------------------------------------------------------
+
+    @property
+    def with_gradient(self) -> frozenset[int]:
+        """Indices of units whose gradient has a place on NVMe."""
+        return frozenset() if self.store is None else self.store.with_gradient
+
+    def gradient(self, unit: Unit) -> Extent:
+        """Return the place of a unit's gradient on NVMe, which is made if there is none.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        return self._store.gradient(unit.index, self.gradient_nbytes(unit), unit.name)
+
+    def free_gradient(self, unit: Unit) -> None:
+        """Give that place back; nothing may be in flight there."""
+        self._store.free_gradient(unit.index)
+
+    def write_gradient(self, unit: Unit, memory: memoryview) -> Transfer:
+        """Start to write a unit's gradient to its place."""
+        return self._engine.write(self.gradient(unit), memory)
 
     # --- what is saved beside training ---------------------------------------------------------
 

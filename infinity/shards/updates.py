@@ -17,6 +17,13 @@ without speculation; an optimizer that never clips gives them back as soon as th
 Every step tells whether speculation was right, or would have been. While the prediction is that it will not
 be (see :class:`Predictor`), updates start at ``step``.
 
+[Note: gradients on NVMe]
+Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon
+as they are complete. An update inside backward reads its gradient from memory meanwhile, and memory is given
+back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, by
+chunks. Each gradient has one place, which no commit names. The next write to it waits for all that reads or
+writes it.
+
 [Note: what is forgotten]
 Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates are rolled back, and the
 next version is overwritten by the next update. A unit in host memory has one place, so it is only updated at
@@ -43,9 +50,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from infinity.core.errors import StateError
+from infinity.core.extent import Extent
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
@@ -114,7 +123,9 @@ class PendingUpdate:
     """A unit whose gradient of this step is complete on this rank.
 
     Attributes:
+        grad: ``(shard_numel,)``; None: it is on NVMe, or on its way there.
         lease: Of the gradient.
+        stored: Ends when the gradient is on NVMe; None: it stays in memory.
         used: Parameters that have a gradient.
         lifecycle: Of the update, when it has started.
         future: Of the update; ``progress`` likewise.
@@ -122,7 +133,7 @@ class PendingUpdate:
     """
 
     unit: Unit
-    grad: Tensor
+    grad: Tensor | None
     sum_of_squares: float
     lease: Lease
     weights: Weights
@@ -131,14 +142,23 @@ class PendingUpdate:
     future: UpdateFuture | None = None
     place: int | None = None
     progress: Progress | None = None
+    stored: Transfer | None = None
 
     @property
     def speculated(self) -> bool:
         return self.lifecycle.state is UpdateState.SPECULATED
 
+    def release_gradient(self) -> None:
+        """No update reads the gradient in memory any more; may be called twice."""
+        if self.stored is None:
+            self.lease.release()
+        else:
+            self.grad = None
+            self.stored.then(self.lease.release)
+
     def release(self) -> None:
         """Gradient and weights are read no more; may be called twice."""
-        self.lease.release()
+        self.release_gradient()
         self.weights.release()
 
 
@@ -277,6 +297,7 @@ class Updates:
     Attributes:
         interval: Says which steps are recorded.
         steps: Steps that were committed.
+        spilled: Indices of units whose gradients wait on NVMe: see [Note: gradients on NVMe].
         speculated: Updates of the last step that started before its norm was known.
         rolled_back: Those of them that were void.
     """
@@ -308,6 +329,8 @@ class Updates:
         self.ready: dict[int, PendingUpdate] = {}
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
         self._futures: dict[int, UpdateFuture] = {}
+        self.spilled: frozenset[int] = frozenset()
+        self._gradient_writes: dict[int, Transfer] = {}  # the last of each unit
         self._lock = threading.Lock()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -341,8 +364,66 @@ class Updates:
             self.ready[unit.index] = ready
         if not math.isfinite(ready.sum_of_squares):
             ready.release()  # the step will be skipped, and this gradient not read
-        elif self.early and unit.home is Tier.NVME:
+            return
+        if unit.index in self.spilled:
+            self._spill(ready)
+        if self.early and unit.home is Tier.NVME:
             self._launch(ready, 1.0, UpdateState.SPECULATED)
+        elif ready.stored is not None:
+            ready.release_gradient()
+
+    def _spill(self, ready: PendingUpdate) -> None:
+        """Start to write a gradient to NVMe: see [Note: gradients on NVMe].
+
+        Raises:
+            DiskError: The one before could not be written; or there is no room.
+        """
+        index, nbytes = ready.unit.index, self.tiers.gradient_nbytes(ready.unit)
+        for earlier in (self._futures.get(index), self._gradient_writes.get(index)):
+            if earlier is not None:
+                earlier.wait()
+        ready.stored = self.tiers.write_gradient(ready.unit, ready.lease.memory[:nbytes])
+        self._gradient_writes[index] = ready.stored
+        self.planned_written += nbytes
+
+    def place_gradients(self, indices: frozenset[int]) -> None:
+        """Let the gradients of these units wait on NVMe, and of no others; between two steps.
+
+        Raises:
+            DiskError: The file system has no room for them.
+        """
+        self.spilled = indices
+        for index in self.tiers.with_gradient - indices - self.ready.keys():
+            for last in (self._futures.get(index), self._gradient_writes.get(index)):
+                if last is not None:
+                    last.wait()
+            self.tiers.free_gradient(self.units[index])
+        for index in sorted(indices):
+            self.tiers.gradient(self.units[index])
+
+    @property
+    def spilled_nbytes(self) -> int:
+        """Bytes of gradients that wait on NVMe in each step."""
+        return sum(self.tiers.gradient_nbytes(self.units[index]) for index in self.spilled)
+
+    def land_held(self) -> None:
+        """Return when the gradients that :meth:`commit` reads from NVMe are there.
+
+        Raises:
+            DiskError: One could not be written.
+        """
+        for ready in self.ready.values():
+            if ready.stored is not None and ready.lifecycle.state is not UpdateState.VALIDATED:
+                ready.stored.wait()
+
+    def land_gradients(self) -> None:
+        """Return when no gradient is on its way to NVMe.
+
+        Raises:
+            DiskError: One could not be written.
+        """
+        for stored in self._gradient_writes.values():
+            stored.wait()
 
     @property
     def early(self) -> bool:
@@ -357,7 +438,10 @@ class Updates:
 
     def _expected(self, unit: Unit) -> Expected:
         committed = self.tiers.version(unit)  # where the update writes is not known yet, nor needed
-        return Expected(unit.name, partial(_chunks, committed, committed), self._futures.get(unit.index))
+        reads_gradient = unit.index in self.spilled and not self.early
+        gradient = self.tiers.gradient(unit) if reads_gradient else None
+        chunks = partial(_chunks, committed, committed, gradient)
+        return Expected(unit.name, chunks, self._futures.get(unit.index))
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
@@ -392,7 +476,7 @@ class Updates:
             with self._lock:
                 ready.lifecycle.move(UpdateState.VALIDATED)
                 if ready.future is not None and ready.future.computed.is_set():
-                    ready.lease.release()
+                    ready.release_gradient()
         return right or not speculated
 
     def roll_back(self) -> None:
@@ -405,6 +489,8 @@ class Updates:
             ready.future.wait()
             assert ready.progress is not None
             ready.lifecycle.move(UpdateState.ROLLED_BACK)
+            if ready.stored is not None:
+                ready.release_gradient()
             if ready.weights.stay is not None:
                 ready.weights = Weights(stay=ready.weights.stay)  # some of them may be new ones
             self.planned_read -= ready.progress.unread_nbytes
@@ -657,6 +743,7 @@ class Updates:
         for index in self.tiers.residents:
             if index in self._futures:
                 self._futures[index].wait()
+        self.land_gradients()
         if self.commits is not None:
             self.commits.wait()
 
@@ -678,7 +765,8 @@ class Updates:
         """Update a unit in its place: see [Note: shards in host memory]."""
         index, stored = ready.unit.index, self._stored.pop(ready.unit.index, ())
         resident, preserve = self.tiers.about_to_update(ready.unit)
-        runs = self.hypers.runs(ready.unit, ready.used, grad_scale)
+        runs, grad = self.hypers.runs(ready.unit, ready.used, grad_scale), ready.grad
+        assert grad is not None
 
         def update() -> None:
             for transfer in stored:
@@ -688,7 +776,7 @@ class Updates:
             for run in runs:
                 part = slice(run.start, run.stop)
                 state = tuple(f[part] for f in resident.state)
-                self.rule.update(weights[part], ready.grad[part], state, weights[part], run.hyper)
+                self.rule.update(weights[part], grad[part], state, weights[part], run.hyper)
             ready.release()
 
         if self._beside is None:
@@ -714,14 +802,21 @@ class Updates:
         if earlier is not None:
             earlier.wait()
         runs = self.hypers.runs(unit, ready.used, grad_scale)
-        chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ready.place))
+        grad: Tensor | torch.dtype | None = ready.grad
+        gradient = None
+        if grad is None:
+            assert ready.stored is not None
+            ready.stored.wait()  # at once after land_held
+            grad, gradient = self.tiers.gradient_dtype(unit), self.tiers.gradient(unit)
+            self.planned_read += gradient.nbytes
+        chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ready.place), gradient)
         ready.lifecycle.move(state)  # from here on fetches know whose the update is
         ready.future = self._futures[unit.index] = future = UpdateFuture()
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
         self.planned_written += weight_nbytes + state_nbytes
         job = UpdateJob(
-            name=unit.name, weight=ready.weights.values, grad=ready.grad, chunks=chunks, runs=runs,
+            name=unit.name, weight=ready.weights.values, grad=grad, chunks=chunks, runs=runs,
             priority=self.order.first_use(unit.index), on_computed=partial(self._computed, ready, future),
             on_done=partial(self._landed, future), in_place=ready.weights.stay,
         )  # fmt: skip
@@ -736,8 +831,8 @@ class Updates:
         with self._lock:
             ready.weights.release()
             ready.weights = Weights(stay=ready.weights.stay)
-            if not (self.clips and ready.speculated):
-                ready.lease.release()
+            if ready.stored is not None or not (self.clips and ready.speculated):
+                ready.release_gradient()
             future.computed.set()
 
     def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
@@ -779,10 +874,16 @@ _CLIPPED = (
 )
 
 
-def _chunks(committed: Version, following: Version) -> tuple[Chunk, ...]:
-    """Those of an update from one version to the next."""
+def _chunks(committed: Version, following: Version, gradient: Extent | None = None) -> tuple[Chunk, ...]:
+    """Those of an update from one version to the next, which read their parts of ``gradient``."""
     pairs = zip(committed.chunks, following.chunks, strict=True)
-    return tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
+    chunks = tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
+    if gradient is None:
+        return chunks
+    size = gradient.nbytes // sum(chunk.numel for chunk in chunks)  # of an element
+    return tuple(
+        replace(chunk, grad_read=gradient.part(size * chunk.start, size * chunk.numel)) for chunk in chunks
+    )
 
 
 def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:

@@ -3,6 +3,8 @@
 from tests.accelerator.harness import HOST, NVME, Scenario
 
 TIGHT = ("memory.device=64KiB",)
+#: Gradients that wait for ``step()`` do not fit host memory.
+SMALL = ("memory.nvme=[{folder}]", "memory.host=200KiB", "memory.resident=false", "memory.engine=threads")
 
 #: The few that the fast suite runs: together they take every path between device, host and disk.
 FAST: dict[str, Scenario] = {
@@ -19,6 +21,9 @@ SLOW: dict[str, Scenario] = {
     "llama on nvme, more steps": Scenario(more=TIGHT, steps=6),
     "llama on nvme, clipped": Scenario(clip=1.0, more=("memory.device=192KiB",)),
     "llama in host memory": Scenario(place=HOST),
+    "llama, gradients on nvme": Scenario(place=SMALL, clip=1e6),
+    "llama, gradients on nvme, rolled back and held": Scenario(place=SMALL, clip=1e-3, steps=4),
+    "two ranks, gradients on nvme": Scenario(place=SMALL, clip=1.0, accumulate=2, world=2),
     "llama, one version": Scenario(more=("memory.versions=1",)),
     "llama, one version, clipped": Scenario(more=("memory.versions=1",), clip=1.0),
     "llama resident in part": Scenario(

@@ -1,14 +1,16 @@
-"""Beside an accelerator gradients wait in host memory: a small budget is refused at once, or is enough."""
+"""Beside an accelerator gradients wait in host memory or on NVMe, and a small budget is enough."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import infinity
 from infinity import BudgetError
+from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models, quantized, training
 from tests.helpers.launch import run_ranks
@@ -18,16 +20,16 @@ from tests.helpers.training import optimizer_for
 harness = pytest.importorskip("tests.accelerator.harness")
 
 PLACE = ("memory.nvme=[{folder}]", "memory.engine=threads")
-#: Chunks of updates fit it, and the gradients of the model do not.
+#: Chunks of updates fit it, and little else.
 SMALL = 200 * 1024
 
 
-def enough(folder: str, resident: str) -> tuple[str, int]:
-    """Why a budget is too small, before the first step, and the one that it says is enough."""
+def enough(folder: str, resident: str) -> tuple[int, int, int]:
+    """A small budget, units whose gradients wait on NVMe with it, and all that live there."""
     from tests.accelerator import device
 
     device.start().reset("eager", 0)
-    host, told = SMALL * (2 if resident == "true" else 1), ""
+    host = SMALL * (2 if resident == "true" else 1)
     for _ in range(2):
         where = [each.format(folder=folder) for each in PLACE]
         where += [f"memory.host={host}", f"memory.resident={resident}"]
@@ -36,38 +38,40 @@ def enough(folder: str, resident: str) -> tuple[str, int]:
             optimizer_for(model, Rule())
             division = runtime_of(model).executor().budget.host
             assert division is not None
+            units = [unit.home for unit in runtime_of(model).units]
             parts = division.gradients + division.weights + division.staging
             assert runtime_of(model).storage.host_pool.capacity_nbytes + parts == host
             break
         except BudgetError as error:
-            told = str(error)
-            host = int(re.search(r"\((\d+) bytes\) are enough", told)[1])
+            host = int(re.search(r"\((\d+) bytes\) are enough", str(error))[1])
         finally:
             infinity.close(model)
-    return told, host
+    return host, len(division.spilled), units.count(Tier.NVME)
 
 
-def trained(place: tuple[str, ...], folder: Path) -> str:
+def trained(place: tuple[str, ...], folder: Path, schedule: str = "eager", **options: Any) -> str:
     """A digest of all bits of a run there."""
-    scenario = harness.Scenario(place=place, clip=1.0, dtype="fp32")
-    [[run]] = harness.simulate(scenario, folder, [("eager", 0)])
+    scenario = harness.Scenario(place=place, dtype="fp32", **{"clip": 1.0, **options})
+    [[run]] = harness.simulate(scenario, folder, [(schedule, 1)])
+    assert run.faults == []
     digest: str = run.digest
     return digest
 
 
-def test_a_budget_that_gradients_do_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_gradients_that_do_not_fit_host_memory_wait_on_nvme_and_change_no_bit(tmp_path: Path) -> None:
     harness.needs_simulator()
-    [(told, host)] = run_ranks(enough, 1, str(tmp_path), "false", group=False)
-    assert "of gradients that wait for step()" in told
-    assert "max_grad_norm=null" in told
+    [(host, spilled, units)] = run_ranks(enough, 1, str(tmp_path), "false", group=False)
+    assert (host, spilled) == (SMALL, units)
+    assert units > 2
     small = (*PLACE, f"memory.host={host}", "memory.resident=false")
     large = (*PLACE, "memory.host=64MiB", "memory.resident=false")
-    assert trained(small, tmp_path) == trained(large, tmp_path)
+    options = {"clip": 1e-3, "steps": 4, "accumulate": 2}  # updates are rolled back, then held
+    assert trained(small, tmp_path, "random", **options) == trained(large, tmp_path, **options)
 
 
 def test_units_that_stay_in_host_memory_have_room_for_their_gradients(tmp_path: Path) -> None:
     harness.needs_simulator()
-    [(_, host)] = run_ranks(enough, 1, str(tmp_path), "true", group=False)
+    [(host, _, _)] = run_ranks(enough, 1, str(tmp_path), "true", group=False)
     small = (*PLACE, f"memory.host={host}")
     assert trained(small, tmp_path) == trained(("memory.host=64MiB",), tmp_path)
 

@@ -83,6 +83,8 @@ def micro_batches(run: DryRun) -> tuple[Any, ...]:
 CASES = {
     "gpt-tied": ["model.tied=true"],
     "gpt-tight": ["memory.device=3MiB", "optim.max_grad_norm=null"],
+    "gpt-spilled": ["memory.device=1MiB", "optim.max_grad_norm=1e6"],
+    "gpt-spilled-and-held": ["memory.device=640KiB", "memory.versions=1"],
     "gpt-accumulated": ["train.accumulate=3"],
     "gpt-recomputed": ["memory.activations=recompute"],
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
@@ -115,6 +117,7 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     named = [(u.name, u.shard_numel, u.on_nvme) for u in planned.units]
     assert named == real["units"]
     assert planned.division == real["division"]
+    assert bool(planned.division.spilled) == ("spilled" in case)
     assert micro_batches(planned) == tuple(real["events"])
     plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
     assert list(plan.fetched()) == real["fetched"]

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from infinity.app import plan_recipe as module
 from infinity.app.machines import load_machine
-from infinity.app.plan_recipe import changes, plan_recipe, predict, show_recipe
+from infinity.app.plan_recipe import changes, cost_lines, plan_recipe, predict, show_recipe
 from infinity.app.recipe import load_recipe
 from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError
@@ -100,6 +100,20 @@ def test_the_least_budgets_are_enough_and_less_is_not() -> None:
     for less in (f"memory.device={least_device - 4096}", f"memory.host={least_host // 2}"):
         with pytest.raises(BudgetError):
             plan_recipe(load_recipe(RECIPE, [*SMALL, *enough, less]), machine, 1)
+
+
+def test_gradients_that_wait_on_nvme_are_said_and_counted() -> None:
+    machine, given = load_machine("vm-2core"), [*SMALL, "memory.activations=keep", "optim.max_grad_norm=1"]
+    roomy = plan_recipe(load_recipe(RECIPE, given), machine, 1)
+    tight = plan_recipe(
+        load_recipe(RECIPE, [*given, f"memory.device={roomy.run.division.least}"]), machine, 1
+    )
+    nbytes = tight.run.spilled_nbytes
+    assert 0 == roomy.run.spilled_nbytes < nbytes
+    assert tight.disk_nbytes() - roomy.disk_nbytes() == nbytes
+    assert tight.cost.nbytes["NVMe write"] - roomy.cost.nbytes["NVMe write"] == nbytes
+    [line] = [line for line in cost_lines(tight) if "gradients" in line]
+    assert line.endswith("of gradients wait on NVMe in each step; memory.device is too small for them")
 
 
 def test_changes_are_plans_of_their_own_and_only_those_that_gain() -> None:

@@ -24,8 +24,8 @@ def unit_sizes(draw, index: int = 0) -> UnitSizes:
     streams = draw(st.booleans())
     return UnitSizes(
         name=f"layers.{index}", full=full, shard_grad=full, shard_weight=full, streams=streams,
-        on_nvme=streams and draw(st.booleans()), trainable=(trainable := draw(st.booleans())),
-        waits=trainable and draw(st.booleans()),
+        on_nvme=(on_nvme := streams and draw(st.booleans())), trainable=(trainable := draw(st.booleans())),
+        waits=(waits := trainable and draw(st.booleans())), spills=waits and on_nvme and draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -65,8 +65,9 @@ def test_a_larger_budget_never_gives_less(units, early, world_size, more):
 def test_the_window_holds_two_of_the_largest_and_leaves_what_gradients_need(units, early, world_size, more):
     needed = least(units, early, world_size)
     division = divide_device(needed + more, 0, units, early=early, world_size=world_size)
+    assert division.least == needed
     largest = max((rounded(u.full) for u in units if u.streams), default=0)
-    held = sum(rounded(u.shard_grad) for u in units if u.waits)
+    held = sum(rounded(u.shard_grad) for i, u in enumerate(units) if u.waits and i not in division.spilled)
     working = max(rounded(u.full) for u in units)
     assert division.window >= 2 * largest
     assert division.total - division.window >= held + 2 * working
@@ -82,13 +83,15 @@ def test_a_derived_budget_is_enough_and_stays_under_the_ceiling_where_it_can(
 
 
 def test_the_device_budget_in_numbers():
-    units = [LAYER, replace(LAYER, name="layers.1"), replace(LAYER, name="layers.2", full=8 * MIB)]
+    held = replace(LAYER, on_nvme=False)
+    units = [held, replace(held, name="layers.1"), replace(held, name="layers.2", full=8 * MIB)]
     at_once = [replace(unit, waits=False) for unit in units]
     gradients, working, window = 12 * MIB, 2 * 8 * MIB, 2 * 8 * MIB
     assert least(units, early=False, world_size=1) == gradients + working + window
     assert least(at_once, early=True, world_size=1) == working + window  # no gradient waits
     assert least(units, early=True, world_size=1) == gradients + working + window  # micro-batches
     assert least(units, early=False, world_size=2) == gradients + 4 * 8 * MIB + window
+    units = [replace(unit, on_nvme=True) for unit in units]
     # clipping: weights are held for the update only if all of them fit beside the rest
     tight = divide_device(44 * MIB + 11 * MIB, 0, units, early=False, world_size=1)
     assert (tight.hold_weights, tight.window) == (False, window + 11 * MIB)
@@ -96,18 +99,71 @@ def test_the_device_budget_in_numbers():
     assert (roomy.hold_weights, roomy.window) == (True, window + MIB)
 
 
+def test_gradients_of_units_on_nvme_spill_where_memory_is_short_and_no_more_than_must():
+    units = [replace(LAYER, name=f"layers.{i}", spills=True) for i in range(5)]
+    units[1] = replace(units[1], spills=False, on_nvme=False)
+    fixed = 4 * MIB + 2 * 4 * MIB + 2 * 4 * MIB  # the gradient that stays, working memory and window
+
+    def spilled(total: int | None, ceiling: int = 0, **options: int) -> tuple[int, ...]:
+        made = divide_device(total, ceiling, units, early=False, world_size=1, **options)
+        assert made.least == fixed
+        assert made.total >= fixed
+        if made.spilled:
+            assert (made.window, made.hold_weights, made.lag) == (8 * MIB, False, 0)
+        return made.spilled
+
+    assert spilled(fixed + 16 * MIB) == ()
+    # The first units keep theirs, beside room for one that comes while one is written.
+    assert spilled(fixed + 16 * MIB - 4096) == (3, 4)
+    assert spilled(fixed + 8 * MIB) == (2, 3, 4) == spilled(fixed + 11 * MIB)
+    assert spilled(fixed) == (0, 2, 3, 4) == spilled(fixed + 4 * MIB)
+    with pytest.raises(BudgetError, match=rf"at least 20 MiB \({fixed} bytes\)"):
+        spilled(fixed - 4096)
+    # A derived budget keeps within its ceiling, or takes what may be taken of planned activations.
+    assert spilled(None, fixed + 12 * MIB) == (3, 4)
+    assert spilled(None, fixed + 12 * MIB, spill_above=fixed + 16 * MIB) == ()
+    assert spilled(None, fixed + 12 * MIB, spill_above=fixed + 15 * MIB) == (3, 4)
+    # Gradients of other sizes: the largest that fit stay.
+    units[2] = replace(units[2], shard_grad=10 * MIB)
+    assert spilled(fixed + 10 * MIB + 10 * MIB) == (0, 3, 4)
+
+
+@given(models, st.sampled_from([1, 4]), st.integers(0, 2**33), st.integers(0, 2**33))
+def test_spilled_gradients_may_spill_and_are_needed(units, world_size, more, ceiling):
+    needed = least(units, False, world_size)
+    made = divide_device(needed + more, ceiling, units, early=False, world_size=world_size)
+    assert all(units[i].spills for i in made.spilled)
+    assert sorted(set(made.spilled)) == list(made.spilled)
+    spilling = sum(rounded(u.shard_grad) for u in units if u.spills)
+    assert bool(made.spilled) == (more < spilling)
+
+
+def test_a_block_of_a_layer_schedule_has_its_window_before_gradients_that_could_spill():
+    units = [replace(LAYER, name=f"layers.{i}", spills=True) for i in range(5)]
+    total = (2 + 2 + 4) * 4 * MIB
+    made = divide_device(total, 0, units, early=False, world_size=1)
+    assert (made.window, made.spilled) == (8 * MIB, (3, 4))
+    made = divide_device(total, 0, units, early=False, world_size=1, block=20 * MIB)
+    assert (made.window, made.spilled) == (20 * MIB, (0, 1, 2, 3, 4))
+    with pytest.raises(BudgetError, match=r"28 MiB for all micro-batches in one block"):
+        divide_device(total, 0, units, early=False, world_size=1, block=28 * MIB)
+
+
 def test_the_error_names_every_part_and_what_to_turn():
-    unit = replace(LAYER, name="layers.7")
+    unit = replace(LAYER, name="layers.7", on_nvme=False)
     with pytest.raises(BudgetError) as raised:
         divide_device(1 * MIB, 0, [unit] * 3, early=False, world_size=1)
     text = str(raised.value)
     parts = (
         "is 1 MiB", "at least 28 MiB", "12 MiB of gradients that wait for step()",
         "8 MiB for the gradient and update",
-        "layers.7, 4 MiB", "8 MiB for two units", "Raise memory.device", "max_grad_norm=null",
+        "layers.7, 4 MiB", "8 MiB for two units", "Raise memory.device",
     )  # fmt: skip
     for part in parts:
         assert part in text
+    with pytest.raises(BudgetError, match=r"or set memory\.resident=false"):
+        divide_device(1 * MIB, 0, [unit, replace(LAYER, waits=False)], early=False, world_size=1)
+    unit = replace(unit, on_nvme=True)
     with pytest.raises(BudgetError) as raised:
         divide_device(1 * MIB, 0, [unit], early=True, world_size=1)
     assert "4 MiB of gradients that wait for the last micro-batch" in str(raised.value)
@@ -130,12 +186,14 @@ def test_a_unit_that_one_parameter_fills_is_explained_by_its_name_and_size():
 @st.composite
 def beside_an_accelerator(draw, early: bool) -> list[UnitSizes]:
     """Units whose gradients wait in host memory, for ``step`` or for their update."""
+    spills = draw(st.booleans())
     return [
         replace(
-            unit, streams=True, waits=False, waits_in_host=unit.trainable and not (early and unit.on_nvme)
+            unit, streams=True, waits=False, waits_in_host=unit.trainable and not (early and unit.on_nvme),
+            spills=spills and unit.trainable and unit.on_nvme and not early,
         )
         for unit in draw(models)
-    ]
+    ]  # fmt: skip
 
 
 @given(
@@ -156,7 +214,11 @@ def test_the_host_budget_beside_an_accelerator_holds_what_waits_or_says_what_doe
         return found, total - residents - chunks
 
     if not resident and beside:
-        units = [replace(u, on_nvme=True, waits_in_host=u.trainable and not early) for u in units]
+        spills = any(u.spills for u in units) and not early
+        units = [
+            replace(u, on_nvme=True, waits_in_host=u.trainable and not early, spills=u.trainable and spills)
+            for u in units
+        ]
         beside = 0
     total = max(total, 4 * beside)
     try:
@@ -165,10 +227,14 @@ def test_the_host_budget_beside_an_accelerator_holds_what_waits_or_says_what_doe
         enough = int(re.search(r"\((\d+) bytes\) are enough", str(error))[1])
         assert enough > total
         found, free = divide(enough)
-    waiting = sum(rounded(u.shard_grad) for u in units if u.waits_in_host)
+    waiting = sum(
+        rounded(u.shard_grad) for i, u in enumerate(units) if u.waits_in_host and i not in found.spilled
+    )
+    assert all(units[i].spills for i in found.spilled)
+    passing = max((rounded(units[i].shard_grad) for i in found.spilled), default=0)
     updated = [u for u in units if u.trainable and u.on_nvme]
     largest = max((rounded(u.shard_grad) for u in updated), default=0)
-    assert found.gradients >= (beside + largest if early else waiting)
+    assert found.gradients >= (beside + largest if early else waiting + passing)
     assert found.gradients + found.weights + found.staging <= free
     assert rounded(found.piece) + found.stays <= found.staging
     assert bool(found.piece) == any(u.on_nvme for u in units)
@@ -196,12 +262,18 @@ def test_the_host_budget_beside_an_accelerator_in_numbers():
         divide(28 * MIB + gradients + piece - 4096)
     for part in (
         "units in host memory take 24 MiB", "chunks of updates 8 MiB",
-        "8 MiB of gradients that wait for step()", "64 KiB for weights on their way", "max_grad_norm=null",
+        "8 MiB of gradients that wait for step(), and 64 KiB for weights on their way", "raise memory.host",
     ):  # fmt: skip
         assert part in str(raised.value)
     roomy = divide(28 * MIB + gradients + piece + 200 * MIB)
     assert roomy == budget.HostBudget(gradients, 8 * MIB, 16 * MIB + 8 * MIB, 4 * MIB, 8 * MIB)
-    units[:2] = [replace(each, waits_in_host=False) for each in units[:2]]  # updates inside backward
+    units[:2] = [replace(each, spills=True) for each in units[:2]]  # where they do not fit, they spill
+    assert divide(28 * MIB + gradients + piece) == least
+    assert divide(28 * MIB + gradients + piece - 4096).spilled == (0, 1)
+    assert divide(28 * MIB + 8 * MIB + piece).gradients == 8 * MIB  # of a resident, and one on its way
+    with pytest.raises(BudgetError, match=r"4 MiB for the gradient of layers\.0, 4 MiB, and 64 KiB for"):
+        divide(28 * MIB + 8 * MIB + piece - 4096)
+    units[:2] = [replace(each, waits_in_host=False, spills=False) for each in units[:2]]  # inside backward
     assert divide(28 * MIB + 8 * MIB + piece, early=True).gradients == 8 * MIB
     with pytest.raises(BudgetError, match=r"4 MiB for the gradient of layers\.0, 4 MiB") as raised:
         divide(28 * MIB, early=True)
@@ -212,7 +284,7 @@ def test_gradients_that_wait_in_host_memory_take_no_device_memory():
     units = [replace(LAYER, waits=False, waits_in_host=True)] * 3
     division = divide_device(16 * MIB, 0, units, early=False, world_size=1, in_host=True)
     assert (division.least, division.lag) == (16 * MIB, 0)
-    accumulating = [replace(unit, waits=True) for unit in units]
+    accumulating = [replace(unit, waits=True, spills=True) for unit in units]  # in host memory
     with pytest.raises(
         BudgetError, match=r"12 MiB of gradients that wait for the last micro-batch"
     ) as raised:

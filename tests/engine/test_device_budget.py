@@ -116,13 +116,10 @@ def step_both(model: Any, optimizer: Any, plain: Reference, number: int) -> None
     assert [loss.item()] == [float(each) for each in plain.step([batch(number)]).losses]
 
 
-def test_thawing_more_than_fits_is_an_error_of_the_next_forward_and_what_it_asks_for_is_enough(tmp_path):
-    with (
-        pytest.raises(BudgetError) as raised,
-        half_frozen(streaming(tmp_path, "memory.device=1KiB")),
-    ):
+def test_thawing_more_than_fits_is_an_error_of_the_next_forward_and_what_it_asks_for_is_enough():
+    with pytest.raises(BudgetError) as raised, half_frozen(["memory.host=4MiB", "memory.device=1KiB"]):
         pass
-    tight = streaming(tmp_path, f"memory.device={needed(raised)}")
+    tight = ["memory.host=4MiB", f"memory.device={needed(raised)}"]
     with half_frozen(tight) as (model, optimizer, plain):
         for number in range(2):
             step_both(model, optimizer, plain, number)
@@ -131,13 +128,31 @@ def test_thawing_more_than_fits_is_an_error_of_the_next_forward_and_what_it_asks
             model(**batch(2))
         model.blocks.requires_grad_(False)  # as it was: training goes on
         step_both(model, optimizer, plain, 2)
-    with half_frozen(streaming(tmp_path, f"memory.device={needed(raised)}")) as (model, optimizer, plain):
+    roomier = ["memory.host=4MiB", f"memory.device={needed(raised)}"]
+    with half_frozen(roomier) as (model, optimizer, plain):
         for number in range(5):
             if number == 2:
                 model.requires_grad_(True)
                 plain.model.requires_grad_(True)
             step_both(model, optimizer, plain, number)
         assert optimizer.report().peak_nbytes["device"] <= needed(raised)
+
+
+def test_gradients_of_thawed_units_wait_on_nvme_where_they_do_not_fit(tmp_path):
+    with pytest.raises(BudgetError) as raised, half_frozen(streaming(tmp_path, "memory.device=1KiB")):
+        pass
+    with half_frozen(streaming(tmp_path, f"memory.device={needed(raised)}")) as (model, optimizer, plain):
+        spilled = []
+        for number in range(6):
+            if number in (2, 4):
+                for each in (model, plain.model):
+                    each.blocks.requires_grad_(number == 2)
+            step_both(model, optimizer, plain, number)
+            report = optimizer.report()
+            spilled.append(report.spilled_nbytes)
+        assert report.peak_nbytes["device"] <= needed(raised)
+        gradients = sum(unit.nbytes for unit in optimizer.runtime.units)
+        assert spilled[0] == spilled[1] < spilled[2] == spilled[5] == gradients
 
 
 def test_a_derived_budget_grows_with_what_is_thawed(tmp_path):

@@ -252,6 +252,12 @@ def test_the_summary_counts_steps_that_were_clipped_after_their_updates_had_star
     assert "speculation" not in dict(summary_rows(summarize([REPORT])))
 
 
+def test_the_summary_says_how_many_bytes_of_gradients_wait_on_nvme() -> None:
+    rows = dict(summary_rows(summarize([REPORT, replace(REPORT, spilled_nbytes=2_097_152)])))
+    assert rows["gradients"] == "2,097,152 bytes wait on NVMe in each step"
+    assert "gradients" not in dict(summary_rows(summarize([REPORT])))
+
+
 def test_the_summary_of_a_run_without_a_plan_says_so() -> None:
     rows = dict(summary_rows(summarize([RECORDED])))
     assert rows["read per step"].endswith("bytes per rank, recorded; the plan starts with the second step")

@@ -36,10 +36,15 @@ def shards_of(engine, count: int, chunks: int = 3, **options) -> list:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.permutations(range(5)), st.lists(st.integers(0, 4), unique=True), st.integers(1, 9), st.booleans())
-def test_jobs_in_any_order_come_out_the_same_and_read_no_byte_twice(order, foreseen, depth, at_hand):
+@given(
+    st.permutations(range(5)), st.lists(st.integers(0, 4), unique=True), st.integers(1, 9), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+def test_jobs_in_any_order_come_out_the_same_and_read_no_byte_twice(
+    order, foreseen, depth, at_hand, grad_at_hand
+):
     engine = FakeEngine()
-    shards = shards_of(engine, 5, at_hand=at_hand)
+    shards = shards_of(engine, 5, at_hand=at_hand, grad_at_hand=grad_at_hand)
     with playing(engine, LAYOUT, depth=depth) as (pipeline, _):
         pipeline.expect([expected(shards[i]) for i in foreseen])
         for i in order:
@@ -48,7 +53,8 @@ def test_jobs_in_any_order_come_out_the_same_and_read_no_byte_twice(order, fores
         state, weight = (
             5 * 3 * nbytes(GRAIN_NUMEL) for nbytes in (LAYOUT.state_nbytes, LAYOUT.weight_nbytes)
         )
-        assert pipeline.stats.nbytes_read == state + (0 if at_hand else weight)
+        gradient = weight  # of the same dtype
+        assert pipeline.stats.nbytes_read == state + (not at_hand) * weight + (not grad_at_hand) * gradient
         pipeline.drain()
         for shard in shards:
             shard.check(engine, LAYOUT)

@@ -27,15 +27,17 @@ def again(shard):
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.integers(0, 3))
-def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(seed, depth, at_hand, ahead):
+@given(st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 3))
+def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(
+    seed, depth, at_hand, grad_at_hand, ahead
+):
     """Also with a gradient that was wrong; bytes are those of both jobs less what the first did not move."""
     draw = random.Random(seed)
     engine = FakeEngine(threads=3, seconds=0.0005)
-    shards = shards_of(engine, 4, at_hand=at_hand)
+    shards = shards_of(engine, 4, at_hand=at_hand, grad_at_hand=grad_at_hand)
     with playing(engine, LAYOUT, depth=depth + ahead) as (pipeline, pool):
         pipeline.expect([expected(shard) for shard in shards[:ahead]])
-        wrong = [replace(shard.job, grad=shard.job.grad + 1) for shard in shards]
+        wrong = [replace(s.job, grad=s.job.grad + 1) if grad_at_hand else s.job for s in shards]
         begun = [pipeline.submit(job) for job in wrong]
         time.sleep(draw.choice([0, 0.001, 0.003]))
         pipeline.cancel(begun)
@@ -50,9 +52,10 @@ def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(seed, de
             assert (shard.ends.done, ends.done, ends.computed) == ([None], [None], 1)
             assert shard.ends.computed == (progress.updated == len(shard.job.chunks))
             shard.check(engine, LAYOUT)
-        n = sum(shard.job.grad.numel() for shard in shards)
+        n = sum(chunk.numel for shard in shards for chunk in shard.job.chunks)
         state, weight = LAYOUT.state_nbytes(1), LAYOUT.weight_nbytes(1)
-        planned = n * (2 * state + (1 if at_hand else 2) * weight)
+        gradient = 0 if grad_at_hand else weight  # of the same dtype
+        planned = n * (2 * state + (1 if at_hand else 2) * weight + 2 * gradient)
         assert pipeline.stats.nbytes_read == planned - sum(each.unread_nbytes for each in begun)
         assert pipeline.stats.nbytes_written == 2 * n * (state + weight) - sum(
             each.unwritten_nbytes for each in begun

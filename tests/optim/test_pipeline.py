@@ -66,11 +66,12 @@ def random_field(numel: int, dtype: torch.dtype) -> Tensor:
 
 def make_shard(
     engine: FakeEngine, layout: StateLayout, grains: list[int], runs: list[tuple[int, int]], *,
-    name: str = "unit", priority: int = 0, at_hand: bool = True, file: int = 0,
+    name: str = "unit", priority: int = 0, at_hand: bool = True, grad_at_hand: bool = True, file: int = 0,
+    grad_dtype: torch.dtype | None = None,
 ) -> Shard:  # fmt: skip
     """A shard in chunks of ``grains`` times 2048 elements, on disk, with its expected update."""
     numel = sum(grains) * GRAIN_NUMEL
-    weight, grad = torch.randn(numel).to(layout.dtype), torch.randn(numel).to(layout.dtype)
+    weight, grad = torch.randn(numel).to(layout.dtype), torch.randn(numel).to(grad_dtype or layout.dtype)
     state = [random_field(numel, field.dtype) for field in layout.fields]
     chunks, start = [], 0
     for count in (grain * GRAIN_NUMEL for grain in grains):
@@ -79,13 +80,16 @@ def make_shard(
         part = slice(start, start + count)
         engine.put(extents[0], raw(weight[part]))
         engine.put(extents[1], b"".join(raw(field[part]) for field in state))
+        if not grad_at_hand:
+            extents.append(engine.extent(count * grad.itemsize, file))
+            engine.put(extents[-1], raw(grad[part]))
         chunks.append(Chunk(start, count, *extents))
         start += count
     ends = Ends()
     job_runs = tuple(Run(a, b, HYPERS[i % 2]) for i, (a, b) in enumerate(runs))
     job = UpdateJob(
-        name, weight.clone() if at_hand else None, grad, tuple(chunks), job_runs, priority,
-        ends.on_done, ends.on_computed,
+        name, weight.clone() if at_hand else None, grad if grad_at_hand else grad.dtype, tuple(chunks),
+        job_runs, priority, ends.on_done, ends.on_computed,
     )  # fmt: skip
     for run in job_runs:
         part = slice(run.start, run.stop)
@@ -120,16 +124,23 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
 @settings(max_examples=25, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
-    jobs=st.lists(st.tuples(shapes(), st.integers(0, 3), st.booleans()), min_size=1, max_size=4),
+    jobs=st.lists(
+        st.tuples(shapes(), st.integers(0, 3), st.booleans(), st.booleans(), st.booleans()),
+        min_size=1, max_size=4,
+    ),
     depth=st.integers(1, 4),
-    room=st.integers(3, 12),
-)
+    room=st.integers(4, 12),
+)  # fmt: skip
 def test_any_chunks_runs_priorities_and_depth_give_the_bits_of_one_whole_update(dtype, jobs, depth, room):
+    """Weights and gradients at hand or on disk, gradients of the compute dtype or fp32."""
     layout, engine = StateLayout.of(dtype), FakeEngine(threads=3)
     shards = [
-        make_shard(engine, layout, grains, runs, priority=priority, at_hand=at_hand)
-        for (grains, runs), priority, at_hand in jobs
-    ]
+        make_shard(
+            engine, layout, grains, runs, priority=priority, at_hand=at_hand, grad_at_hand=grad_at_hand,
+            grad_dtype=torch.float32 if reduced else None,
+        )
+        for (grains, runs), priority, at_hand, grad_at_hand, reduced in jobs
+    ]  # fmt: skip
     with playing(engine, layout, grains=room, depth=depth) as (pipeline, pool):
         for shard in shards:
             pipeline.submit(shard.job)
@@ -162,15 +173,20 @@ def test_elements_outside_runs_keep_their_weights_and_state():
 
 
 @pytest.mark.parametrize("at_hand", [True, False])
-def test_bytes_moved_are_those_of_the_layout(at_hand):
+@pytest.mark.parametrize("grad_at_hand", [True, False])
+def test_bytes_moved_are_those_of_the_layout(at_hand, grad_at_hand):
     layout, engine = StateLayout.of(torch.bfloat16), FakeEngine()
-    shard = make_shard(engine, layout, [2, 1], [(0, 6000)], at_hand=at_hand)
+    shard = make_shard(
+        engine, layout, [2, 1], [(0, 6000)], at_hand=at_hand, grad_at_hand=grad_at_hand,
+        grad_dtype=torch.float32,
+    )  # fmt: skip
     with playing(engine, layout) as (pipeline, _):
         pipeline.submit(shard.job)
         pipeline.drain()
         stats = pipeline.stats
     numel = 3 * GRAIN_NUMEL
-    assert engine.nbytes_read == stats.nbytes_read == numel * (10 if at_hand else 12)
+    itemsize = 10 + (0 if at_hand else 2) + (0 if grad_at_hand else 4)
+    assert engine.nbytes_read == stats.nbytes_read == numel * itemsize
     assert engine.nbytes_written == stats.nbytes_written == numel * 12
 
 
@@ -357,3 +373,17 @@ def test_jobs_that_do_not_fit_their_shard_are_refused():
         shard.job.weight = None
         with pytest.raises(ValueError, match="not in a shard"):
             pipeline.submit(shard.job)
+        shard = make_shard(engine, layout, [1], [(0, 100)], grad_at_hand=False)
+        shard.job.grad = torch.bfloat16
+        with pytest.raises(ValueError, match="8192 bytes for the gradient of 2048 elements, wanted 4096"):
+            pipeline.submit(shard.job)
+
+
+def test_gradients_on_disk_take_no_memory_beside_the_buffers_of_their_chunks():
+    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine()
+    shard = make_shard(engine, layout, [1] * 40, [(0, 40 * GRAIN_NUMEL)], at_hand=False, grad_at_hand=False)
+    with playing(engine, layout, grains=3, depth=3) as (pipeline, pool):
+        pipeline.submit(shard.job)
+        pipeline.drain()
+        assert pool.peak_nbytes == 2 * GRAIN_NUMEL * 14  # in room for three chunks of 12 bytes per element
+    shard.check(engine, layout)

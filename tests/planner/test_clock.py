@@ -79,6 +79,30 @@ def test_each_byte_of_a_step_is_moved_once(ranks: int, window: int) -> None:
         assert cost.nbytes[LINKS] >= 2 * units * 2 * NUMEL
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_wait_on_nvme_are_written_once_and_read_by_updates_that_wait(ranks: int) -> None:
+    units, spilled = 12, frozenset({0, 3, 4, 11})
+    for early in (True, False):
+        inside = replace(setup(units, ranks=ranks, window=3), clips=True, early=early)
+        plain, cost = (play_step(trace(units), replace(inside, spilled=each)) for each in ((), spilled))
+        nbytes = len(spilled) * NUMEL // ranks * inside.reduce_itemsize
+        assert cost.nbytes["NVMe write"] - plain.nbytes["NVMe write"] == nbytes
+        assert cost.nbytes["NVMe read"] - plain.nbytes["NVMe read"] == (0 if early else nbytes)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_that_wait_on_nvme_take_no_memory_for_long(early: bool) -> None:
+    units = 12
+    made = replace(setup(units, window=3), clips=True, early=early, on_accelerator=False, piece_nbytes=None)
+    made = replace(made, division=replace(made.division, total=40 * 2 * NUMEL, hold_weights=False))
+    plain, cost = (play_step(trace(units), replace(made, spilled=frozenset(range(n)))) for n in (0, units))
+    assert cost.device_peak_nbytes < plain.device_peak_nbytes
+    tight = replace(made.division, total=7 * 2 * NUMEL)
+    cost = play_step(trace(units), replace(made, division=tight, spilled=frozenset(range(units))))
+    assert cost.device_peak_nbytes <= tight.total
+    assert cost.step_s >= plain.step_s
+
+
 def test_a_step_takes_at_least_what_its_busiest_part_needs() -> None:
     for flops in (1e9, 1e12, 1e14):
         cost = play_step(trace(8, flops=flops), setup(8, window=3))
