@@ -34,9 +34,9 @@ values that are not used, since the next wait raises.
 A thread that sits in a collective's C++ code when the interpreter ends takes the process down with
 SIGABRT as soon as it wakes, which it does when the peers' connections close. So the thread waits in
 slices and leaves a collective that will not end. The group then still runs it, and would wait for it
-in its destructor: such a group is never destroyed. Nor is the work, whose tensors gloo's own thread would give
-back, with the interpreter's lock, at whatever moment the peers are gone. Nor is any group in a forked child,
-where its destructor would wait for threads that the child does not have.
+in its destructor: such a group is never destroyed. Nor is the work, whose tensors gloo's own thread would
+give back, with the interpreter's lock, at whatever moment the peers are gone. Nor is any group in a forked
+child, where its destructor would wait for threads that the child does not have.
 """
 
 import ctypes
