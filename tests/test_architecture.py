@@ -258,6 +258,58 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
     assert bool(unsaid_encodings(ast.parse(source))) is wrong
 
 
+#: With more a class usually lacks a noun.
+MANY_ATTRIBUTES = 12
+
+
+def attributes_of(cls: ast.ClassDef) -> set[str]:
+    """Attributes of an instance: what methods assign to ``self``, and the fields of a dataclass."""
+    found = set()
+    if any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list):
+        fields = (node for node in cls.body if isinstance(node, ast.AnnAssign))
+        found = {ast.unparse(node.target) for node in fields if "ClassVar" not in ast.unparse(node)}
+    for method in (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.args.args):
+        used = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
+        mine = (node for node in used if ast.unparse(node.value) == method.args.args[0].arg)
+        found |= {node.attr for node in mine if isinstance(node.ctx, ast.Store)}
+    return found
+
+
+def unexplained(tree: ast.AST) -> list[str]:
+    """Classes of many attributes that do not say why they are one; frozen dataclasses are records."""
+    return [
+        f"{node.name}: {len(attributes_of(node))} attributes"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and len(attributes_of(node)) > MANY_ATTRIBUTES
+        and not any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and "more attributes than other classes" not in " ".join((ast.get_docstring(node) or "").split())
+    ]
+
+
+def test_a_class_of_many_attributes_says_why_it_is_one() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}: {line}"
+        for file in sorted(ROOT.rglob("*.py"))
+        for line in unexplained(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("head", "doc", "wrong"),
+    [
+        ("", "One noun.", True),
+        ("", "It has more attributes than other classes: two threads share them.", False),
+        ("@dataclass(frozen=True)\n", "A record.", False),
+    ],
+)
+def test_a_class_of_many_attributes_is_caught(head: str, doc: str, wrong: bool) -> None:
+    names = ", ".join(f"self.a{number}" for number in range(MANY_ATTRIBUTES + 1))
+    source = f'{head}class A:\n    """{doc}"""\n\n    def __init__(self, x):\n        {names} = x\n'
+    assert bool(unexplained(ast.parse(source))) is wrong
+
+
 WRONG = {
     "a neighbour on the same floor": ("nvme/a.py", "from infinity.optim import rules\n"),
     "a higher floor": ("partition/a.py", "from infinity.engine import hooks\n"),

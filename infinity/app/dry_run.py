@@ -591,7 +591,10 @@ class _Recorded:
 
 
 class _Planner:
-    """Divides budgets and records, as the runtime does."""
+    """Divides budgets and records, as the runtime does.
+
+    It has more attributes than other classes: what each step of the division finds, and the next one needs.
+    """
 
     def __init__(self, recipe: Recipe, machine: Machine, ranks: int, dtype: Dtype, made: _Model) -> None:
         self.recipe, self.machine, self.ranks, self.dtype, self.made = recipe, machine, ranks, dtype, made

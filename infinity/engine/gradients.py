@@ -213,6 +213,9 @@ class HostPools(NamedTuple):
 class Gradients:
     """The gradients of one model's step on this rank.
 
+    It has more attributes than other classes: the parts that a gradient goes through, and one table for each
+    stage of its way.
+
     Args:
         units: All of the model's.
         leaves: Indices of units that are reduced when backward leaves their module.

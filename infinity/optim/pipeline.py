@@ -319,6 +319,9 @@ __all__ = ["Chunk", "Expected", "PipelineStats", "Progress", "Run", "UpdateJob",
 class UpdatePipeline:
     """Plays update jobs beside training.
 
+    It has more attributes than other classes: queues and counts that one thread takes from and others fill,
+    under one lock.
+
     Args:
         engine: Moves the bytes.
         pool: Staging buffers are leased from it, each as long as its chunk is in flight.

@@ -189,6 +189,8 @@ def plan_of(events: Sequence[Event], setup: StepSetup) -> Plan:
 class _Update:
     """The update of a unit's shard in one step.
 
+    It has more attributes than other classes: a record of how far one update is.
+
     Attributes:
         nbytes: Device memory of the gradient; ``weights_nbytes`` of weights that are kept for it.
         storing: The gradient is on its way to NVMe.
@@ -238,7 +240,11 @@ class _Server:
 
 
 class _Clock:
-    """Plays a script for some steps; see [Note: what is played]."""
+    """Plays a script for some steps; see [Note: what is played].
+
+    It has more attributes than other classes: one for each queue and each memory that the runtime has, since
+    every event may move them all.
+    """
 
     def __init__(self, script: _Script, setup: StepSetup) -> None:
         self.script, self.setup, self.units = script, setup, setup.units

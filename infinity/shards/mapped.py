@@ -180,6 +180,9 @@ def stored_step(unit: Unit, values: MappedValues, first: int, sizes: Sequence[in
 class MappedBase:
     """Reads units of one checkpoint for this rank.
 
+    It has more attributes than other classes: the files, the units in them, and the memory in which both are
+    decoded.
+
     Args:
         storage: Of the run; has files on NVMe.
         first: Number of the first of the checkpoint's files in the run's volume.

@@ -281,6 +281,9 @@ class StepHypers:
 class Updates:
     """Gradients in, committed versions out.
 
+    It has more attributes than other classes: the updates in flight, the state of the step and the record of
+    the commit, which change together when a step ends.
+
     Args:
         tiers: Where shards live.
         rule: Updates shards in host memory.
