@@ -59,9 +59,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64,
     },
 }  # fmt: skip
+#: peft cannot adapt experts that are one parameter.
+_ATTENTION = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
 #: What is planned: its name, its model, and what its recipe says beyond the common part.
 RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Kimi-K2, LoRA of rank 16", "Kimi-K2", ("lora.rank=16",)),
+    ("Kimi-K2, LoRA of rank 16", "Kimi-K2", ("lora.rank=16", f"lora.target_modules=[{_ATTENTION}]")),
     ("Kimi-K2, full", "Kimi-K2", ()),
     ("DeepSeek-V3, full", "DeepSeek-V3", ()),
     ("Llama-3 405B, full", "Llama-3 405B", ()),

@@ -520,8 +520,11 @@ class _Moved:
         if index in self._twin and not beside:
             raise UnderivableError("something refers to a block in the middle")
 
-    def _call_index(self, value: int, twin: int | None) -> int:
-        return self._moved(_CALLS, value, twin)
+    def _ended(self, coordinate: int, value: int, twin: int | None) -> int:
+        """The same for a number of operators, or nodes, that have ended: the last of them decides."""
+        if value == 0:
+            return 0
+        return self._moved(coordinate, value - 1, None if twin is None else twin - 1) + 1
 
     def _node(self, value: int | None, twin: int | None) -> int | None:
         if value is None or value == NO_NODE or value >= _NO_ORDINARY_NODE:
@@ -669,10 +672,10 @@ class _Moved:
                 != (twin.name, twin.nbytes, twin.kind, twin.held, twin.died is None)
             ):
                 raise UnderivableError("storages of blocks of one place differ")
-            born = self._call_index(life.born, None if twin is None else twin.born)
+            born = self._moved(_CALLS, life.born, None if twin is None else twin.born)
             died = life.died
             if died is not None:
-                died = self._call_index(died, None if twin is None else twin.died)
+                died = self._ended(_CALLS, died, None if twin is None else twin.died)
             self._made.made.storages.lives.append(replace(life, born=born, died=died))
 
     def _emit_commands(self, old: Cut, until: Cut, other: Cut, calls: int) -> None:
@@ -716,10 +719,10 @@ class _Moved:
             nodes = [self._node(*pair) for pair in zip(mark.nodes, twin.nodes, strict=True)]
         unpacked = mark.unpacked
         if unpacked is not None:
-            unpacked = self._call_index(unpacked, None if twin is None else twin.unpacked)
+            unpacked = self._moved(_CALLS, unpacked, None if twin is None else twin.unpacked)
         self._made.made.slots[new_key] = SlotMark(
             self._storage(mark.storage, None if twin is None else twin.storage),
-            self._call_index(mark.packed, None if twin is None else twin.packed),
+            self._ended(_CALLS, mark.packed, None if twin is None else twin.packed),
             unpacked,
             [NO_NODE if node is None else node for node in nodes],
         )
@@ -746,21 +749,17 @@ class _Moved:
         twin: RegionMark | None = self._twin_of(marks, self._other or 0)
         if twin is not None and len(mark.inputs) != len(twin.inputs):
             raise UnderivableError("inputs of blocks of one place differ")
-        first, end = (
-            self._moved(_NODES, value, other)
-            for value, other in (
-                (mark.first_node, None if twin is None else twin.first_node),
-                (mark.end_node, None if twin is None else twin.end_node),
-            )
-        )
         self._made.made.regions.append(
             RegionMark(
-                2 * self._at + 1, self._blocks[self._at].name,
-                self._call_index(mark.begin, None if twin is None else twin.begin), first,
-                self._call_index(mark.end, None if twin is None else twin.end), end,
+                2 * self._at + 1,
+                self._blocks[self._at].name,
+                self._moved(_CALLS, mark.begin, None if twin is None else twin.begin),
+                self._moved(_NODES, mark.first_node, None if twin is None else twin.first_node),
+                self._ended(_CALLS, mark.end, None if twin is None else twin.end),
+                self._ended(_NODES, mark.end_node, None if twin is None else twin.end_node),
                 self._storages(mark.inputs, None if twin is None else twin.inputs),
             )
-        )  # fmt: skip
+        )
 
     def _finish(self) -> Record:
         old, made = self._old.made, self._made.made
@@ -768,7 +767,7 @@ class _Moved:
         self._other = None
         self._at = self._count - 1
         made.phase, made.region = Phase.BACKWARD, 2 * self._count
-        made.forward_end_node = self._moved(_NODES, old.forward_end_node, None)
+        made.forward_end_node = self._ended(_NODES, old.forward_end_node, None)
         made.backward_end = len(made.calls)
         made.alive_after = frozenset(i for i, life in enumerate(made.storages.lives) if life.died is None)
         return self._made

@@ -39,8 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # attention alternates between a window and all tokens, each with a mask of its own
     "gemma3": {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "intermediate_size": 128,
-        "num_hidden_layers": 12, "head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 6, "max_position_embeddings": 512, **SIZES,
+        "num_hidden_layers": 16, "head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 8, "max_position_embeddings": 512, **SIZES,
     },
 }  # fmt: skip
 #: Long enough for the planner to see what blocks save: smaller storages than 256 KiB are always kept.
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "gpt2": ("gpt2", 1, ()),
     "deepseek": ("deepseek", 1, ()),
     "deepseek-two-ranks": ("deepseek", 2, ("memory.activations=recompute",)),
-    "deepseek-lora": ("deepseek", 2, ("lora.rank=2",)),
+    "deepseek-lora": ("deepseek", 2, ("lora.rank=2", "lora.target_modules=[q_a_proj,o_proj]")),
     "qwen3-moe": ("qwen3-moe", 2, ()),
     "gemma3": ("gemma3", 1, ()),
     "gemma3-recomputed": ("gemma3", 2, ("memory.activations=recompute",)),
