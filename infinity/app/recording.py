@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.blocks import NamedBlock, tracked
 from infinity.activations.profiler import Profiler, Recording, nodes_made, running_node
@@ -366,9 +367,15 @@ class _Gradients:
 
 
 class _RecordedHooks(Hooks):
-    """The runtime's hooks on fake tensors, whose storages have no addresses."""
+    """The runtime's hooks on fake tensors, whose storages have no addresses.
+
+    Attributes:
+        by_storage: Units by the storages of their parameters.
+        taking: Hooks of parameters, to be removed: with those of an earlier record they would take gradients.
+    """
 
     by_storage: dict[int, Unit]
+    taking: list[RemovableHandle]
 
     def _check_attached(self, unit: Unit, segment: Segment) -> None:
         """Do nothing: fake parameters view no buffer."""
@@ -388,7 +395,8 @@ class _RecordedHooks(Hooks):
     def _hook_parameters(self) -> None:
         for _, segment in self.units.segments():
             if segment.param.requires_grad:
-                segment.param.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
+                register = segment.param.register_post_accumulate_grad_hook
+                self.taking.append(register(self._take_gradient))  # type: ignore[no-untyped-call]
 
     def _take_gradient(self, param: nn.Parameter) -> None:
         place = self.units.find(param)
@@ -449,6 +457,7 @@ def record(
     }
     cache = _Cache(recorder, PassRecord(cast(Any, _Recomputes(recomputes))), exempt)
     hooks = _RecordedHooks(units, subject.leaves, cast(Any, _Activations(cache, blocks)))
+    hooks.taking = []
     hooks.by_storage = {segment.param.untyped_storage()._cdata: unit for unit, segment in units.segments()}
     uses = _Uses(recorder.tell, subject.nbytes, subject.window_nbytes)
     hooks.connect(
@@ -469,7 +478,7 @@ def record(
 
 
 @contextmanager
-def _hooked(model: nn.Module, hooks: Hooks, left_out: Collection[nn.Module]) -> Iterator[None]:
+def _hooked(model: nn.Module, hooks: _RecordedHooks, left_out: Collection[nn.Module]) -> Iterator[None]:
     """Inside, modules tell ``hooks`` what they use."""
     silent = {each for module in left_out for each in module.modules()}
     modules = [module for module in model.modules() if module not in silent]
@@ -482,7 +491,7 @@ def _hooked(model: nn.Module, hooks: Hooks, left_out: Collection[nn.Module]) -> 
     try:
         yield
     finally:
-        for handle in handles:
+        for handle in (*handles, *hooks.taking):
             handle.remove()
         for module, own in before.items():
             module.__dict__["_parameters"] = own
