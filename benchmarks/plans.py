@@ -21,7 +21,7 @@ from typing import Any
 from report import Claim, print_table, write_json
 
 from infinity.app.machines import load_machine
-from infinity.app.plan_recipe import PlannedRun, changes, count, plan_recipe, seconds
+from infinity.app.plan_recipe import PlannedRun, count, plan_recipe, seconds
 from infinity.app.recipe import load_recipe
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
@@ -72,7 +72,7 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 #: A step takes 4 sequences on each rank. Clipping keeps all gradients until the step ends, so it is off.
 COMMON = (
     "model.seq_len=4096", "train.batch_size=4", "memory.activations=recompute", "memory.nvme=[nvme]",
-    "optim.max_grad_norm=null",
+    "optim.max_grad_norm=null", "train.dtype=bf16",
 )  # fmt: skip
 
 
@@ -90,7 +90,10 @@ class Page:
     planned: PlannedRun | None
     missing: str
     planning_s: float
-    advice: str = ""
+
+
+#: Plans of the model that was planned last, by ranks.
+_PLANNED: dict[int, PlannedRun] = {}
 
 
 def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path) -> Page:
@@ -101,15 +104,13 @@ def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path)
     recipe = load_recipe(None, [f"model.path={path}", *COMMON, *overrides])
     machine, began_s = load_machine(on), time.perf_counter()
     try:
-        planned = plan_recipe(recipe, machine)
+        like = _PLANNED.get(machine.devices_in_all)
+        planned = plan_recipe(recipe, machine, like=None if like is None else like.run)
+        _PLANNED[machine.devices_in_all] = planned
     except BudgetError as error:
         return Page(name, on, None, str(error), time.perf_counter() - began_s)
     planning_s = time.perf_counter() - began_s
-    best = next(changes(planned), None)
-    advice = ""
-    if best is not None:
-        advice = f"{best.what}: {best.tokens_per_s / planned.tokens_per_s - 1:+.0%}"
-    return Page(name, on, planned, "; ".join(missing(planned)), planning_s, advice)
+    return Page(name, on, planned, "; ".join(missing(planned)), planning_s)
 
 
 def missing(planned: PlannedRun) -> Iterator[str]:
@@ -148,13 +149,13 @@ def row(page: Page) -> list[str]:
         f"{planned.tokens_per_s:,.0f}",
         f"{planned.mfu:.1%}",
         cost.bottleneck,
-        page.advice + ("" if last is None else f"; drives last {seconds(last)}" if page.advice else ""),
+        "" if last is None else seconds(last),
     ]
 
 
 COLUMNS = (
     "machine", "fits", "why not", "device: units + activations", "host, a node", "drives, a node", "step",
-    "tokens/s", "MFU", "bottleneck", "what helps most",
+    "tokens/s", "MFU", "bottleneck", "drives last",
 )  # fmt: skip
 
 

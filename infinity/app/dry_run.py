@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from infinity.api.lora import make_adapters
 from infinity.app.models.gpt import GPT
 from infinity.app.recipe import Recipe
-from infinity.app.recording import Played, Subject
+from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
 from infinity.app.repeats import record_model
 from infinity.checkpoint.directory import Checkpoint
@@ -152,15 +152,23 @@ class DryRun:
         return sum(unit.params for unit in self.units)
 
 
-def dry_run(recipe: Recipe, machine: Machine, ranks: int) -> DryRun:
+def dry_run(recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None) -> DryRun:
     """Build and record the model of ``recipe`` on one of ``ranks`` ranks of ``machine``.
+
+    Args:
+        like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.
         CheckpointError: ``model.path`` holds no model that can be built, or its forward depends on values.
     """
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
-    made = _Model(recipe, ranks, DTYPES[dtype])
+    made = None
+    if like is not None and (like.ranks, like.dtype) == (ranks, dtype):
+        same = ("model", "lora", "partition")
+        if all(getattr(recipe, part) == getattr(like.recipe, part) for part in same):
+            made = like._model
+    made = made or _Model(recipe, ranks, DTYPES[dtype])
     return _Planner(recipe, machine, ranks, dtype, made).result()
 
 
@@ -219,6 +227,15 @@ class _Model:
         self.units = self.construction.builder.units
         self.leaves = self.construction.builder.leaves if ranks > 1 else {}
         self.model.train()
+        self._records: dict[object, Record] = {}
+
+    def record(self, subject: Subject, plan: ActivationPlan) -> Record:
+        """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""
+        everything = plan.policy == "recompute" and not plan.recomputed
+        key = subject.tokens, everything, plan.recomputed
+        if key not in self._records:
+            self._records[key] = record_model(subject, lambda region: everything or region in plan.recomputed)
+        return self._records[key]
 
     def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
         overrides: dict[str, Any] = {}
@@ -427,12 +444,7 @@ class _Planner:
             window_nbytes=window,
             tokens=(recipe.train.batch_size, recipe.model.seq_len),
         )
-        recomputes_all = plan.policy == "recompute" and not plan.recomputed
-
-        def recomputes(region: int) -> bool:
-            return recomputes_all or region in plan.recomputed
-
-        recorded = record_model(subject, recomputes)
+        recorded = made.record(subject, plan)
         played = play_record(recorded, subject)
         rows = recorded.rows
         flops, nbytes = (np.array(column, dtype=float) for column in zip(*(row[:2] for row in rows)))
@@ -440,7 +452,7 @@ class _Planner:
         trace = StepTrace(
             events=played.events, begun=played.begun, completed=played.completed,
             position=played.position, flops=flops, nbytes=nbytes, fp32=fp32,
-            model_flops=float(flops.sum()) - recorded.forward_flops(recomputes),
+            model_flops=float(flops.sum()) - recorded.again_flops,
             tokens=recipe.train.batch_size * recipe.model.seq_len,
             peak_nbytes=recorded.peak_nbytes(),
         )  # fmt: skip

@@ -108,11 +108,13 @@ class Record:
         rows: One for each operator.
         begins: Where the forward of each call of a block begins.
         returns: Where its backward begins; none of a block without one.
+        recomputes: Whether a region runs its forward again.
     """
 
     made: Recording
     rows: list[Row]
     commands: list[Command]
+    recomputes: Callable[[int], bool]
     begins: list[Cut] = field(default_factory=list)
     returns: dict[int, Cut] = field(default_factory=dict)
 
@@ -130,13 +132,14 @@ class Record:
             most = max(most, there)
         return most
 
-    def forward_flops(self, regions: Callable[[int], bool]) -> float:
-        """Flops of the forward of some blocks, by region."""
+    @property
+    def again_flops(self) -> float:
+        """Flops of forwards that run again."""
         found: dict[int, float] = {}
         for call, row in zip(self.made.calls, self.rows, strict=True):
             if row.flops and call.phase is Phase.FORWARD:
                 found[call.region] = found.get(call.region, 0.0) + row.flops
-        return sum(flops for region, flops in found.items() if region % 2 and regions(region))
+        return sum(flops for region, flops in found.items() if region % 2 and self.recomputes(region))
 
 
 # --- recording ---------------------------------------------------------------------------------------
@@ -148,13 +151,15 @@ class Recorder(Profiler):  # type: ignore[no-untyped-call]
     Args:
         weights: All parameters of the model.
         dtype: In which it computes.
+        recomputes: Whether a region runs its forward again.
     """
 
-    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, recomputes: Callable[[int], bool]
+    ) -> None:
         super().__init__(weights=weights)
         self._dtype = dtype
-        self.record = Record(self._recorded, [], [])
-        self._ends: list[int] = []  # first nodes after each call of a block
+        self.record = Record(self._recorded, [], [], recomputes)
 
     @property
     def operators(self) -> int:
@@ -450,7 +455,7 @@ def record(
     """
     model, units = subject.model, subject.units
     weights = [segment.param for _, segment in units.segments()]
-    recorder = Recorder(weights, subject.dtype)
+    recorder = Recorder(weights, subject.dtype, recomputes)
     exempt = {
         each.untyped_storage()._cdata
         for each in (*weights, *(buffer for buffer in model.buffers() if buffer is not None))

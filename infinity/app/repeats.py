@@ -99,7 +99,7 @@ def _record_some(
     except CheckpointError as error:  # with all blocks it may do, or says why not
         raise UnderivableError(str(error)) from error
     watch[0].check()
-    return moved.derive(made)
+    return replace(moved.derive(made), recomputes=recomputes)
 
 
 # --- which blocks are recorded -----------------------------------------------------------------------
@@ -445,7 +445,7 @@ class _Moved:
         self._starts = starts
         self._firsts = [[start[c] for start in starts[:-1]] for c in range(4)]
         self._lay_out()
-        self._made = Record(Recording(), [], [])
+        self._made = Record(Recording(), [], [], made.recomputes)
         for segment in self._segments:
             self._emit(*segment)
         return self._finish()
