@@ -83,6 +83,7 @@ class Page:
     Attributes:
         planned: None: it cannot be planned, for the reason in ``missing``.
         missing: What it takes beyond what the machine has; empty: it fits.
+        planning_s: Of one core; of a model that was planned for as many ranks before, without its record.
     """
 
     name: str
@@ -102,14 +103,14 @@ def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path)
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIGS[model]))
     recipe = load_recipe(None, [f"model.path={path}", *COMMON, *overrides])
-    machine, began_s = load_machine(on), time.perf_counter()
+    machine, began_s = load_machine(on), time.process_time()
     try:
         like = _PLANNED.get(machine.devices_in_all)
         planned = plan_recipe(recipe, machine, like=None if like is None else like.run)
         _PLANNED[machine.devices_in_all] = planned
     except BudgetError as error:
-        return Page(name, on, None, str(error), time.perf_counter() - began_s)
-    planning_s = time.perf_counter() - began_s
+        return Page(name, on, None, str(error), time.process_time() - began_s)
+    planning_s = time.process_time() - began_s
     return Page(name, on, planned, "; ".join(missing(planned)), planning_s)
 
 
@@ -239,12 +240,13 @@ def main() -> None:
         if page.missing:
             print(f"{page.name} on {page.machine}: {page.missing}")
     largest = (
-        f"The slowest of these {len(pages)} plans took {slowest.planning_s:.0f} s ({slowest.name} on "
-        f"{slowest.machine}); all of them in one process took at most {format_nbytes(peak_nbytes)} of memory."
+        f"The slowest of these {len(pages)} plans took {slowest.planning_s:.0f} s of one core "
+        f"({slowest.name} on {slowest.machine}); all of them, in one process, at most "
+        f"{format_nbytes(peak_nbytes)} of memory."
     )
     print(f"\n{largest}")
     claims = [
-        Claim("planning takes at most", slowest.planning_s, MOST_S, "s", slowest.planning_s <= MOST_S),
+        Claim("a plan takes, of one core", slowest.planning_s, MOST_S, "s", slowest.planning_s <= MOST_S),
         Claim(
             "memory of planning", peak_nbytes / 2**30, MOST_NBYTES / 2**30, "GiB", peak_nbytes <= MOST_NBYTES
         ),
