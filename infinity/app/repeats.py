@@ -191,7 +191,7 @@ def _chosen(kept: Sequence[int], place_of: dict[int, tuple[int, ...]], steady: s
 
 def kinds_of(model: nn.Module, blocks: Sequence[NamedBlock], recomputes: Callable[[int], bool]) -> list[int]:
     """Numbers of the blocks' kinds; see [Note: what is alike]."""
-    settings = [_settings(block.module) for block in blocks]
+    settings = [_settings(block) for block in blocks]
     indices = [_index(block.name) for block in blocks]
     values: defaultdict[object, set[object]] = defaultdict(set)
     for own, index in zip(settings, indices, strict=True):
@@ -222,10 +222,11 @@ def _index(name: str) -> int:
     return int(last) if last.isdecimal() else 0
 
 
-def _settings(block: nn.Module) -> dict[object, object]:
+def _settings(block: NamedBlock) -> dict[object, object]:
     """Everything that a block's forward may depend on, by name."""
     found: dict[object, object] = {}
-    for name, module in block.named_modules(remove_duplicate=False):
+    where = ".".join(block.name.split(".")[-2:])
+    for name, module in block.module.named_modules(remove_duplicate=False):
         found[name] = type(module)
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for own, tensor in dict.items(tensors):
@@ -233,26 +234,33 @@ def _settings(block: nn.Module) -> dict[object, object]:
                 found[name, kind, own] = facts
         for own, value in vars(module).items():
             if own not in _INTERNAL:
-                found[name, "setting", own] = _hashable(value)
+                found[name, "setting", own] = _hashable(value, where)
         found[name, "training"] = module.training
     return found
 
 
-def _hashable(value: object) -> object:
-    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype)):
+def _hashable(value: object, where: str = "") -> object:
+    """A setting in a form that can be compared; things of unknown kinds are equal to themselves only.
+
+    Args:
+        where: The block's place in the model, which is no difference in a name of one of its modules.
+    """
+    if isinstance(value, str):
+        return str, f"{value}.".replace(f"{where}.", "#.") if where else value
+    if isinstance(value, (bool, int, float, bytes, type(None), torch.dtype, torch.device)):
         return value if type(value) is int else (type(value), value)
     if isinstance(value, (list, tuple)):
-        return type(value), *(_hashable(each) for each in value)
+        return type(value), *(_hashable(each, where) for each in value)
     if isinstance(value, dict):
-        return dict, *((_hashable(key), _hashable(each)) for key, each in value.items())
+        return dict, *((_hashable(key, where), _hashable(each, where)) for key, each in value.items())
     if isinstance(value, (set, frozenset)):
-        return set, frozenset(_hashable(each) for each in value)
+        return set, frozenset(_hashable(each, where) for each in value)
     if isinstance(value, Tensor):
         return Tensor, value.shape, value.dtype
     if isinstance(value, MethodType):
         return MethodType, value.__func__, type(value.__self__)
     if isinstance(value, partial):
-        return partial, _hashable(value.func), _hashable(value.args), _hashable(value.keywords)
+        return partial, *(_hashable(each, where) for each in (value.func, value.args, value.keywords))
     return type(value), id(value)
 
 
@@ -295,10 +303,10 @@ class _StandIns:
                 )
             yield
         finally:
-            for (_, module), own in zip(self._blocks, before, strict=True):
+            for (_, module), other in zip(self._blocks, before, strict=True):
                 del module.__dict__["forward"]
-                if own is not None:
-                    module.__dict__["forward"] = own
+                if other is not None:
+                    module.__dict__["forward"] = other
 
     def check(self) -> None:
         """Raise UnderivableError if a block that was left out was called in a way of its own."""
@@ -376,7 +384,7 @@ class _Parameters:
         #: The same for each parameter.
         self.of_segment: dict[tuple[int, int], tuple[int, int]] = {}
         for at, block in enumerate(blocks):
-            own = []
+            own: list[tuple[int, int]] = []
             for param in block.module.parameters():
                 found = subject.units.find(param)
                 if found is None:
@@ -407,6 +415,11 @@ class _Parameters:
             number = numbers.setdefault(index, len(numbers))
             found.append((number, bool(unit.trainable), whole, index in self._leaf_units))
         return found
+
+
+def _is_ordinary(node: int) -> bool:
+    """Whether it is a node, and none that accumulates gradients."""
+    return NO_NODE < node < _NO_ORDINARY_NODE
 
 
 class _Moved:
@@ -526,14 +539,11 @@ class _Moved:
             return 0
         return self._moved(coordinate, value - 1, None if twin is None else twin - 1) + 1
 
-    def _node(self, value: int | None, twin: int | None) -> int | None:
-        if value is None or value == NO_NODE or value >= _NO_ORDINARY_NODE:
-            if self._other is not None and value != twin:
-                raise UnderivableError("autograd nodes differ")
-            return value
-        if twin is not None and (twin == NO_NODE or twin >= _NO_ORDINARY_NODE):
+    def _node(self, value: int, twin: int | None) -> int:
+        ordinary = _is_ordinary(value)
+        if twin is not None and (ordinary != _is_ordinary(twin) or (not ordinary and value != twin)):
             raise UnderivableError("autograd nodes differ")
-        return self._moved(_NODES, value, twin)
+        return self._moved(_NODES, value, twin) if ordinary else value
 
     def _storage(self, value: int, twin: int | None) -> int:
         if value < len(self._weights):
@@ -705,7 +715,11 @@ class _Moved:
         elif units:
             twins: Sequence[int | None] = [None] * len(units) if twin is None else twin.units
             units = tuple(self._unit(unit, each) for unit, each in zip(units, twins, strict=True))
-        node = self._node(command.node, None if twin is None else twin.node)
+        node = command.node
+        if twin is not None and (node is None) != (twin.node is None):
+            raise UnderivableError("autograd nodes differ")
+        if node is not None:
+            node = self._node(node, None if twin is None else twin.node)
         return Command(at, command.do, units, segment, node, key, command.nbytes)
 
     def _emit_slot(self, key: SlotKey, twin_key: SlotKey | None, new_key: SlotKey) -> None:
@@ -724,16 +738,16 @@ class _Moved:
             self._storage(mark.storage, None if twin is None else twin.storage),
             self._ended(_CALLS, mark.packed, None if twin is None else twin.packed),
             unpacked,
-            [NO_NODE if node is None else node for node in nodes],
+            nodes,
         )
 
-    def _nodes_of(self, mark: SlotMark) -> list[int | None]:
+    def _nodes_of(self, mark: SlotMark) -> list[int]:
         """The nodes that unpack a slot of the model's beginning or end.
 
         All blocks may: those in the middle come before the last one, which decides how long the slot is
         needed.
         """
-        found: list[int | None] = []
+        found: list[int] = []
         for number, node in enumerate(mark.nodes):
             try:
                 found.append(self._node(node, None))
