@@ -67,11 +67,11 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Kimi-K2, full", "Kimi-K2", ()),
     ("DeepSeek-V3, full", "DeepSeek-V3", ()),
     ("Llama-3 405B, full", "Llama-3 405B", ()),
-    ("Llama-3 70B, full", "Llama-3 70B", ()),
+    ("Llama-3 70B, full", "Llama-3 70B", ("train.batch_size=4",)),
 )
-#: A step takes 4 sequences on each rank. Clipping keeps all gradients until the step ends, so it is off.
+#: Clipping keeps all gradients until the step ends, so it is off.
 COMMON = (
-    "model.seq_len=4096", "train.batch_size=4", "memory.activations=recompute", "memory.nvme=[nvme]",
+    "model.seq_len=4096", "train.batch_size=1", "memory.activations=recompute", "memory.nvme=[nvme]",
     "optim.max_grad_norm=null", "train.dtype=bf16",
 )  # fmt: skip
 
@@ -169,11 +169,12 @@ nothing was measured on them, and nothing was trained. Models are their `config.
 
     python benchmarks/plans.py --page benchmarks/results/{page}
 
-In a step each rank takes 4 sequences of 4,096 tokens. Blocks are recomputed, gradients are not clipped,
-weights are bf16 with exact fp32 Adam; one node, with a rank on each device. Memory of a device is what units
-and activations take on one rank. Where a model does not fit, the page says what is missing; times, where
-there are any, are those of a machine that has it. A packed expert weight is gathered whole: that is what a
-mixture of experts needs of a device.
+In a step each rank takes one sequence of 4,096 tokens, of the 70B model four. Blocks are recomputed,
+gradients are not clipped, weights are bf16 with exact fp32 Adam (V100 of the DGX-2 multiply bf16 no faster
+than fp32); one node, with a rank on each device. Memory of a device is what units and activations take on one
+rank. Where a model does not fit, the page says what is missing; times, where there are any, are those of a
+machine that has it. A packed expert weight is gathered whole: that is what a mixture of experts needs of a
+device.
 
 {largest}
 
