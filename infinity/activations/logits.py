@@ -69,6 +69,11 @@ def rows_of(hidden: Tensor) -> int:
     return max(1, hidden.shape[-1] // _ROWS_PART)
 
 
+def least_nbytes(rows: int, width: int, itemsize: int) -> int:
+    """Return the least bytes that a loss of whole logits takes: these, an fp32 copy, its log-softmax."""
+    return rows * width * (itemsize + 4 * (itemsize < 4) + 4)
+
+
 class LogitSlices:
     """Decides which calls of a model's head are pending; at first, none.
 
@@ -143,9 +148,8 @@ class LogitSlices:
         if self._mode == "slices":
             # In training however few: ranks whose batches differ must use units in the same order.
             return torch.is_grad_enabled() or rows > rows_of(hidden)
-        room, itemsize = self._room(), hidden.element_size()
-        # The least that the loss takes at one time: logits, an fp32 copy, the copy's log-softmax.
-        return room is not None and rows * module.out_features * (itemsize + 4 * (itemsize < 4) + 4) > room
+        room = self._room()
+        return room is not None and least_nbytes(rows, module.out_features, hidden.element_size()) > room
 
 
 def _draws(head: nn.Module) -> bool:

@@ -46,14 +46,14 @@ from infinity.core.profile import (
 from infinity.device.accelerator import synchronize, timed_event
 
 #: The number of the autograd node outside backward.
-_NO_NODE = -1
+NO_NODE = -1
 
 
 # --- records -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Life:
+class Life:
     """A storage of the step.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Storages:
     """
 
     def __init__(self, position: Callable[[], int]) -> None:
-        self.lives: list[_Life] = []
+        self.lives: list[Life] = []
         self._position = position
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -90,7 +90,7 @@ class _Storages:
         if known is not None:
             return known
         born = self._position() if kind is Kind.WORKING else 0
-        self.lives.append(_Life(name, storage.nbytes(), kind, born))
+        self.lives.append(Life(name, storage.nbytes(), kind, born))
         self._remember(storage, len(self.lives) - 1, self._died)
         return len(self.lives) - 1
 
@@ -123,7 +123,7 @@ class _Storages:
             del self._known[address]
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """An operator as it ran; ``node`` is the number of the autograd node that ran it."""
 
     name: str
@@ -136,7 +136,7 @@ class _Call(NamedTuple):
 
 
 @dataclass(slots=True)
-class _RegionMark:
+class RegionMark:
     """A block's forward: the operators and the autograd nodes ``[begin, end)`` that it made."""
 
     region: int
@@ -149,7 +149,7 @@ class _RegionMark:
 
 
 @dataclass(slots=True)
-class _SlotMark:
+class SlotMark:
     """A slot: operators that had ended when it was packed and first unpacked, and nodes that unpacked it."""
 
     storage: int
@@ -158,7 +158,7 @@ class _SlotMark:
     nodes: list[int] = field(default_factory=list)
 
 
-class _Recording:
+class Recording:
     """The operators, storages and marks of one step, and the profile that follows from them.
 
     Attributes:
@@ -168,11 +168,11 @@ class _Recording:
     """
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self.storages = _Storages(self.calls.__len__)
         self.phase, self.region = Phase.FORWARD, 0
-        self.regions: list[_RegionMark] = []
-        self.slots: dict[SlotKey, _SlotMark] = {}
+        self.regions: list[RegionMark] = []
+        self.slots: dict[SlotKey, SlotMark] = {}
         self.forward_end_node, self.backward_end = 0, -1
         self.alive_after: frozenset[int] = frozenset()
         self.traffic: list[tuple[int, int, int]] = []
@@ -207,7 +207,7 @@ class _Recording:
             life, unpacked_at = self.storages.lives[saved.storage], min(saved.unpacked, self.last)
             held = life.held or life.kind is not Kind.WORKING or saved.storage in self.alive_after
             given_back = [e - 1 for e in (life.died, life.returned) if e and e <= self.backward_end]
-            node_ends = [ends.get(node, 0) for node in saved.nodes if node != _NO_NODE]
+            node_ends = [ends.get(node, 0) for node in saved.nodes if node != NO_NODE]
             needed = [unpacked_at, reads.get(saved.storage, 0), *node_ends]
             released_at = max(needed if held else needed + given_back)
             packed_at = max(0, saved.packed - 1)
@@ -300,7 +300,7 @@ class Profiler(TorchDispatchMode):
         self._weights, self._states = list(weights), list(states)
         self._device = torch.device(device)
         self._on_cpu = self._device.type == "cpu"
-        self._recorded = _Recording()
+        self._recorded = Recording()
         self._signatures: dict[Any, _Signature] = {}
         self._pauses = 0
         self._own_s = 0.0  # seconds that a plain step would not take
@@ -335,11 +335,11 @@ class Profiler(TorchDispatchMode):
         times = begin, self._tick()
         made = self._indices((result,), Kind.WORKING, signature.name)
         if written or not made or not set(made) <= set(read):
-            node = _node() if self._recorded.phase is Phase.BACKWARD else _NO_NODE
+            node = running_node() if self._recorded.phase is Phase.BACKWARD else NO_NODE
             region = self._recorded.region if self._recorded.phase is Phase.FORWARD else -1
             outputs = tuple(dict.fromkeys((*written, *made)))
             phase = self._recorded.phase
-            self._recorded.calls.append(_Call(signature.name, times, read, outputs, phase, region, node))
+            self._recorded.calls.append(Call(signature.name, times, read, outputs, phase, region, node))
         self._own_s += time.perf_counter() - came_s - (times[1] - times[0] if self._on_cpu else 0.0)
         return result
 
@@ -348,12 +348,12 @@ class Profiler(TorchDispatchMode):
     def enter_region(self, region: int, name: str) -> None:
         """The forward of block ``name`` begins."""
         self._recorded.region = region
-        self._recorded.regions.append(_RegionMark(region, name, len(self._recorded.calls), _nodes_made()))
+        self._recorded.regions.append(RegionMark(region, name, len(self._recorded.calls), nodes_made()))
 
     def leave_region(self, region: int, inputs: Sequence[Tensor]) -> None:
         """The forward of the block ended; ``inputs`` came from outside, in the order of a plan's ordinals."""
         mark = next(mark for mark in reversed(self._recorded.regions) if mark.region == region)
-        mark.end, mark.end_node = len(self._recorded.calls), _nodes_made()
+        mark.end, mark.end_node = len(self._recorded.calls), nodes_made()
         found = self._indices(inputs, Kind.INPUT, "input")
         mark.inputs = tuple(i for i in found if self._recorded.storages.lives[i].kind is not Kind.WEIGHT)
         self._recorded.region = region + 1
@@ -362,13 +362,13 @@ class Profiler(TorchDispatchMode):
         """Autograd saves ``tensor``, whose storage is slot ``key``; only the first time counts."""
         if key not in self._recorded.slots:
             index = self._recorded.storages.find(tensor, Kind.INPUT, "input")
-            self._recorded.slots[key] = _SlotMark(index, len(self._recorded.calls))
+            self._recorded.slots[key] = SlotMark(index, len(self._recorded.calls))
 
     def unpacked(self, key: SlotKey) -> None:
         """The next operator of backward needs slot ``key``."""
         saved = self._recorded.slots.get(key)
         if saved is not None:
-            saved.nodes.append(_node())
+            saved.nodes.append(running_node())
             if saved.unpacked is None:
                 saved.unpacked = len(self._recorded.calls)
 
@@ -384,7 +384,7 @@ class Profiler(TorchDispatchMode):
     def backward_begins(self) -> None:
         """The backward pass begins; the first operator of one tells it too."""
         if self._recorded.phase is Phase.FORWARD:
-            self._recorded.forward_end_node = _nodes_made()
+            self._recorded.forward_end_node = nodes_made()
         self._recorded.phase = Phase.BACKWARD
 
     def update_begins(self) -> None:
@@ -479,15 +479,15 @@ class Profiler(TorchDispatchMode):
         return [call.times[0].elapsed_time(call.times[1]) / 1e3 for call in self._recorded.calls]
 
 
-def _nodes_made() -> int:
+def nodes_made() -> int:
     """How many autograd nodes this thread made, by the number that the next one gets."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def _node() -> int:
+def running_node() -> int:
     """The number of the autograd node that runs."""
     node = torch._C._current_autograd_node()
-    return _NO_NODE if node is None else int(node._sequence_nr())
+    return NO_NODE if node is None else int(node._sequence_nr())
 
 
 # --- metering ----------------------------------------------------------------------------------------

@@ -4,16 +4,15 @@
 The model is built on the meta device, from ``config.json`` alone, and cut by the runtime's own builder. One
 micro-batch then runs on fake tensors, which have shapes and no memory: torch's own operators say what they
 would make, the runtime's own hooks and prefetcher what units they use. So the trace is that of the runtime,
-whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot.
+whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot. Of blocks
+that are alike a few run: see :mod:`infinity.app.repeats`.
 """
 
-import gc
+import math
 import os
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,16 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from infinity.activations.blocks import recomputable_blocks, tracked
-from infinity.activations.profiler import Profiler
-from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
+from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.api.lora import make_adapters
-from infinity.app.models.causal import CausalLoss
 from infinity.app.models.gpt import GPT
 from infinity.app.recipe import Recipe
+from infinity.app.recording import Played, Record, Subject
+from infinity.app.recording import play as play_record
+from infinity.app.repeats import record_model
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.load import CheckpointValues
 from infinity.checkpoint.model import build_model, is_ours, read_config
@@ -38,23 +35,20 @@ from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, piece_nbytes, rounded
 from infinity.core.config import SettingError
-from infinity.core.errors import BudgetError, CheckpointError, library_errors
+from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.core.plan import ActivationPlan, Place
-from infinity.core.profile import Phase, Profile, SlotKey
+from infinity.core.profile import Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import reduction_dtype
-from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.builder import UnitBuilder
-from infinity.partition.init_context import Construction, install_parameter_dict
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Segment, StoredForm, Unit, UnitIndex
+from infinity.partition.init_context import Construction
+from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.planner.clock import StepSetup
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES
-from infinity.planner.prefetch_plan import Event
 from infinity.planner.simulator import play
 from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape, choose_homes
 from infinity.shards.mapped import stored_step
@@ -66,8 +60,6 @@ CONTEXT_NBYTES = 2**30
 #: Tensors that a checkpoint without weights is taken to have.
 _UNKNOWN_TENSORS = 100_000
 _MOMENTS_ITEMSIZE = 8
-#: Operators that read a few rows of their first argument.
-_LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ class DryRun:
         recipe, machine = recipe or self.recipe, machine or self.machine
         planner = _Planner(recipe, machine, self.ranks, self.dtype, self._model)
         if [unit.streams for unit in planner.units] != [unit.streams for unit in self.units]:
-            return dry_run(recipe, machine, self.ranks)
+            return planner.result()
         return planner.result_of(trace or self.trace, self.profile, self.activations)
 
     def least_host_nbytes(self) -> int:
@@ -173,15 +165,23 @@ class DryRun:
         return sum(unit.params for unit in self.units)
 
 
-def dry_run(recipe: Recipe, machine: Machine, ranks: int) -> DryRun:
+def dry_run(recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None) -> DryRun:
     """Build and record the model of ``recipe`` on one of ``ranks`` ranks of ``machine``.
+
+    Args:
+        like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.
         CheckpointError: ``model.path`` holds no model that can be built, or its forward depends on values.
     """
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
-    made = _Model(recipe, ranks, DTYPES[dtype])
+    made = None
+    if like is not None and (like.ranks, like.dtype) == (ranks, dtype):
+        same = ("model", "lora", "partition")
+        if all(getattr(recipe, part) == getattr(like.recipe, part) for part in same):
+            made = like._model
+    made = made or _Model(recipe, ranks, DTYPES[dtype])
     return _Planner(recipe, machine, ranks, dtype, made).result()
 
 
@@ -262,6 +262,15 @@ class _Model:
         self.units = self.construction.builder.units
         self.leaves = self.construction.builder.leaves if ranks > 1 else {}
         self.model.train()
+        self._records: dict[object, Record] = {}
+
+    def record(self, subject: Subject, plan: ActivationPlan) -> Record:
+        """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""
+        everything = plan.policy == "recompute" and not plan.recomputed
+        key = subject.tokens, subject.logits, everything, plan.recomputed
+        if key not in self._records:
+            self._records[key] = record_model(subject, lambda region: everything or region in plan.recomputed)
+        return self._records[key]
 
     def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
         overrides: dict[str, Any] = {}
@@ -331,263 +340,16 @@ def _quantization(path: Path) -> str | None:
     return None if not isinstance(given, dict) else str(given.get("quant_method", "by its config"))
 
 
-# --- one micro-batch ---------------------------------------------------------------------------------
-
-
-class _Mover:
-    """Moves nothing; see :class:`infinity.partition.prefetcher.Mover`."""
-
-    def start(self, unit: int) -> None:
-        pass
-
-    def finish(self, unit: int) -> None:
-        pass
-
-    def release(self, unit: int) -> None:
-        pass
-
-
-class _Kept:
-    """Stands in autograd's graph for a saved tensor: of ``unit``, or of slot ``key``."""
-
-    __slots__ = ("key", "tensor", "unit")
-
-    def __init__(self, tensor: Tensor, unit: Unit | None = None, key: SlotKey | None = None) -> None:
-        self.tensor, self.unit, self.key = tensor, unit, key
-
-
-class _Recomputes:
-    """Keeps every slot; recomputes the blocks of a plan."""
-
-    def __init__(self, plan: ActivationPlan, blocks: int) -> None:
-        self._regions = set(plan.recomputed)
-        self._all = plan.policy == "recompute" and not plan.recomputed
-
-    def place(self, key: SlotKey) -> Place:
-        return Place.KEEP
-
-    def recomputes(self, region: int) -> bool:
-        return self._all or region in self._regions
-
-    def loads(self, after: SlotKey | None) -> None:
-        return None
-
-
-class _Roofline(Profiler):  # type: ignore[no-untyped-call]
-    """Profiles fake operators: flops and bytes by operator, in place of seconds.
-
-    Args:
-        position: Returns the number of events so far.
-    """
-
-    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, position: Any) -> None:
-        super().__init__(weights=weights)
-        self._dtype, self._position = dtype, position
-        self.rows: list[tuple[int, float, float, bool]] = []
-        self.regions_flops: dict[int, float] = {}
-        self.seconds: list[float] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked several times for each operator
-            return args[0].fake_device
-        before = len(self._recorded.calls)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self._recorded.calls) > before:
-            self._count(func, args, kwargs or {}, result)
-        return result
-
-    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if str(func) in _LOOKUPS:
-            given = given[1:] + tensors
-        nbytes = sum(each.numel() * each.itemsize for each in (*tensors, *given))
-        flops = _flops(func, args, kwargs, result)
-        floats = [each for each in given if each.is_floating_point()]
-        fp32 = bool(floats) and all(each.dtype == torch.float32 for each in floats)
-        if flops and self._recorded.phase is Phase.FORWARD:
-            region = self._recorded.region
-            self.regions_flops[region] = self.regions_flops.get(region, 0.0) + flops
-        self.rows.append((self._position(), flops, float(nbytes), fp32 and self._dtype != torch.float32))
-
-    def _seconds(self) -> list[float]:
-        return self.seconds
-
-    def peak_nbytes(self) -> int:
-        """The most bytes of the step's own storages at one time."""
-        changes: dict[int, int] = {}
-        for life in self._recorded.storages.lives:
-            if life.kind.value in ("working", "activation", "gradient"):
-                changes[life.born] = changes.get(life.born, 0) + life.nbytes
-                if life.died is not None:
-                    changes[life.died] = changes.get(life.died, 0) - life.nbytes
-        there = most = 0
-        for at in sorted(changes):
-            there += changes[at]
-            most = max(most, there)
-        return most
-
-
-def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    name = str(func)
-    if "_scaled_dot_product_flash_attention_for_cpu" in name:
-        query, key, value = args[1:4] if "backward" in name else args[:3]
-        b, h, s, d = query.shape
-        pairs = float(b * h * s * key.shape[2])
-        return (5 if "backward" in name else 2) * pairs * float(d + value.shape[3])
-    if name.startswith("aten._grouped_mm"):
-        (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
-        # tokens x experts' matrices; or, of gradients, columns of both for each expert: the same flops
-        return 2.0 * float(rows) * float(inner) * float(columns)
-    count = flop_registry.get(func._overloadpacket)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
-
-
-class _Cache:
-    """Stands for the tensor cache: notes what is packed and unpacked, and keeps everything.
-
-    Attributes:
-        packs: Events before each slot is packed, and its bytes; ``asks`` likewise before it is asked for.
-    """
-
-    def __init__(self, profiler: _Roofline, record: PassRecord, position: Any, exempt: set[int]) -> None:
-        self.profiler, self.record, self._position, self._exempt = profiler, record, position, exempt
-        self.packs: dict[SlotKey, tuple[int, int]] = {}
-        self.asks: dict[SlotKey, int] = {}
-        self.backward_at = 0
-        self._keys: dict[int, tuple[weakref.ref[Any], SlotKey]] = {}
-        self._backward = -1
-
-    def pack(self, tensor: Tensor) -> _Kept:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST_NBYTES or storage._cdata in self._exempt:
-            return _Kept(tensor)
-        known = self._keys.get(storage._cdata)
-        if known is None or known[0]() is not storage:
-            key = self.record.next_key()
-            self._keys[storage._cdata] = weakref.ref(storage), key
-            self.profiler.packed(key, tensor)
-            self.packs[key] = self._position(), storage.nbytes()
-        else:
-            key = known[1]
-        return _Kept(tensor, key=key)
-
-    def unpack(self, kept: _Kept) -> Tensor:
-        backward = torch._C._current_graph_task_id()
-        if self._backward != backward:
-            self._backward, self.backward_at = backward, self._position()
-            self.profiler.backward_begins()
-        if kept.key is not None:
-            self.profiler.unpacked(kept.key)
-            self.asks.setdefault(kept.key, self._position())
-        return kept.tensor
-
-
-class _Completions:
-    """Stands for :class:`infinity.engine.gradients.Gradients`: notes when gradients begin and end."""
-
-    def __init__(
-        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins
-    ) -> None:
-        self._units, self._leaves, self._prefetcher, self._pins = units, leaves, prefetcher, pins
-        self._fired: dict[int, set[int]] = {}
-        self._delivered: set[int] = set()
-        self.begun: list[tuple[int, int]] = []
-        self.completed: list[tuple[int, int]] = []
-        self.syncing, self.synced = True, False
-
-    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        fired = self._fired.setdefault(unit.index, set())
-        if not fired:
-            self.begun.append((self._prefetcher.training.position, unit.index))
-        fired.add(segment.index)
-        in_part = len(unit.trainable) < len(unit.segments)
-        if (
-            len(fired) == len(unit.trainable)
-            and unit.index not in self._leaves
-            and not (in_part and self._pins.recomputed(unit.index))
-        ):
-            self._complete(unit)
-
-    def complete_together(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            if unit.trainable and unit.index not in self._delivered:
-                self._complete(unit)
-
-    def end_backward(self) -> None:
-        for unit in self._units:
-            if unit.trainable and unit.index not in self._delivered:
-                self._complete(unit)
-
-    def abort_backward(self) -> None:
-        pass
-
-    def _complete(self, unit: Unit) -> None:
-        self._delivered.add(unit.index)
-        self.completed.append((self._prefetcher.training.position, unit.index))
-        if self._prefetcher.streams(unit.index):
-            self._pins.forget(unit.index)
-            self._prefetcher.done(unit.index)
-
-
-class _Activations:
-    """Opens a forward pass, as :class:`infinity.activations.controller.Activations` does."""
-
-    def __init__(self, cache: _Cache) -> None:
-        self.cache = cache
-
-    def open(self, model: nn.Module) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(tracked(recomputable_blocks(model), cast(Any, self.cache)))
-        return stack
-
-
-class _RecordedHooks(Hooks):
-    """The runtime's hooks on fake tensors, whose storages have no addresses."""
-
-    by_storage: dict[int, Unit]
-
-    def _check_attached(self, unit: Unit, segment: Segment) -> None:
-        """Do nothing: fake parameters view no buffer."""
-
-    def pack(self, tensor: Tensor) -> Any:
-        unit = self.by_storage.get(tensor.untyped_storage()._cdata)
-        return cast(Any, self.activations.cache).pack(tensor) if unit is None else _Kept(tensor, unit)
-
-    def unpack(self, packed: Any) -> Tensor:
-        cache = cast(Any, self.activations.cache)
-        if packed.unit is None:
-            return cast(Tensor, cache.unpack(packed))
-        self._enter_backward()
-        if self.prefetcher.streams(packed.unit.index):
-            self._use_in_backward(packed.unit)
-        return cast(Tensor, packed.tensor)
-
-    def _hook_parameters(self) -> None:
-        for _, segment in self.units.segments():
-            if segment.param.requires_grad:
-                segment.param.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
-
-    def _take_gradient(self, param: nn.Parameter) -> None:
-        place = self.units.find(param)
-        assert place is not None
-        unit, segment = place
-        self._enter_backward()
-        self._move_to(self._leaf_of.get(unit.index, ()))
-        grad, param.grad = param.grad, None
-        if grad is not None:
-            self.gradients.receive(unit, segment, grad)
+# --- budgets and the record --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """One run: its trace, its profile, and where slots are packed and asked for."""
+    """One micro-batch: its trace and its profile, and its slots as the prefetcher's events place them."""
 
     trace: StepTrace
     profile: Profile
-    cache: _Cache
+    played: Played
 
 
 class _Planner:
@@ -674,7 +436,7 @@ class _Planner:
                     recorded = self._record(model, plan)
         trace = recorded.trace
         if plan.places:
-            trace = self._with_stored(trace, recorded.cache, plan)
+            trace = self._with_stored(trace, recorded.played, plan)
         if self.recipe.train.schedule == "layer":  # each block takes all micro-batches before the next
             peak = trace.peak_nbytes
             trace = replace(trace.scaled(self.recipe.train.accumulate), peak_nbytes=peak)
@@ -736,94 +498,49 @@ class _Planner:
             return self.free_nbytes
         return self.budget.device_nbytes - self.budget.division.least
 
+    def _logits(self, model: Any, rows: int) -> Mode:
+        """Return how the logits of a micro-batch are computed, where the recipe leaves it to memory."""
+        mode, head = self.recipe.memory.logits, find_head(model)
+        if mode != "auto" or head is None:
+            return mode
+        width = cast(int, head.out_features)
+        fit = least_nbytes(rows, width, DTYPES[self.dtype].itemsize) <= self._pass_nbytes()
+        return "whole" if fit else "slices"
+
     def _record(self, model: Any, plan: ActivationPlan) -> _Recorded:
         recipe, made = self.recipe, self.made
-        streaming = {unit.index: unit.gathered_nbytes for unit, s in zip(made.units, self.units) if s.streams}
-        prefetcher = Prefetcher(_Mover(), streaming, self.budget.division.window)
-        pins = BackwardPins(prefetcher)
-        position = partial(_position, prefetcher)
-        weights = [segment.param for _, segment in made.units.segments()]
-        profiler = _Roofline(weights, DTYPES[self.dtype], position)
-        exempt = {
-            each.untyped_storage()._cdata
-            for each in (*weights, *(buffer for buffer in model.buffers() if buffer is not None))
-        }
-        blocks = recomputable_blocks(model)
-        cache = _Cache(profiler, PassRecord(cast(Any, _Recomputes(plan, len(blocks)))), position, exempt)
-        hooks = _RecordedHooks(made.units, made.leaves, cast(Any, _Activations(cache)))
-        hooks.by_storage = {
-            segment.param.untyped_storage()._cdata: unit for unit, segment in made.units.segments()
-        }
-        leaf_units = frozenset(unit.index for leaf in made.leaves.values() for unit in leaf)
-        gradients = _Completions(made.units, leaf_units, prefetcher, pins)
-        hooks.connect(prefetcher, pins, cast(Any, gradients), {}, lambda: None)
-        hooks.logits.decide(recipe.memory.logits, self._pass_nbytes)
-        batch, length = recipe.train.batch_size, recipe.model.seq_len
-        with _hooked(model, hooks):
-            loss = CausalLoss(model)
-            tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
-            targets = torch.zeros_like(tokens)
-            with profiler, library_errors(CheckpointError, _WHY):
-                value = loss(tokens, targets)
-                value.backward()  # type: ignore[no-untyped-call]
-            del value
-        positions, flops, nbytes, fp32 = (np.array(column) for column in zip(*profiler.rows, strict=True))
-        again = sum(
-            flops for region, flops in profiler.regions_flops.items()
-            if region % 2 and cache.record.policy.recomputes(region)
+        tokens = recipe.train.batch_size, recipe.model.seq_len
+        subject = Subject(
+            model=model, units=made.units, leaves=made.leaves, dtype=DTYPES[self.dtype],
+            nbytes={u.index: u.gathered_nbytes for u, s in zip(made.units, self.units) if s.streams},
+            window_nbytes=self.budget.division.window, tokens=tokens,
+            logits=self._logits(model, math.prod(tokens)),
         )  # fmt: skip
+        recorded = made.record(subject, plan)
+        played = play_record(recorded, subject)
+        rows = recorded.rows
+        flops, nbytes = (np.array(column, dtype=float) for column in zip(*(row[:2] for row in rows)))
+        fp32 = np.array([row.fp32 for row in rows], dtype=bool)
         trace = StepTrace(
-            events=tuple(Event(*event) for event in prefetcher.training.trace),
-            begun=tuple(gradients.begun),
-            completed=tuple(gradients.completed),
-            position=positions, flops=flops, nbytes=nbytes, fp32=fp32,
-            model_flops=float(flops.sum()) - again,
-            tokens=batch * length,
-            peak_nbytes=profiler.peak_nbytes(),
+            events=played.events, begun=played.begun, completed=played.completed,
+            position=played.position, flops=flops, nbytes=nbytes, fp32=fp32,
+            model_flops=float(flops.sum()) - recorded.again_flops,
+            tokens=recipe.train.batch_size * recipe.model.seq_len,
+            peak_nbytes=recorded.peak_nbytes(),
         )  # fmt: skip
         rate = np.where(fp32, self.rates.fp32_flops_per_s, self.rates.flops_per_s)
         each = np.maximum(flops / rate, nbytes / self.rates.memory_bytes_per_s)
-        profiler.seconds = np.maximum(each, self.rates.operator_s).tolist()
-        profile = profiler.finish().at_pace(sum(profiler.seconds))
-        gc.collect()
-        return _Recorded(trace, profile, cache)
+        seconds = np.maximum(each, self.rates.operator_s).tolist()
+        return _Recorded(trace, recorded.made.profile(seconds, 0.0), played)
 
-    def _with_stored(self, trace: StepTrace, cache: _Cache, plan: ActivationPlan) -> StepTrace:
+    def _with_stored(self, trace: StepTrace, played: Played, plan: ActivationPlan) -> StepTrace:
         after = {load.slot: load.after for load in plan.loads}
         stored = []
         for key, place in plan.places.items():
-            if place is Place.KEEP or key not in cache.packs or key not in cache.asks:
+            if place is Place.KEEP or key not in played.packs or key not in played.asks:
                 continue
-            packed_at, nbytes = cache.packs[key]
+            packed_at, nbytes = played.packs[key]
             tied = after.get(key, key)
-            load_at = cache.backward_at if tied is None else cache.asks.get(tied, cache.backward_at)
-            stored.append(Stored(nbytes, packed_at, load_at, cache.asks[key], place is Place.NVME))
+            load_at = played.backward_at if tied is None else played.asks.get(tied, played.backward_at)
+            stored.append(Stored(nbytes, packed_at, load_at, played.asks[key], place is Place.NVME))
         return replace(trace, stored=tuple(stored))
-
-
-_WHY = "the model cannot be planned without values, since what its forward does depends on them"
-
-
-def _position(prefetcher: Prefetcher) -> int:
-    return prefetcher.training.position
-
-
-@contextmanager
-def _hooked(model: nn.Module, hooks: Hooks) -> Iterator[None]:
-    """Inside, modules tell ``hooks`` what they use."""
-    before = {module: dict(module._parameters) for module in model.modules()}
-    handles = []
-    for module in model.modules():
-        install_parameter_dict(module, lambda param, siblings: hooks.touch(param), _never, lambda param: None)
-        handles += register_forward_hooks(module, hooks.enter, hooks.leave)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, own in before.items():
-            module.__dict__["_parameters"] = own
-
-
-def _never(param: nn.Parameter) -> nn.Parameter:
-    raise CheckpointError("a model that copies its parameters while it runs cannot be planned")

@@ -118,8 +118,13 @@ class PlannedRun:
         return int(run.division.total + run.trace.peak_nbytes - run.device_nbytes)
 
 
-def plan_recipe(recipe: Recipe, machine: Machine, ranks: int | None = None) -> PlannedRun:
+def plan_recipe(
+    recipe: Recipe, machine: Machine, ranks: int | None = None, like: "DryRun | None" = None
+) -> PlannedRun:
     """Plan a recipe on a machine.
+
+    Args:
+        like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.
@@ -131,7 +136,7 @@ def plan_recipe(recipe: Recipe, machine: Machine, ranks: int | None = None) -> P
     if ranks is not None:
         machine = machine.with_ranks(ranks)
     count = ranks or machine.devices_in_all
-    run = dry_run(recipe, machine, count)
+    run = dry_run(recipe, machine, count, like)
     return PlannedRun(run, play_step(run.trace, run.setup), time.perf_counter() - began_s)
 
 

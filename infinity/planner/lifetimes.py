@@ -12,6 +12,7 @@ storages are kept, and a plan cannot name them.
 Source: TeraIO (arXiv:2506.06472), section 2 (active tensors, inactive periods).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,9 +129,46 @@ class Lifetimes:
         return frozenset(again.block.region for again in self.recomputations.values())
 
 
-def lifetimes_of(profile: Profile, recomputed: frozenset[int] = frozenset()) -> Lifetimes:
-    """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``."""
-    return _Builder(profile, recomputed).build()
+class ProfileIndex:
+    """What :func:`lifetimes_of` looks up in a profile, whatever is recomputed.
+
+    Attributes:
+        forward_end: The first operator after forward.
+        last_use: By storage: the last operator of forward that touches it.
+        touched: By region: the storages that its operators touch.
+        born: By operator: the storages that the step itself allocates there.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.times = operator_times(profile)
+        self.memory = memory(profile)
+        self.slots = {slot.storage: slot for slot in profile.slots}
+        self.forward_end = next(
+            (k for k, o in enumerate(profile.operators) if o.phase is not Phase.FORWARD),
+            len(profile.operators),
+        )
+        self.last_use: dict[int, int] = {}
+        self.touched: defaultdict[int, set[int]] = defaultdict(set)
+        for k, operator in enumerate(profile.operators[: self.forward_end]):
+            storages = (*operator.inputs, *operator.outputs)
+            self.last_use.update(dict.fromkeys(storages, k))
+            self.touched[operator.region].update(storages)
+        self.born: defaultdict[int, list[int]] = defaultdict(list)
+        for index, storage in enumerate(profile.storages):
+            if storage.kind in MADE:
+                self.born[storage.born].append(index)
+
+
+def lifetimes_of(
+    profile: Profile, recomputed: frozenset[int] = frozenset(), index: ProfileIndex | None = None
+) -> Lifetimes:
+    """Lifetimes of the profiled step if backward recomputes the blocks of the regions ``recomputed``.
+
+    Args:
+        index: Of the profile, for those who ask for many lifetimes.
+    """
+    return _Builder(index or ProfileIndex(profile), recomputed).build()
 
 
 @dataclass(slots=True)
@@ -145,24 +183,17 @@ class _Packing:
 class _Builder:
     """Follows the regions in order: the storages that each one packs, and their keys."""
 
-    def __init__(self, profile: Profile, recomputed: frozenset[int]) -> None:
-        self._profile = profile
+    def __init__(self, index: ProfileIndex, recomputed: frozenset[int]) -> None:
+        self._index, self._profile = index, index.profile
+        profile = index.profile
         self._blocks = sorted(
             (block for block in profile.blocks if block.region in recomputed), key=lambda block: block.region
         )
-        self._slots = {slot.storage: slot for slot in profile.slots}
+        self._slots, self._last_use, self._forward_end = index.slots, index.last_use, index.forward_end
         self._packed: dict[int, _Packing] = {}
         self._dropped: list[tuple[SlotUse, BlockCall]] = []
+        self._again: defaultdict[int, set[int]] = defaultdict(set)  # storages that a block's slots have
         self._twice: list[tuple[SlotUse, BlockCall]] = []  # made a second time when their block runs again
-        self._forward_end = next(
-            (k for k, o in enumerate(profile.operators) if o.phase is not Phase.FORWARD),
-            len(profile.operators),
-        )
-        self._last_use = {
-            storage: k  # the last operator of forward that touches it
-            for k, operator in enumerate(profile.operators[: self._forward_end])
-            for storage in (*operator.inputs, *operator.outputs)
-        }
 
     def build(self) -> Lifetimes:
         self._pack_all()
@@ -174,7 +205,7 @@ class _Builder:
         length = len(profile.operators) + len(starts)
         operators = np.zeros(length, dtype=np.int64)
         operators[position] = np.arange(len(profile.operators))
-        of_operators = operator_times(profile)
+        of_operators = self._index.times
         times = np.zeros(length)
         times[position] = of_operators
         resident = np.zeros(length, dtype=np.int64)
@@ -238,6 +269,7 @@ class _Builder:
         for slot in slots:
             if slot.storage in block.inputs:
                 continue
+            self._again[block.region].add(slot.storage)
             if slot.held or slot.unpacked_at < block.backward[0] or slot.released_at >= block.backward[1]:
                 self._twice.append((slot, block))
             else:
@@ -252,16 +284,13 @@ class _Builder:
     def _packs_again(self, region: int) -> bool:
         """Whether the region may pack a storage that a recomputed block before it would have packed."""
         twice = {slot.storage for slot, _ in self._twice} - self._packed.keys()
-        return any(
-            operator.region == region and twice.intersection((*operator.inputs, *operator.outputs))
-            for operator in (self._profile.operators[: self._forward_end] if twice else ())
-        )
+        return not twice.isdisjoint(self._index.touched[region])
 
     # --- memory, periods, traffic ------------------------------------------------------------
 
     def _memory(self) -> np.ndarray:
         """Bytes by operator if nothing is stored."""
-        resident = memory(self._profile)
+        resident = self._index.memory.copy()
         storages = self._profile.storages
         for slot, block in self._dropped:
             gone = max(self._last_use.get(slot.storage, 0), storages[slot.storage].born) + 1
@@ -279,13 +308,14 @@ class _Builder:
         """Bytes while the block's forward runs again, with its slots and its working storages."""
         storages = self._profile.storages
         begin, end = block.forward
-        fresh = sum(s.nbytes for s in storages if s.kind in MADE and s.born == block.backward[0])
-        slots = {slot.storage for slot, dropped in (*self._dropped, *self._twice) if dropped is block}
+        fresh = sum(storages[index].nbytes for index in self._index.born[block.backward[0]])
+        slots = self._again[block.region]
         working = np.zeros(end - begin + 1, dtype=np.int64)
-        for index, storage in enumerate(storages):
-            if begin <= storage.born < end and index not in slots and storage.kind in MADE:
-                working[storage.born - begin] += storage.nbytes
-                working[min(storage.dies + 1, end) - begin] -= storage.nbytes
+        for at in range(begin, end):
+            for index in self._index.born[at]:
+                if index not in slots:
+                    working[at - begin] += storages[index].nbytes
+                    working[min(storages[index].dies + 1, end) - begin] -= storages[index].nbytes
         return np.asarray(following - fresh + np.cumsum(working[:-1]))
 
     def _periods(

@@ -31,7 +31,7 @@ import numpy as np
 from infinity.core.plan import ActivationPlan, Hardware, Load, Outcome, Place, StoreWait
 from infinity.core.profile import BlockCall, Profile, SlotKey
 from infinity.planner.channels import LOAD, channel_timelines
-from infinity.planner.lifetimes import Lifetimes, lifetimes_of
+from infinity.planner.lifetimes import Lifetimes, ProfileIndex, lifetimes_of
 from infinity.planner.migration import Places, all_places, least_memory, places_within
 from infinity.planner.simulator import Simulator
 
@@ -226,6 +226,7 @@ class PlanSearch:
 
     def __init__(self, profile: Profile, hardware: Hardware) -> None:
         self._profile, self._hardware = profile, hardware
+        self._index = ProfileIndex(profile)
         self._lifetimes: dict[frozenset[int], Lifetimes] = {}
         self._orders = list(_orders(profile))
         self._everything: dict[frozenset[int], Places] = {}
@@ -235,7 +236,7 @@ class PlanSearch:
     def lifetimes(self, recomputed: frozenset[int]) -> Lifetimes:
         """Lifetimes if the blocks of these regions are recomputed."""
         if recomputed not in self._lifetimes:
-            self._lifetimes[recomputed] = lifetimes_of(self._profile, recomputed)
+            self._lifetimes[recomputed] = lifetimes_of(self._profile, recomputed, self._index)
         return self._lifetimes[recomputed]
 
     def lowest(self) -> tuple[Lifetimes, np.ndarray]:

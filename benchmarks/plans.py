@@ -1,0 +1,265 @@
+"""Plans for models of up to a trillion parameters on every shipped hardware file: one page, with a picture.
+
+    python benchmarks/plans.py [--quick] [--page FILE.md] [--json FILE]
+
+Nothing is trained, downloaded or read: each model is its ``config.json``, written here from its published
+sizes. The figures of the machines are those of datasheets, see ``configs/hardware``; nothing was measured
+on them.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from report import Claim, print_table, write_json
+
+from infinity.app.machines import load_machine
+from infinity.app.plan_recipe import PlannedRun, count, plan_recipe, seconds
+from infinity.app.recipe import load_recipe
+from infinity.core.errors import BudgetError
+from infinity.core.nbytes import format_nbytes
+
+HARDWARE = ("dgx-2", "dgx-a100", "hgx-h100", "hgx-h200", "gh200", "desktop-4090", "vm-2core")
+#: What planning a trillion parameters may take (s, bytes).
+MOST_S, MOST_NBYTES = 30.0, 2 * 2**30
+
+_DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "num_hidden_layers": 61, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 131072,
+}  # fmt: skip
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 8192,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Kimi-K2": {
+        **_DEEPSEEK, "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64,
+        "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+    },
+    "DeepSeek-V3": {
+        **_DEEPSEEK, "vocab_size": 129280, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "n_routed_experts": 256, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+    },
+    "Llama-3 405B": {
+        **_LLAMA, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
+    "Llama-3 70B": {
+        **_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}  # fmt: skip
+#: peft cannot adapt experts that are one parameter.
+_ATTENTION = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
+#: What is planned: its name, its model, and what its recipe says beyond the common part.
+RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Kimi-K2, LoRA of rank 16", "Kimi-K2", ("lora.rank=16", f"lora.target_modules=[{_ATTENTION}]")),
+    ("Kimi-K2, full", "Kimi-K2", ()),
+    ("DeepSeek-V3, full", "DeepSeek-V3", ()),
+    ("Llama-3 405B, full", "Llama-3 405B", ()),
+    ("Llama-3 70B, full", "Llama-3 70B", ("train.batch_size=4",)),
+)
+#: Clipping keeps all gradients until the step ends, so it is off.
+COMMON = (
+    "model.seq_len=4096", "train.batch_size=1", "memory.activations=recompute", "memory.nvme=[nvme]",
+    "optim.max_grad_norm=null", "train.dtype=bf16",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Page:
+    """One model on one machine.
+
+    Attributes:
+        planned: None: it cannot be planned, for the reason in ``missing``.
+        missing: What it takes beyond what the machine has; empty: it fits.
+        planning_s: Of one core; of a model that was planned for as many ranks before, without its record.
+    """
+
+    name: str
+    machine: str
+    planned: PlannedRun | None
+    missing: str
+    planning_s: float
+
+
+#: Plans of the model that was planned last, by ranks.
+_PLANNED: dict[int, PlannedRun] = {}
+
+
+def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path) -> Page:
+    """Plan one model on one machine."""
+    path = folder / model.replace(" ", "-")
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIGS[model]))
+    recipe = load_recipe(None, [f"model.path={path}", *COMMON, *overrides])
+    machine, began_s = load_machine(on), time.process_time()
+    try:
+        like = _PLANNED.get(machine.devices_in_all)
+        planned = plan_recipe(recipe, machine, like=None if like is None else like.run)
+        _PLANNED[machine.devices_in_all] = planned
+    except BudgetError as error:
+        return Page(name, on, None, str(error), time.process_time() - began_s)
+    planning_s = time.process_time() - began_s
+    return Page(name, on, planned, "; ".join(missing(planned)), planning_s)
+
+
+def missing(planned: PlannedRun) -> Iterator[str]:
+    """What a plan takes beyond what its machine has."""
+    run, drives = planned.run, planned.run.machine.drives
+    if (over := planned.over_nbytes()) > 0:
+        yield f"{format_nbytes(over)} of device memory"
+    if (over := run.host_nbytes * planned.local - run.machine.host.memory) > 0:
+        yield f"{format_nbytes(over)} of host memory"
+    if (over := planned.disk_nbytes() - drives.per_node * drives.memory) > 0:
+        yield f"{format_nbytes(over)} on the drives of a node"
+
+
+# --- the page ----------------------------------------------------------------------------------------
+
+
+def sentence(message: str) -> str:
+    """The first sentence of an error, without the ways out."""
+    return message.partition(". ")[0].replace("|", "/")
+
+
+def row(page: Page) -> list[str]:
+    planned = page.planned
+    if planned is None:
+        return [page.machine, "no", sentence(page.missing), *[""] * 8]
+    run, cost = planned.run, planned.cost
+    last = planned.drives_last_s()
+    return [
+        page.machine,
+        "no" if page.missing else "yes",
+        f"lacks {page.missing}" if page.missing else "",
+        f"{format_nbytes(run.division.total)} + {format_nbytes(run.trace.peak_nbytes)}",
+        format_nbytes(run.host_nbytes * planned.local),
+        format_nbytes(planned.disk_nbytes()) if planned.disk_nbytes() else "0",
+        seconds(cost.step_s),
+        f"{planned.tokens_per_s:,.0f}",
+        f"{planned.mfu:.1%}",
+        cost.bottleneck,
+        "" if last is None else seconds(last),
+    ]
+
+
+COLUMNS = (
+    "machine", "fits", "why not", "device: units + activations", "host, a node", "drives, a node", "step",
+    "tokens/s", "MFU", "bottleneck", "drives last",
+)  # fmt: skip
+
+
+PAGE = """\
+# Plans for large models
+
+What `infinity plan` says for models of up to a trillion parameters on each shipped hardware file.
+**The figures of the machines are those of datasheets** ([hardware files](../../infinity/app/hardware)):
+nothing was measured on them, and nothing was trained. Models are their `config.json`; no weight was read.
+
+    python benchmarks/plans.py --page benchmarks/results/{page}
+
+In a step each rank takes one sequence of 4,096 tokens, of the 70B model four. Blocks are recomputed,
+gradients are not clipped, weights are bf16 with exact fp32 Adam (V100 of the DGX-2 multiply bf16 no faster
+than fp32); one node, with a rank on each device. Memory of a device is what units and activations take on one
+rank. Where a model does not fit, the page says what is missing; times, where there are any, are those of a
+machine that has it. A packed expert weight is gathered whole: that is what a mixture of experts needs of a
+device.
+
+{largest}
+
+![tokens per second by model and machine]({picture})
+"""
+
+
+def write_page(path: Path, pages: Sequence[Page], largest: str) -> None:
+    """Write the page as Markdown, beside its picture."""
+    picture = path.with_suffix(".png").name
+    lines = [PAGE.format(page=path.name, picture=picture, largest=largest).rstrip()]
+    for name in dict.fromkeys(page.name for page in pages):
+        own = [page for page in pages if page.name == name]
+        some = next((page.planned for page in own if page.planned is not None), None)
+        title = name if some is None else f"{name}: {count(some.run.params)} parameters"
+        lines += ["", f"## {title}", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+        lines += ["| " + " | ".join(row(page)) + " |" for page in own]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, pages: Sequence[Page]) -> None:
+    """Draw tokens per second by model and machine; what does not fit is pale."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(page.name for page in pages))
+    figure = Figure(figsize=(11, 1.2 + 1.35 * len(names)), layout="constrained")
+    for at, name in enumerate(names):
+        axes = figure.add_subplot(len(names), 1, at + 1)
+        own = [page for page in pages if page.name == name]
+        rates = [0.0 if page.planned is None else page.planned.tokens_per_s for page in own]
+        for y, (page, rate) in enumerate(zip(own, rates, strict=True)):
+            if page.planned is None:
+                axes.text(1, y, " cannot be planned: see the page", va="center", color="#777777", fontsize=7)
+                continue
+            axes.barh(y, rate, color="#b8bcc4" if page.missing else "#2f6db5")
+            words = f" {rate:,.0f}, bound by {page.planned.cost.bottleneck}"
+            axes.text(rate, y, words + (", does not fit" if page.missing else ""), va="center", fontsize=7)
+        axes.set_yticks(range(len(own)), labels=[page.machine for page in own], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlim(1, 1e7)
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("tokens per second, predicted from datasheets")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="the largest model on one machine")
+    parser.add_argument("--page", type=Path, help="write a page and its picture")
+    parser.add_argument("--json", type=Path, help="write claims")
+    args = parser.parse_args()
+    runs, machines = (RUNS[:1], HARDWARE[3:4]) if args.quick else (RUNS, HARDWARE)
+    with tempfile.TemporaryDirectory() as folder:
+        pages = [plan(*run, on, Path(folder)) for run in runs for on in machines]
+    # ru_maxrss is in KiB on Linux
+    peak_nbytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    slowest = max(pages, key=lambda page: page.planning_s)
+    print_table(COLUMNS[:2] + COLUMNS[3:], [row(page)[:2] + row(page)[3:] for page in pages])
+    for page in pages:
+        if page.missing:
+            print(f"{page.name} on {page.machine}: {page.missing}")
+    largest = (
+        f"The slowest of these {len(pages)} plans took {slowest.planning_s:.0f} s of one core "
+        f"({slowest.name} on {slowest.machine}); all of them, in one process, at most "
+        f"{format_nbytes(peak_nbytes)} of memory."
+    )
+    print(f"\n{largest}")
+    claims = [
+        Claim("a plan takes, of one core", slowest.planning_s, MOST_S, "s", slowest.planning_s <= MOST_S),
+        Claim(
+            "memory of planning", peak_nbytes / 2**30, MOST_NBYTES / 2**30, "GiB", peak_nbytes <= MOST_NBYTES
+        ),
+    ]
+    if args.page is not None:
+        write_page(args.page, pages, largest)
+        draw(args.page.with_suffix(".png"), pages)
+    if args.json is not None:
+        write_json(args.json, claims)
+    if not all(claim.holds for claim in claims):
+        sys.exit("planning took longer, or more memory, than it may")
+
+
+if __name__ == "__main__":
+    main()

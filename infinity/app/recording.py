@@ -1,0 +1,657 @@
+"""One micro-batch of a model on fake tensors: its operators, and what hooks ask of the runtime.
+
+[Note: written down, then played]
+Operators run on fake tensors, which have shapes and no memory, under the runtime's own hooks. What the hooks
+ask of the prefetcher, of backward's pins and of gradients is written down between the operators, and then
+asked of the runtime's own :class:`Prefetcher`, with the sizes, homes and window that a run would have. So the
+trace is the runtime's own, and a record, which knows neither sizes nor windows, can be made of a few blocks:
+see :mod:`infinity.app.repeats`.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
+
+from infinity.activations.blocks import NamedBlock, tracked
+from infinity.activations.logits import Mode
+from infinity.activations.profiler import Profiler, Recording, nodes_made, running_node
+from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
+from infinity.app.models.causal import CausalLoss
+from infinity.core.errors import CheckpointError, library_errors
+from infinity.core.plan import Place
+from infinity.core.profile import Phase, SlotKey
+from infinity.engine.hooks import Hooks, register_forward_hooks
+from infinity.partition.init_context import install_parameter_dict
+from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.planner.prefetch_plan import Event
+
+#: Operators that read a few rows of their first argument.
+_LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}
+_WHY = "the model cannot be planned without values, since what its forward does depends on them"
+
+
+# --- the record --------------------------------------------------------------------------------------
+
+
+class Do(Enum):
+    """What a hook, or the tensor cache, asks for."""
+
+    USE = auto()
+    UNPIN = auto()
+    BEGIN_VISIT = auto()
+    END_VISIT = auto()
+    KEEP = auto()  # in backward, until its gradients are complete
+    KEEP_FOR = auto()  # in backward, for one node
+    LET_GO = auto()
+    RECEIVE = auto()  # the gradient of a parameter
+    COMPLETE = auto()  # gradients of units that are complete together
+    END = auto()  # of backward
+    DROP = auto()
+    PACK = auto()
+    ASK = auto()
+    BACKWARD = auto()
+
+
+class Command(NamedTuple):
+    """One request.
+
+    Attributes:
+        at: Operators that had ended.
+        segment: Of the unit; -1: it is about the unit.
+        node: Number of the autograd node that reads a unit.
+        key: Of a slot that is packed or asked for; ``nbytes`` is its size.
+    """
+
+    at: int
+    do: Do
+    units: tuple[int, ...] = ()
+    segment: int = -1
+    node: int | None = None
+    key: SlotKey | None = None
+    nbytes: int = 0
+
+
+class Row(NamedTuple):
+    """What an operator computes and moves."""
+
+    flops: float
+    nbytes: float
+    fp32: bool
+
+
+class Cut(NamedTuple):
+    """A place in a record: how many of each there are before it."""
+
+    calls: int
+    commands: int
+    lives: int
+    nodes: int
+
+
+@dataclass
+class Record:
+    """One micro-batch as it was recorded.
+
+    Attributes:
+        made: Operators, storages, slots and calls of blocks.
+        rows: One for each operator.
+        begins: Where the forward of each call of a block begins.
+        returns: Where its backward begins; none of a block without one.
+        recomputes: Whether a region runs its forward again.
+    """
+
+    made: Recording
+    rows: list[Row]
+    commands: list[Command]
+    recomputes: Callable[[int], bool]
+    begins: list[Cut] = field(default_factory=list)
+    returns: dict[int, Cut] = field(default_factory=dict)
+
+    def peak_nbytes(self) -> int:
+        """The most bytes of the step's own storages at one time."""
+        changes: dict[int, int] = {}
+        for life in self.made.storages.lives:
+            if life.kind.value in ("working", "activation", "gradient"):
+                changes[life.born] = changes.get(life.born, 0) + life.nbytes
+                if life.died is not None:
+                    changes[life.died] = changes.get(life.died, 0) - life.nbytes
+        there = most = 0
+        for at in sorted(changes):
+            there += changes[at]
+            most = max(most, there)
+        return most
+
+    @property
+    def again_flops(self) -> float:
+        """Flops of forwards that run again."""
+        found: dict[int, float] = {}
+        for call, row in zip(self.made.calls, self.rows, strict=True):
+            if row.flops and call.phase is Phase.FORWARD:
+                found[call.region] = found.get(call.region, 0.0) + row.flops
+        return sum(flops for region, flops in found.items() if region % 2 and self.recomputes(region))
+
+
+# --- recording ---------------------------------------------------------------------------------------
+
+
+class Recorder(Profiler):  # type: ignore[no-untyped-call]
+    """Profiles fake operators, by flops and bytes in place of seconds, and writes commands down.
+
+    Args:
+        weights: All parameters of the model.
+        dtype: In which it computes.
+        recomputes: Whether a region runs its forward again.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, recomputes: Callable[[int], bool]
+    ) -> None:
+        super().__init__(weights=weights)
+        self._dtype = dtype
+        self.record = Record(self._recorded, [], [], recomputes)
+
+    @property
+    def operators(self) -> int:
+        """Operators that have ended."""
+        return len(self._recorded.calls)
+
+    def tell(self, do: Do, *units: int, segment: int = -1, node: int | None = None,
+             key: SlotKey | None = None, nbytes: int = 0) -> None:  # fmt: skip
+        """Write a command down."""
+        self._note_node()
+        self.record.commands.append(Command(self.operators, do, units, segment, node, key, nbytes))
+
+    def finished(self) -> Record:
+        """Return the record; call after ``with``, when nothing of the step but its weights is held."""
+        self._end_backward()
+        return self.record
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked several times for each operator
+            return args[0].fake_device
+        self._note_node()
+        before = self.operators
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.operators > before:
+            self.record.rows.append(self._row(func, args, kwargs or {}, result))
+        return result
+
+    def enter_region(self, region: int, name: str) -> None:
+        self.record.begins.append(self._here())
+        super().enter_region(region, name)
+
+    def _here(self) -> Cut:
+        made = self._recorded
+        return Cut(len(made.calls), len(self.record.commands), len(made.storages.lives), nodes_made())
+
+    def _note_node(self) -> None:
+        """Note where the backward of a block begins: with the first of its nodes."""
+        if torch._C._current_graph_task_id() == -1:
+            return
+        node = running_node()
+        regions = self._recorded.regions
+        low, high = 0, len(regions)
+        while low < high:  # the last region that begins with this node or before
+            middle = (low + high) // 2
+            if regions[middle].first_node <= node:
+                low = middle + 1
+            else:
+                high = middle
+        block = low - 1
+        if block >= 0 and node < regions[block].end_node and block not in self.record.returns:
+            self.record.returns[block] = self._here()
+
+    def _row(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Row:
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if str(func) in _LOOKUPS:
+            given = given[1:] + tensors
+        nbytes = sum(each.numel() * each.itemsize for each in (*tensors, *given))
+        floats = [each for each in given if each.is_floating_point()]
+        fp32 = bool(floats) and all(each.dtype == torch.float32 for each in floats)
+        return Row(_flops(func, args, kwargs, result), float(nbytes), fp32 and self._dtype != torch.float32)
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
+    name = str(func)
+    if "_scaled_dot_product_flash_attention_for_cpu" in name:
+        query, key, value = args[1:4] if "backward" in name else args[:3]
+        b, h, s, d = query.shape
+        pairs = float(b * h * s * key.shape[2])
+        return (5 if "backward" in name else 2) * pairs * float(d + value.shape[3])
+    if name.startswith("aten._grouped_mm"):
+        (rows, inner), columns = args[0].shape[-2:], args[1].shape[-1]
+        # tokens x experts' matrices; or, of gradients, columns of both for each expert: the same flops
+        return 2.0 * float(rows) * float(inner) * float(columns)
+    count = flop_registry.get(func._overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+class _Kept:
+    """Stands in autograd's graph for a saved tensor: of ``unit``, or of slot ``key``."""
+
+    __slots__ = ("key", "tensor", "unit")
+
+    def __init__(self, tensor: Tensor, unit: Unit | None = None, key: SlotKey | None = None) -> None:
+        self.tensor, self.unit, self.key = tensor, unit, key
+
+
+class _Recomputes:
+    """Keeps every slot; recomputes some regions."""
+
+    def __init__(self, regions: Callable[[int], bool]) -> None:
+        self.recomputes = regions
+
+    def place(self, key: SlotKey) -> Place:
+        return Place.KEEP
+
+    def loads(self, after: SlotKey | None) -> None:
+        return None
+
+
+class _Cache:
+    """Stands for the tensor cache: tells what is packed and asked for, and keeps everything."""
+
+    def __init__(self, profiler: Recorder, record: PassRecord, exempt: Collection[int]) -> None:
+        self.profiler, self.record, self._exempt = profiler, record, exempt
+        self._keys: dict[int, tuple[weakref.ref[Any], SlotKey]] = {}
+        self._backward = -1
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < LEAST_NBYTES or storage._cdata in self._exempt:
+            return _Kept(tensor)
+        known = self._keys.get(storage._cdata)
+        if known is None or known[0]() is not storage:
+            key = self.record.next_key()
+            self._keys[storage._cdata] = weakref.ref(storage), key
+            self.profiler.packed(key, tensor)
+            self.profiler.tell(Do.PACK, key=key, nbytes=storage.nbytes())
+        else:
+            key = known[1]
+        return _Kept(tensor, key=key)
+
+    def unpack(self, kept: _Kept) -> Tensor:
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward:
+            self._backward = backward
+            self.profiler.tell(Do.BACKWARD)
+            self.profiler.backward_begins()
+        if kept.key is not None:
+            self.profiler.unpacked(kept.key)
+            self.profiler.tell(Do.ASK, key=kept.key)
+        return kept.tensor
+
+
+class _Activations:
+    """Opens a forward pass, as :class:`infinity.activations.controller.Activations` does."""
+
+    def __init__(self, cache: _Cache, blocks: Sequence[NamedBlock]) -> None:
+        self.cache, self._blocks = cache, blocks
+
+    def open(self, model: nn.Module) -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(tracked(self._blocks, cast(Any, self.cache)))
+        return stack
+
+
+class _Uses:
+    """Stands for the prefetcher and for backward's pins: writes down what hooks ask.
+
+    Which units stream is asked when the commands are played; here all do.
+    """
+
+    def __init__(self, tell: Callable[..., None], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
+        self._tell, self._nbytes, self._capacity_nbytes = tell, nbytes, capacity_nbytes
+
+    def streams(self, unit: int) -> bool:
+        return True
+
+    def holds(self, units: Collection[int]) -> bool:
+        return sum(self._nbytes.get(unit, 0) for unit in units) <= self._capacity_nbytes
+
+    def use(self, unit: int) -> None:
+        self._tell(Do.USE, unit)
+
+    def unpin(self, unit: int) -> None:
+        self._tell(Do.UNPIN, unit)
+
+    def begin_visit(self) -> None:
+        self._tell(Do.BEGIN_VISIT)
+
+    def end_inference(self) -> None:
+        self._tell(Do.END_VISIT)
+
+
+class _Pins:
+    """Stands for backward's pins."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
+
+    def keep(self, index: int, node: int | None) -> None:
+        self._tell(Do.KEEP, index, node=node)
+
+    def keep_for(self, node: int | None, index: int) -> None:
+        self._tell(Do.KEEP_FOR, index, node=node)
+
+    def unpin(self, index: int) -> None:
+        self._tell(Do.LET_GO, index)
+
+    def drop(self) -> None:
+        self._tell(Do.DROP)
+
+
+class _Gradients:
+    """Stands for :class:`infinity.engine.gradients.Gradients`."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
+
+    def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
+        self._tell(Do.RECEIVE, unit.index, segment=segment.index)
+
+    def complete_together(self, units: Sequence[Unit]) -> None:
+        self._tell(Do.COMPLETE, *(unit.index for unit in units))
+
+    def end_backward(self) -> None:
+        self._tell(Do.END)
+
+
+class _RecordedHooks(Hooks):
+    """The runtime's hooks on fake tensors, whose storages have no addresses.
+
+    Attributes:
+        by_storage: Units by the storages of their parameters.
+        taking: Hooks of parameters, to be removed: with those of an earlier record they would take gradients.
+    """
+
+    by_storage: dict[int, Unit]
+    taking: list[RemovableHandle]
+
+    def _check_attached(self, unit: Unit, segment: Segment) -> None:
+        """Do nothing: fake parameters view no buffer."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        unit = self.by_storage.get(tensor.untyped_storage()._cdata)
+        return cast(Any, self.activations.cache).pack(tensor) if unit is None else _Kept(tensor, unit)
+
+    def unpack(self, packed: Any) -> Tensor:
+        cache = cast(Any, self.activations.cache)
+        if packed.unit is None:
+            return cast(Tensor, cache.unpack(packed))
+        self._enter_backward()
+        self._use_in_backward(packed.unit)
+        return cast(Tensor, packed.tensor)
+
+    def _hook_parameters(self) -> None:
+        for _, segment in self.units.segments():
+            if segment.param.requires_grad:
+                register = segment.param.register_post_accumulate_grad_hook
+                self.taking.append(register(self._take_gradient))  # type: ignore[no-untyped-call]
+
+    def _take_gradient(self, param: nn.Parameter) -> None:
+        place = self.units.find(param)
+        assert place is not None
+        unit, segment = place
+        self._enter_backward()
+        self._move_to(self._leaf_of.get(unit.index, ()))
+        grad, param.grad = param.grad, None
+        if grad is not None:
+            self.gradients.receive(unit, segment, grad)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is recorded.
+
+    Attributes:
+        model: On fake tensors.
+        leaves: Units that are gathered as one, by module.
+        nbytes: Of streaming units; the window has ``window_nbytes``.
+        tokens: Shape of a micro-batch.
+        logits: How they are computed.
+    """
+
+    model: Any
+    units: UnitIndex
+    leaves: Mapping[nn.Module, tuple[Unit, ...]]
+    dtype: torch.dtype
+    nbytes: Mapping[int, int]
+    window_nbytes: int
+    tokens: tuple[int, int]
+    logits: Mode = "whole"
+
+    @property
+    def leaf_units(self) -> frozenset[int]:
+        return frozenset(unit.index for leaf in self.leaves.values() for unit in leaf)
+
+
+def record(
+    subject: Subject, blocks: Sequence[NamedBlock], recomputes: Callable[[int], bool],
+    left_out: Collection[nn.Module] = (), watch: Callable[[Recorder], Any] | None = None,
+) -> Record:  # fmt: skip
+    """Run forward and backward of one micro-batch.
+
+    Args:
+        blocks: Whose calls are regions, in order.
+        recomputes: Whether a region runs its forward again.
+        left_out: Modules that do nothing, without hooks.
+        watch: Returns a context in which the model runs.
+
+    Raises:
+        CheckpointError: The model's forward depends on values.
+    """
+    model, units = subject.model, subject.units
+    weights = [segment.param for _, segment in units.segments()]
+    recorder = Recorder(weights, subject.dtype, recomputes)
+    exempt = {
+        each.untyped_storage()._cdata
+        for each in (*weights, *(buffer for buffer in model.buffers() if buffer is not None))
+    }
+    cache = _Cache(recorder, PassRecord(cast(Any, _Recomputes(recomputes))), exempt)
+    hooks = _RecordedHooks(units, subject.leaves, cast(Any, _Activations(cache, blocks)))
+    hooks.taking = []
+    hooks.by_storage = {segment.param.untyped_storage()._cdata: unit for unit, segment in units.segments()}
+    uses = _Uses(recorder.tell, subject.nbytes, subject.window_nbytes)
+    hooks.connect(
+        cast(Any, uses), cast(Any, _Pins(recorder.tell)), cast(Any, _Gradients(recorder.tell)), {},
+        lambda: None,
+    )  # fmt: skip
+    hooks.logits.decide(subject.logits, lambda: None)
+    with _hooked(model, hooks, left_out), _uncollected(), ExitStack() as watched:
+        if watch is not None:
+            watched.enter_context(watch(recorder))
+        loss = CausalLoss(model)
+        tokens = torch.zeros(subject.tokens, dtype=torch.int64, device="cpu")
+        targets = torch.zeros_like(tokens)
+        with recorder, library_errors(CheckpointError, _WHY):
+            value = loss(tokens, targets)
+            value.backward()  # type: ignore[no-untyped-call]
+        del value
+        return recorder.finished()
+
+
+@contextmanager
+def _hooked(model: nn.Module, hooks: _RecordedHooks, left_out: Collection[nn.Module]) -> Iterator[None]:
+    """Inside, modules tell ``hooks`` what they use."""
+    silent = {each for module in left_out for each in module.modules()}
+    modules = [module for module in model.modules() if module not in silent]
+    before = {module: module._parameters for module in modules}
+    handles = []
+    for module in modules:
+        module.__dict__["_parameters"] = dict(before[module])
+        install_parameter_dict(module, lambda param, siblings: hooks.touch(param), _never, lambda param: None)
+        handles += register_forward_hooks(module, hooks.enter, hooks.leave)
+    try:
+        yield
+    finally:
+        for handle in (*handles, *hooks.taking):
+            handle.remove()
+        for module, own in before.items():
+            module.__dict__["_parameters"] = own
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, storages end when nothing refers to them, and not when Python happens to collect cycles."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _never(param: nn.Parameter) -> nn.Parameter:
+    raise CheckpointError("a model that copies its parameters while it runs cannot be planned")
+
+
+# --- playing -----------------------------------------------------------------------------------------
+
+
+class _Mover:
+    """Moves nothing; see :class:`infinity.partition.prefetcher.Mover`."""
+
+    def start(self, unit: int) -> None:
+        pass
+
+    def finish(self, unit: int) -> None:
+        pass
+
+    def release(self, unit: int) -> None:
+        pass
+
+
+class _Completions:
+    """Decides when gradients are complete, as :class:`infinity.engine.gradients.Gradients` does."""
+
+    def __init__(
+        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins
+    ) -> None:
+        self._units, self._leaves, self._prefetcher, self._pins = units, leaves, prefetcher, pins
+        self._fired: dict[int, set[int]] = {}
+        self._delivered: set[int] = set()
+        self.begun: list[tuple[int, int]] = []
+        self.completed: list[tuple[int, int]] = []
+
+    def receive(self, unit: Unit, segment: int) -> None:
+        fired = self._fired.setdefault(unit.index, set())
+        if not fired:
+            self.begun.append((self._prefetcher.training.position, unit.index))
+        fired.add(segment)
+        in_part = len(unit.trainable) < len(unit.segments)
+        if (
+            len(fired) == len(unit.trainable)
+            and unit.index not in self._leaves
+            and not (in_part and self._pins.recomputed(unit.index))
+        ):
+            self._complete(unit)
+
+    def complete_together(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.trainable and unit.index not in self._delivered:
+                self._complete(unit)
+
+    def end_backward(self) -> None:
+        self.complete_together(self._units)
+
+    def _complete(self, unit: Unit) -> None:
+        self._delivered.add(unit.index)
+        self.completed.append((self._prefetcher.training.position, unit.index))
+        if self._prefetcher.streams(unit.index):
+            self._pins.forget(unit.index)
+            self._prefetcher.done(unit.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A record as the runtime's prefetcher sees it; positions are numbers of events.
+
+    Attributes:
+        begun: Positions at which a unit's first gradient comes, with the unit.
+        completed: Likewise its last one.
+        position: Of each operator.
+        packs: Of each slot, with its bytes.
+        asks: At which backward first asks for each slot.
+        backward_at: At which backward begins.
+    """
+
+    events: tuple[Event, ...]
+    begun: tuple[tuple[int, int], ...]
+    completed: tuple[tuple[int, int], ...]
+    position: np.ndarray
+    packs: dict[SlotKey, tuple[int, int]]
+    asks: dict[SlotKey, int]
+    backward_at: int
+
+
+def play(made: Record, subject: Subject) -> Played:
+    """Ask the runtime's own prefetcher for what the commands of a record say."""
+    units, trainings = subject.units, Prefetcher(_Mover(), subject.nbytes, subject.window_nbytes)
+    pins = BackwardPins(trainings)
+    gradients = _Completions(units, subject.leaf_units, trainings, pins)
+    training, streams = trainings.training, trainings.streams
+    position = np.zeros(len(made.made.calls), dtype=np.int64)
+    packs: dict[SlotKey, tuple[int, int]] = {}
+    asks: dict[SlotKey, int] = {}
+    backward_at = played = 0
+    for at, do, given, segment, node, key, nbytes in made.commands:
+        if at > played:
+            position[played:at] = training.position
+            played = at
+        unit = given[0] if given else -1
+        if do in _OF_STREAMS and not streams(unit):
+            continue
+        if do is Do.USE:
+            trainings.use(unit)
+        elif do is Do.UNPIN:
+            trainings.unpin(unit)
+        elif do is Do.KEEP:
+            pins.keep(unit, node)
+        elif do is Do.KEEP_FOR:
+            pins.keep_for(node, unit)
+        elif do is Do.LET_GO:
+            pins.unpin(unit)
+        elif do is Do.RECEIVE:
+            gradients.receive(units[unit], segment)
+        elif do is Do.COMPLETE:
+            gradients.complete_together([units[each] for each in given])
+        elif do is Do.END:
+            gradients.end_backward()
+        elif do is Do.DROP:
+            pins.drop()
+        elif do is Do.PACK and key is not None:
+            packs[key] = training.position, nbytes
+        elif do is Do.ASK and key is not None:
+            asks.setdefault(key, training.position)
+        elif do is Do.BACKWARD:
+            backward_at = training.position
+        elif do is Do.BEGIN_VISIT:
+            trainings.begin_visit()
+        else:
+            trainings.end_inference()
+    position[played:] = training.position
+    return Played(
+        tuple(training.trace), tuple(gradients.begun), tuple(gradients.completed), position, packs, asks,
+        backward_at,
+    )  # fmt: skip
+
+
+_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_FOR, Do.LET_GO})
