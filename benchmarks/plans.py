@@ -133,6 +133,10 @@ def sentence(message: str) -> str:
     return message.partition(". ")[0].replace("|", "/")
 
 
+def rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+
+
 def row(page: Page) -> list[str]:
     planned = page.planned
     if planned is None:
@@ -147,7 +151,7 @@ def row(page: Page) -> list[str]:
         format_nbytes(run.host_nbytes * planned.local),
         format_nbytes(planned.disk_nbytes()) if planned.disk_nbytes() else "0",
         seconds(cost.step_s),
-        f"{planned.tokens_per_s:,.0f}",
+        rounded(planned.tokens_per_s),
         f"{planned.mfu:.1%}",
         cost.bottleneck,
         "" if last is None else seconds(last),
@@ -210,12 +214,14 @@ def draw(path: Path, pages: Sequence[Page]) -> None:
                 axes.text(1, y, " cannot be planned: see the page", va="center", color="#777777", fontsize=7)
                 continue
             axes.barh(y, rate, color="#b8bcc4" if page.missing else "#2f6db5")
-            words = f" {rate:,.0f}, bound by {page.planned.cost.bottleneck}"
-            axes.text(rate, y, words + (", does not fit" if page.missing else ""), va="center", fontsize=7)
+            words = f" {rounded(rate)}, bound by {page.planned.cost.bottleneck}"
+            axes.text(
+                max(rate, 1.0), y, words + (", does not fit" if page.missing else ""), va="center", fontsize=7
+            )
         axes.set_yticks(range(len(own)), labels=[page.machine for page in own], fontsize=7)
         axes.invert_yaxis()
         axes.set_xscale("log")
-        axes.set_xlim(1, 1e7)
+        axes.set_xlim(1, 1e5)
         axes.set_title(name, loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens per second, predicted from datasheets")
