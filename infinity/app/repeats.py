@@ -423,7 +423,10 @@ def _is_ordinary(node: int) -> bool:
 
 
 class _Moved:
-    """Derives the record of a whole model; see [Note: derived, and checked]."""
+    """Derives the record of a whole model; see [Note: derived, and checked].
+
+    It has more attributes than other classes: maps from what is in a record to what takes its place.
+    """
 
     def __init__(self, subject: Subject, blocks: Sequence[NamedBlock], chosen: Chosen) -> None:
         self._blocks, self._chosen = blocks, chosen
