@@ -23,7 +23,8 @@ job takes what was read for it only where it reads the same extents; anything el
 writes states in another way (``load_state_dict``) drains the pipeline first, which forgets it all.
 
 [Note: a gradient on NVMe] is read chunk by chunk, as state is, so that no memory grows with the shard. The
-buffers of such chunks are larger, and fewer of them fit the pool at one time.
+buffers of such chunks are larger, and fewer of them fit the pool at one time. So fewer are read ahead: as
+many as leave the room of :data:`RESERVE` chunks, which others may wait for before the jobs come.
 
 [Note: a cancelled job] starts no further chunk, and what was read for it is dropped. It is done when
 its writes in flight have landed, so that the next job may write to the same extents.
@@ -39,6 +40,7 @@ from heapq import heapify, heappop, heappush
 import torch
 from torch import Tensor
 
+from infinity.core.budget import rounded
 from infinity.core.errors import StateError, copied
 from infinity.core.extent import Extent
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
@@ -515,6 +517,9 @@ class UpdatePipeline:
         if coming is None or self._waiting:
             return False
         name, chunk = coming
+        ordinary = rounded(self._nbytes(chunk) - chunk.grad_nbytes)
+        if len(self._slots) + RESERVE >= self._depth * ordinary // rounded(self._nbytes(chunk)):
+            return False  # see [Note: a gradient on NVMe]
         lease = self._pool.try_lease(self._nbytes(chunk), who=f"update of {name}")
         if lease is None:
             return False

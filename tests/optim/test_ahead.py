@@ -77,6 +77,26 @@ def test_what_is_read_ahead_leaves_buffers_for_jobs_that_come_in_another_order(d
         assert pool.leased_nbytes == 0
 
 
+@pytest.mark.parametrize("depth", [4, 9, 20])
+def test_what_is_read_ahead_leaves_as_much_room_beside_larger_buffers_for_gradients(depth):
+    engine = FakeEngine()
+    shards = shards_of(engine, 7, grad_at_hand=False)
+    chunk_nbytes = LAYOUT.weight_nbytes(GRAIN_NUMEL) + LAYOUT.state_nbytes(GRAIN_NUMEL)
+    with playing(engine, LAYOUT, depth=depth, grains=depth) as (pipeline, pool):
+        pipeline.expect([expected(shard) for shard in shards])
+        wait_for(lambda: pipeline.stats.nbytes_read >= LAYOUT.state_nbytes(GRAIN_NUMEL))
+        time.sleep(0.05)
+        held = [pool.try_lease(chunk_nbytes, who="another") for _ in range(RESERVE)]  # a save, say
+        assert all(held)
+        for lease in held:
+            lease.release()
+        for shard in shards:
+            pipeline.submit(shard.job)
+        pipeline.drain()
+        for shard in shards:
+            shard.check(engine, LAYOUT)
+
+
 def test_nothing_is_read_before_the_update_that_writes_it_has_landed():
     engine = FakeEngine()
     [shard] = shards_of(engine, 1)
