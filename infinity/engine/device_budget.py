@@ -185,14 +185,16 @@ class UnitBudget:
         )
 
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
-        on_nvme, stored = unit.home is Tier.NVME, unit.stored
+        # A thawed unit leaves its stored form, also where that is in host memory, for a home on NVMe.
+        stored, thawed = unit.stored, trainable and unit.stored is not None
+        on_nvme = unit.home is Tier.NVME or thawed
         until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
         largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         return budget.UnitSizes(
             name=unit.name,
             full=unit.nbytes,
             shard_grad=self._tiers.gradient_nbytes(unit),
-            shard_weight=unit.shard_nbytes if stored is None else stored.shard_nbytes,
+            shard_weight=unit.shard_nbytes if stored is None or thawed else stored.shard_nbytes,
             streams=self._tiers.streams(unit),
             on_nvme=on_nvme,
             trainable=trainable,

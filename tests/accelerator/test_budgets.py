@@ -152,3 +152,31 @@ def test_a_budget_has_room_for_both_forms_of_a_unit_and_for_decoding(tmp_path: P
     assert "for decoding quantized weights" in told
     assert digests[0] == digests[1]
     assert races == []
+
+
+def thawed(folder: str) -> list[list[float]]:
+    """Losses of a quantized base that is thawed: on NVMe from the first, and in host memory until then."""
+    from tests.accelerator import device
+
+    simulator, found = device.start(), []
+    for resident in ("false", "true"):
+        simulator.reset("eager", 0)
+        more = (f"memory.resident={resident}", "memory.host=16MiB", "memory.device=8MiB")
+        scenario = harness.Scenario(base="qwen3_fp8", lora=4, steps=2, clip=1.0, more=more)
+
+        def thaw(step: int, model: torch.nn.Module, resident: str = resident) -> None:
+            tiers = runtime_of(model).tiers
+            if step == 0:
+                assert bool(tiers.held) is (resident == "true")
+            else:
+                model.requires_grad_(True)
+
+        found.append(harness.train(scenario, folder, thaw).losses)
+    return found
+
+
+@pytest.mark.slow
+def test_a_base_that_is_thawed_in_host_memory_has_room_for_its_new_home(tmp_path: Path) -> None:
+    harness.needs_simulator()
+    [[on_nvme, in_host]] = run_ranks(thawed, 1, str(tmp_path), group=False)
+    assert on_nvme == in_host
