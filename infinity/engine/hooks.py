@@ -27,8 +27,9 @@ goes to the tensor cache, which keeps it, stores it, or lets blocks be recompute
 A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. Where the
 loss is computed, in the model's forward or after it, all slices are one use: so the order of uses is that of
 whole logits, and the same on every rank. The recomputed slices follow each other in backward, and no other
-unit is used between them; so a trainable head is kept like what an autograd node reads, not until its
-gradients are complete, which with tied weights would be the whole backward pass.
+unit is used between them; so a head is kept like what one autograd node reads, not until its gradients are
+complete, which with tied weights would be the whole backward pass. Then what a step does to units is the same
+for whole logits, and ranks may differ: with ``auto`` their batches decide.
 
 [Note: hooks of tensors]
 Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
@@ -60,6 +61,9 @@ from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
+
+#: Stands for the autograd node that reads a frozen head, for all slices; others are numbered from 0.
+_SLICES = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +255,7 @@ class Hooks:
         if not self.prefetcher.streams(unit.index) or unit.index in frame.pinned:
             return
         if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
-            self._use_in_backward(unit, recomputing=not (self.logits.computing and unit.trainable))
+            self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
         one_use = unit.index in self._leaf_of or self.logits.computing
         if one_use and any(f.leaf and unit.index in f.pinned for f in self.stack):
@@ -366,7 +370,8 @@ class Hooks:
         elif unit.trainable:
             self.pins.keep(unit.index, _reading_node())
         else:
-            self.pins.keep_for(_reading_node(), unit.index)
+            node = _SLICES if self.logits.computing else _reading_node()
+            self.pins.keep_for(node, unit.index)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
         """Take note that backward is in ``leaf`` (or in none), and has left the one before."""
