@@ -41,6 +41,8 @@ Operator = Callable[[Tensor], Tensor]
 #: A slice has this part of the head's width in rows: then its logits, their copies and gradients take about
 #: what the head's weight and its gradients take.
 _ROWS_PART = 4
+#: The package whose hooks, on every module, use units.
+_OURS = __name__.split(".")[0]
 
 
 # --- the head ----------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class LogitSlices:
         if not (isinstance(hidden, Tensor) and hidden.dim() > 1 and hidden.is_floating_point()):
             return False
         rows = math.prod(hidden.shape[:-1])
-        if hidden.shape[-1] != module.in_features or not rows or _draws(module):
+        if hidden.shape[-1] != module.in_features or not rows or _draws(module) or _hooked(module):
             return False
         if self._mode == "slices":
             # In training however few: ranks whose batches differ must use units in the same order.
@@ -155,6 +157,18 @@ class LogitSlices:
 def _draws(head: nn.Module) -> bool:
     """Whether a call of ``head`` draws random numbers, of which slices would draw others."""
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in head.modules())
+
+
+def _hooked(head: nn.Module) -> bool:
+    """Whether others have hooks on ``head``: what they do to a call would be done once more to each slice."""
+    kinds = head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks
+    hooks = [hook for kind in kinds for hook in kind.values()]
+    return any(getattr(hook, "__module__", "").split(".")[0] != _OURS for hook in hooks)
+
+
+def _version(hidden: Tensor) -> int:
+    """Return autograd's count of writes to ``hidden``; tensors of inference mode have none."""
+    return 0 if hidden.is_inference() else hidden._version
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +251,7 @@ class PendingLogits(Tensor):
         self: PendingLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=hidden.device, requires_grad=requires_grad
         )
-        self._head, self._hidden, self._written = head, hidden, hidden._version
+        self._head, self._hidden, self._written = head, hidden, _version(hidden)
         self._operators, self._made, self._family, self._whole = operators, made, family, None
         family.append(weakref.ref(self))
         if requires_grad:
@@ -281,7 +295,8 @@ class PendingLogits(Tensor):
         return self._whole
 
     def _compute(self) -> None:
-        with torch.set_grad_enabled(self.requires_grad):
+        # Values that are first read in inference mode may be used outside of it.
+        with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
             if self._made is not None:
                 source, operator = self._made
                 self._whole = operator(source.whole())
@@ -291,7 +306,7 @@ class PendingLogits(Tensor):
                     self._whole = self._head(self._hidden)
 
     def _check(self) -> None:
-        if self._hidden._version != self._written:
+        if _version(self._hidden) != self._written:
             raise StateError(
                 "logits that were not computed are asked for after the input of the model's head was "
                 f"modified in place. {_REMEDY}"

@@ -26,13 +26,15 @@ class Head:
         self.version = 0
         head = find_head(model)
         assert head is not None
-        head.register_forward_pre_hook(self._count)
+        self._own, head.forward = head.forward, self._count
         self.slices = LogitSlices(lambda module: contextlib.nullcontext(), lambda module: self.version)
         self.slices.decide("slices", lambda: None)
 
-    def _count(self, module: nn.Module, args: Any) -> None:
+    def _count(self, hidden: Tensor) -> Tensor:
         if self.slices.computing:
-            self.rows.append(args[0].shape[:-1].numel())
+            self.rows.append(hidden.shape[:-1].numel())
+        logits: Tensor = self._own(hidden)
+        return logits
 
 
 def outcome(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -158,6 +160,20 @@ WHOLE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_what_a_hook_does_to_logits_is_done_once(kind: str) -> None:
+    model = Tail(IN_SLICES["mean"])
+
+    def doubled(module: nn.Module, args: Any, *output: Tensor) -> Any:
+        return 2 * output[0] if output else (2 * args[0],)
+
+    getattr(model.lm_head, f"register_{kind}_hook")(doubled)
+    plain = outcome(model, model())
+    with Head(model).slices.opened(model):
+        loss = model()
+    assert_close(outcome(model, loss), plain)
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_whatever_else_asks_for_logits_gets_them_whole_and_to_the_bit(name: str) -> None:
     model = Tail(WHOLE[name])
@@ -219,6 +235,22 @@ def test_logits_are_read_after_the_forward_as_those_that_were_computed() -> None
     assert torch.equal(logits + 0, plain)
     with pytest.raises(StateError, match=r"updated\. Read them, and call backward\(\), before step\(\)"):
         other.sum()
+
+
+def test_what_inference_mode_reads_first_can_be_trained_on() -> None:
+    model = Tail(lambda logits, labels: logits)
+    plain, head = model(), Head(model)
+    labels = model.labels.view(-1)
+    with head.slices.opened(model):
+        logits, other = model(), model()
+    with torch.inference_mode():
+        assert torch.equal(logits.argmax(-1), plain.argmax(-1))
+        loss = F.cross_entropy(other[:, :-1].reshape(-1, 50), model.labels[:, 1:].reshape(-1))
+    assert loss.item() == pytest.approx(IN_SLICES["shifted"](plain, model.labels).item())
+    assert_close(
+        outcome(model, F.cross_entropy(rows(logits), labels)),
+        outcome(model, F.cross_entropy(rows(plain), labels)),
+    )
 
 
 def test_a_backward_after_the_update_is_refused() -> None:
@@ -286,6 +318,7 @@ def test_logits_are_pending_in_training_or_where_they_do_not_fit() -> None:
         assert pending(model, slices) is wanted
     slices.decide("whole", lambda: 1)
     assert not pending(model, slices)
+    del model.lm_head.forward  # the count's
     assert "forward" not in vars(model.lm_head)
 
 
@@ -294,6 +327,11 @@ def test_heads_that_slices_would_change_are_computed_whole() -> None:
     model.lm_head.dropout = nn.Dropout(0.1)
     assert not pending(model, Head(model).slices)
     model.eval()
+    assert pending(model, Head(model).slices)
+    for hook in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        handle = getattr(model.lm_head, f"register_{hook}_hook")(lambda *args: None)
+        assert not pending(model, Head(model).slices)
+        handle.remove()
     assert pending(model, Head(model).slices)
     compiled = Tail(None)
     compiled._compiled_call_impl = lambda: None
