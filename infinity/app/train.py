@@ -130,7 +130,7 @@ def check_sizes(recipe: Recipe, device: torch.device) -> None:
         device: Where this rank computes.
 
     Raises:
-        BudgetError: A parameter of a new model, or the logits of a micro-batch, exceed the memory.
+        BudgetError: A parameter of a new model, or what a micro-batch takes at least, exceed the memory.
     """
     model, train, host = recipe.model, recipe.train, total_host_nbytes()
     if model.path is not None:
@@ -142,9 +142,12 @@ def check_sizes(recipe: Recipe, device: torch.device) -> None:
     _check_fits(
         4 * numel, host, f"{what} of model.d_model={model.d_model}", "lower model.d_model, vocab_size or d_ff"
     )
+    # Logits that do not fit are computed in slices, but for a tied head.
+    whole = recipe.memory.logits == "whole" or model.tied
+    width, what = (model.vocab_size, "the logits") if whole else (model.d_model, "a layer's outputs")
     _check_fits(
-        4 * train.batch_size * model.seq_len * model.vocab_size, nbytes,
-        f"the logits of train.batch_size={train.batch_size} x model.seq_len={model.seq_len} tokens",
+        4 * train.batch_size * model.seq_len * width, nbytes,
+        f"{what} of train.batch_size={train.batch_size} x model.seq_len={model.seq_len} tokens",
         "lower train.batch_size or model.seq_len",
     )  # fmt: skip
 

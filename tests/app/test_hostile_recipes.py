@@ -394,8 +394,12 @@ def test_every_number_of_the_schema_has_a_range_on_both_sides() -> None:
         (["model.d_model=1000000"], r"model\.d_model=1000000 take 10\.9 TiB in fp32; this machine has"),
         (["model.vocab_size=2000000000"], r"the embedding of model\.d_model=16 take 119 GiB"),
         (
-            ["model.seq_len=1000000000"],
+            ["model.seq_len=1000000000", "memory.logits=whole"],
             r"the logits of train\.batch_size=2 x model\.seq_len=1000000000 tokens take",
+        ),
+        (
+            ["model.seq_len=1000000000"],
+            r"a layer's outputs of train\.batch_size=2 x model\.seq_len=10* ",
         ),
         (["train.threads=1024"], r"train\.threads: got 1024; wanted at most \d+ \(8 for each core"),
         (["data.files=['**a']"], r"data\.files: '\*\*a': Invalid pattern"),
