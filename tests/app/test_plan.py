@@ -102,7 +102,7 @@ def test_a_run_without_a_plan_is_an_error_that_says_how_to_make_one(
     assert main(["plan", str(tmp_path / "other")]) == 1
     assert "memory.activations=plan" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "nowhere")]) == 1
-    assert "no such folder" in capsys.readouterr().err
+    assert "no such file or folder" in capsys.readouterr().err
     assert main(["plan", str(tmp_path)]) == 1
     assert f"the newest with a plan is {run}" in capsys.readouterr().err
 

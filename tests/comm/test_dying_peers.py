@@ -54,7 +54,7 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
 
     ranks = open_ranks(CPU, HANG_S, on_failure)
     assert ranks.collectives is not None
-    ranks.collectives.timeout_s = timeout_s
+    ranks.collectives.failure.timeout_s = timeout_s
     stuck, gloo = Group(), collectives._all_gather
 
     def issue(full: torch.Tensor, shard: torch.Tensor, *, group: Any, async_op: bool) -> Any:

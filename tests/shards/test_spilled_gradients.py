@@ -304,7 +304,7 @@ class BadPlaces(FaultyEngine):
 def test_a_gradient_that_cannot_be_written_is_a_disk_error_and_the_committed_step_stays(
     tmp_path, monkeypatch, moves, versions
 ):
-    monkeypatch.setattr("tests.test_faults.FaultyEngine", BadPlaces)
+    monkeypatch.setattr("tests.helpers.faulty.FaultyEngine", BadPlaces)
     with breakable() as engines, lockstep(tmp_path, versions) as pair:
         play(pair, "..")
         runtime = pair.optimizer.runtime
