@@ -224,16 +224,23 @@ def train(folder: Path, trial: Trial, rank: int, world: int, keep: int | None) -
         start = infinity.resume(model, optimizer)
         log = os.open(folder / f"losses.{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         save = None
+
+        def save_beside(step: int) -> None:
+            nonlocal save
+            if save is not None:
+                save.wait()
+            out = folder / f"saved-{step}-{os.getpid()}"
+            save = infinity.save_checkpoint(model, optimizer, out, background=True)
+
         for step in range(start, STEPS if keep is None else keep):
             loss = model(loader.next())
             loss.backward()
             optimizer.step()
             os.write(log, f"{step} {loss.item().hex()}\n".encode())
             if trial.saves and step % 3 == 0:
-                if save is not None:
-                    save.wait()
-                out = folder / f"saved-{step}-{os.getpid()}"
-                save = infinity.save_checkpoint(model, optimizer, out, background=True)
+                save_beside(step)
+        if trial.saves and keep is None:  # so that each life saves, however far the one before came
+            save_beside(STEPS)
         if save is not None:
             save.wait()
         if keep is None:

@@ -52,7 +52,7 @@ def test_a_process_that_is_killed_while_it_saves_beside_training_goes_on_bitwise
     check(
         tmp_path,
         [
-            Trial((Kill("a spare place", 2, after=True), Kill("a saved unit", 9)), saves=True),
+            Trial((Kill("a spare place", 2, after=True), Kill("a saved unit", 4)), saves=True),
             Trial((Kill("publishing"), Kill("publishing", after=True)), place="both", saves=True),
             Trial((Kill("a saved unit", 4, rank=1),), 2, "both", more=("durability.every=2",), saves=True),
         ],
