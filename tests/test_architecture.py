@@ -1,7 +1,7 @@
 """The house: imports point down only, floor by floor, and never in a circle."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,6 +186,17 @@ def factories_without_device(tree: ast.AST) -> list[int]:
     ]
 
 
+def found_by(find: Callable[[ast.AST], Sequence[object]], exempt: tuple[str, ...] = ()) -> list[str]:
+    """What ``find`` returns for each file of the package but those whose names begin with ``exempt``."""
+    files = [(file, str(file.relative_to(ROOT))) for file in sorted(ROOT.rglob("*.py"))]
+    return [
+        f"{name}: {what}"
+        for file, name in files
+        if not exempt or not name.startswith(exempt)
+        for what in find(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+
+
 @pytest.mark.parametrize(
     ("find", "exempt"),
     [(named_accelerators, KNOW_ACCELERATORS), (factories_without_device, MAKE_PARAMETERS)],
@@ -193,14 +204,7 @@ def factories_without_device(tree: ast.AST) -> list[int]:
 def test_one_room_knows_accelerators_and_every_tensor_is_made_where_it_belongs(
     find: Callable[[ast.AST], list[int]], exempt: tuple[str, ...]
 ) -> None:
-    files = [(file, str(file.relative_to(ROOT))) for file in sorted(ROOT.rglob("*.py"))]
-    found = [
-        f"{name}:{line}"
-        for file, name in files
-        if not name.startswith(exempt)
-        for line in find(ast.parse(file.read_text(encoding="utf-8")))
-    ]
-    assert found == []
+    assert found_by(find, exempt) == []
 
 
 @pytest.mark.parametrize(
@@ -237,12 +241,7 @@ def unsaid_encodings(tree: ast.AST) -> list[int]:
 
 
 def test_text_files_are_utf8_whatever_the_locale() -> None:
-    found = [
-        f"{file.relative_to(ROOT)}:{line}"
-        for file in sorted(ROOT.rglob("*.py"))
-        for line in unsaid_encodings(ast.parse(file.read_text(encoding="utf-8")))
-    ]
-    assert found == []
+    assert found_by(unsaid_encodings) == []
 
 
 @pytest.mark.parametrize(
@@ -288,12 +287,7 @@ def unexplained(tree: ast.AST) -> list[str]:
 
 
 def test_a_class_of_many_attributes_says_why_it_is_one() -> None:
-    found = [
-        f"{file.relative_to(ROOT)}: {line}"
-        for file in sorted(ROOT.rglob("*.py"))
-        for line in unexplained(ast.parse(file.read_text(encoding="utf-8")))
-    ]
-    assert found == []
+    assert found_by(unexplained) == []
 
 
 @pytest.mark.parametrize(

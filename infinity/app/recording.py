@@ -404,15 +404,8 @@ class _RecordedHooks(Hooks):
                 register = segment.param.register_post_accumulate_grad_hook
                 self.taking.append(register(self._take_gradient))  # type: ignore[no-untyped-call]
 
-    def _take_gradient(self, param: nn.Parameter) -> None:
-        place = self.units.find(param)
-        assert place is not None
-        unit, segment = place
-        self._enter_backward()
-        self._move_to(self._leaf_of.get(unit.index, ()))
-        grad, param.grad = param.grad, None
-        if grad is not None:
-            self.gradients.receive(unit, segment, grad)
+    def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
+        param.grad = None
 
 
 @dataclass(frozen=True)

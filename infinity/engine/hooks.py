@@ -426,9 +426,12 @@ class Hooks:
         self._enter_backward()
         self._move_to(self._leaf_of.get(unit.index, ()))
         grad = param.grad
-        param.grad = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
+        self._replace_gradient(param, unit, segment)
         if grad is not None:
             self.gradients.receive(unit, segment, grad)
+
+    def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
+        param.grad = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
 
 
 def _reading_node() -> int | None:

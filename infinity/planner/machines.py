@@ -204,11 +204,6 @@ class RankRates:
     memory_bytes_per_s: float
     operator_s: float
 
-    def operator_time_s(self, flops: float, nbytes: float, *, fp32: bool) -> float:
-        """Seconds of one operator by the roofline."""
-        rate = self.fp32_flops_per_s if fp32 else self.flops_per_s
-        return max(flops / rate, nbytes / self.memory_bytes_per_s, self.operator_s)
-
 
 def rank_rates(machine: Machine, ranks: int, dtype: Dtype) -> RankRates:
     """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring."""

@@ -8,8 +8,8 @@ or there is one place only, the update waits until the unit has been read.
 A unit that is read where it lies in a checkpoint does not change; one that is to get a home of its own waits.
 
 A unit in host memory is updated in its place. Just before, its values are left to where a commit has written
-them, or copied if the host budget has room; else the update waits. Copies leave room for the chunk through
-which units on NVMe are read: else these would wait for copies, which are given back after them.
+them, or copied if the host budget has room; else the update waits. With the first copy the snapshot takes
+the memory through which units on NVMe are read: else these could wait for copies, which are freed after them.
 """
 
 import threading
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
-from infinity.core.transfer import Pool, Transfer
+from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.optim.layout import StateLayout, master_of
 from infinity.shards.store import ChunkExtents, Version
 
@@ -60,18 +60,19 @@ class Snapshot:
         sources: By index of the unit.
         layout: Of their state.
         pool: Host memory for copies.
-        chunk_nbytes: Of the pool, what reading a unit takes.
-        reading: Gives weights and state of a chunk on NVMe, in memory that is held inside the context.
+        reading: Gives weights and state of a chunk on NVMe inside the context: in the memory that is given,
+            or in some of the pool.
     """
 
     def __init__(
-        self, sources: Mapping[int, Source], layout: StateLayout, pool: Pool, chunk_nbytes: int,
-        reading: Callable[[ChunkExtents], AbstractContextManager[tuple[Tensor, ...]]],
+        self, sources: Mapping[int, Source], layout: StateLayout, pool: Pool,
+        reading: Callable[[ChunkExtents, Lease | None], AbstractContextManager[tuple[Tensor, ...]]],
     ) -> None:  # fmt: skip
-        self._layout, self._pool, self._chunk_nbytes, self._reading = layout, pool, chunk_nbytes, reading
+        self._layout, self._pool, self._reading = layout, pool, reading
         self._changed = threading.Condition()  # guards what follows
         self._sources = dict(sources)  # of units that were not read yet
         self._copies = {index: ExitStack() for index in sources}
+        self._room: Lease | None = None  # in which chunks are read
         self._cancelled = self._busy = False
 
     # --- the thread that reads ---------------------------------------------------------------
@@ -101,7 +102,7 @@ class Snapshot:
                 if fields is not None:
                     yield start, fields
                 elif source.version is not None:
-                    with self._reading(source.version.chunks[number]) as (weight, *state):
+                    with self._reading(source.version.chunks[number], self._room) as (weight, *state):
                         yield start, (master_of(self._layout, weight, tuple(state)), *state[-2:])
             self._check()
         finally:
@@ -129,6 +130,9 @@ class Snapshot:
         with self._changed:
             self._sources.pop(index, None)
             self._copies[index].close()
+            if not self._sources and self._room is not None:
+                self._room.release()
+                self._room = None
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -162,14 +166,12 @@ class Snapshot:
 
     def _copy(self, index: int, source: Source, values: Sequence[Tensor]) -> bool:
         """Copy a unit's values into memory of the pool; False: there is no room."""
-        lease = self._pool.try_lease(sum(rounded(each.nbytes) for each in values), who="a checkpoint")
+        if self._room is None:
+            self._room = self._pool.try_lease(self._chunk_nbytes(), who="a checkpoint")
+        nbytes = sum(rounded(each.nbytes) for each in values)
+        lease = None if self._room is None else self._pool.try_lease(nbytes, who="a checkpoint")
         if lease is None:
             return False
-        chunk = self._pool.try_lease(self._chunk_nbytes, who="a checkpoint")
-        if chunk is None:
-            lease.release()
-            return False
-        chunk.release()
         self._copies[index].callback(lease.release)
         copies, at = [], 0
         for each in values:
@@ -177,6 +179,14 @@ class Snapshot:
             at += rounded(each.nbytes)
         source.values, source.copied = tuple(copies), True
         return True
+
+    def _chunk_nbytes(self) -> int:
+        """Return what reading the largest chunk takes."""
+        versions = (source.version for source in self._sources.values())
+        numel = max(
+            (c.numel for version in versions if version is not None for c in version.chunks), default=0
+        )
+        return self._layout.weight_nbytes(numel) + self._layout.state_nbytes(numel)
 
     def wait_for(self, index: int) -> None:
         """Return when a unit has been read, or will not be."""

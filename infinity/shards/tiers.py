@@ -120,7 +120,7 @@ class Tiers:
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
         self.before_write: Callable[[], object] = lambda: None
-        self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, 0, lambda chunk: nullcontext(()))
+        self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, lambda *_: nullcontext(()))
 
     # --- homes -------------------------------------------------------------------------------
 
@@ -601,14 +601,17 @@ class Tiers:
         yield from self._each_chunk(unit, read=False, write=True)
 
     @contextmanager
-    def reading(self, chunk: ChunkExtents) -> Iterator[tuple[Tensor, ...]]:
-        """Weights and state of a chunk that was found, in memory that is held inside the context."""
-        weight_nbytes = self.layout.weight_nbytes(chunk.numel)
-        with self.pool.lease(
-            weight_nbytes + self.layout.state_nbytes(chunk.numel), who="saved states"
-        ) as lease:
-            weight = lease.tensor[:weight_nbytes].view(self.layout.dtype)
-            state = self.layout.views(lease.tensor[weight_nbytes:], chunk.numel)
+    def reading(self, chunk: ChunkExtents, room: Lease | None = None) -> Iterator[tuple[Tensor, ...]]:
+        """Weights and state of a chunk that was found, in memory that is held inside the context.
+
+        Args:
+            room: That memory; None: of the host pool.
+        """
+        middle = self.layout.weight_nbytes(chunk.numel)
+        end = middle + self.layout.state_nbytes(chunk.numel)
+        with nullcontext(room) if room is not None else self.pool.lease(end, who="saved states") as lease:
+            weight = lease.tensor[:middle].view(self.layout.dtype)
+            state = self.layout.views(lease.tensor[middle:end], chunk.numel)
             self._fetch(chunk, lease, weight, state)
             yield weight, *state
 
@@ -772,9 +775,7 @@ class Tiers:
             if version is not None:
                 chunks = [(chunk.start, chunk.numel) for chunk in version.chunks]
             sources[unit.index] = Source(chunks, values, version, place, landing.get(unit.index, ()))
-        numel = self.chunk_numel
-        nbytes = self.layout.weight_nbytes(numel) + self.layout.state_nbytes(numel)
-        self.snapshot = Snapshot(sources, self.layout, self.pool, nbytes, self.reading)
+        self.snapshot = Snapshot(sources, self.layout, self.pool, self.reading)
         return self.snapshot
 
     def unpin(self) -> None:

@@ -382,12 +382,16 @@ class Updates:
             DiskError: The one before could not be written; or there is no room.
         """
         index, nbytes = ready.unit.index, self.tiers.gradient_nbytes(ready.unit)
-        for earlier in (self._futures.get(index), self._gradient_writes.get(index)):
-            if earlier is not None:
-                earlier.wait()
+        self._wait_for_gradient_place(index)
         ready.stored = self.tiers.write_gradient(ready.unit, ready.lease.memory[:nbytes])
         self._gradient_writes[index] = ready.stored
         self.planned_written += nbytes
+
+    def _wait_for_gradient_place(self, index: int) -> None:
+        """Return when nothing reads or writes a unit's gradient on NVMe any more."""
+        for last in (self._futures.get(index), self._gradient_writes.get(index)):
+            if last is not None:
+                last.wait()
 
     def place_gradients(self, indices: frozenset[int]) -> None:
         """Let the gradients of these units wait on NVMe, and of no others; between two steps.
@@ -397,9 +401,7 @@ class Updates:
         """
         self.spilled = indices
         for index in self.tiers.with_gradient - indices - self.ready.keys():
-            for last in (self._futures.get(index), self._gradient_writes.get(index)):
-                if last is not None:
-                    last.wait()
+            self._wait_for_gradient_place(index)
             self.tiers.free_gradient(self.units[index])
         for index in sorted(indices):
             self.tiers.gradient(self.units[index])

@@ -1,7 +1,6 @@
 """Promises of ``train.schedule: layer``: two reads of a weight per step, and the numbers of any placement."""
 
 import contextlib
-import json
 import os
 import re
 from collections import Counter
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.api.schedule import LayerSchedule
-from infinity.app.train import train
 from infinity.core import budget
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.lifecycle import Tier
@@ -23,6 +21,7 @@ from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule
+from tests.helpers.runs import metrics_of
 from tests.helpers.training import DTYPES, Trained, assert_bitwise, build, optimizer_for, streaming
 from tests.test_bytes import WEIGHT, settled
 
@@ -308,25 +307,12 @@ def test_a_window_that_cannot_keep_a_block_is_an_error_with_the_arithmetic(tmp_p
 # --- the recipe --------------------------------------------------------------------------------------
 
 
-def losses_of(folder: Path, name: str, *overrides: str) -> list[float]:
-    """Of every step of a run."""
-    text = folder / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    run = [
-        f"run.dir={folder}", f"run.name={name}", "observe.progress=false", f"data.files={text}",
-        f"data.cache={folder}/tokens", "model.n_layers=2", "model.d_model=16", "model.n_heads=2",
-        "model.seq_len=16", "train.steps=3", "train.batch_size=2", "train.accumulate=4", "train.threads=1",
-        "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
-        "memory.host=400KiB", "train.eval_every=2",
-    ]  # fmt: skip
-    train(infinity.load_recipe(overrides=[*run, *overrides]))
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "step"]
-
-
 def test_a_recipe_chooses_the_schedule_and_the_loss_stays_the_same(tmp_path: Path) -> None:
-    step = losses_of(tmp_path, "step")
-    layer = losses_of(tmp_path, "layer", "train.schedule=layer")
+    def losses(schedule: str) -> list[float]:
+        lines = metrics_of(tmp_path, schedule, f"train.schedule={schedule}", "train.accumulate=4")
+        return [line["loss"] for line in lines if line["kind"] == "step"]
+
+    step, layer = losses("step"), losses("layer")
     assert layer == pytest.approx(step, rel=1e-5)
     assert step[-1] < step[0]
 

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from torch import nn
 import infinity
 from infinity.checkpoint import portable
 from infinity.core.errors import DiskError, PeerError, StateError
+from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier
 from infinity.core.owned import close_collected
+from infinity.core.transfer import Lease
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
 from infinity.optim.layout import StateLayout
 from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.store import ShardStore
+from infinity.shards.store import ChunkExtents, ShardStore, Version
 from infinity.shards.tiers import Tiers
 from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
@@ -156,18 +159,25 @@ def test_without_room_for_a_copy_an_update_in_memory_waits_until_its_unit_is_rea
     compare(tmp_path, HOST, "bf16", waits=True)
 
 
-@pytest.mark.parametrize(("room_nbytes", "copied"), [(6 * 4096, True), (5 * 4096, False)])
+@pytest.mark.parametrize(("pages", "copied"), [(5, True), (4, False)])
 def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_others(
-    room_nbytes: int, copied: bool
+    pages: int, copied: bool
 ) -> None:
     layout = StateLayout.of(torch.bfloat16)
     values = (torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(8, dtype=f.dtype) for f in layout.fields))
     assert len(values) == 4  # a page each
-    pool = HostPool(room_nbytes, patience_s=0)
-    sources = {0: Source([(0, 8)], values)}
-    snapshot = Snapshot(sources, layout, pool, 8192, lambda chunk: contextlib.nullcontext(()))
-    assert snapshot._copy(0, sources[0], values) is copied
-    assert (pool.leased_nbytes > 0) is copied
+    pool, rooms = HostPool(pages * 4096, patience_s=0), []
+
+    def reading(chunk: ChunkExtents, room: Lease | None) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
+        rooms.append(room)
+        return contextlib.nullcontext(values)
+
+    stored = Source([(0, 8)], version=Version((ChunkExtents(0, 8, Extent(())),)))
+    snapshot = Snapshot({0: Source([(0, 8)], values), 1: stored}, layout, pool, reading)
+    assert snapshot._copy(0, snapshot._sources[0], values) is copied
+    assert pool.leased_nbytes == (5 if copied else 1) * 4096
+    assert len(list(snapshot.read(1))) == 1
+    assert rooms[0] is not None
     snapshot.close()
     assert not pool.leased_nbytes
 

@@ -1,7 +1,6 @@
 """Logits in slices under ``Init``: numbers within rounding, alike in every placement; uses as for whole."""
 
 import contextlib
-import json
 import os
 import re
 from pathlib import Path
@@ -15,11 +14,11 @@ import infinity
 from infinity.activations import logits
 from infinity.activations.controller import METERED
 from infinity.app.models.causal import CausalLoss
-from infinity.app.train import train as train_recipe
 from infinity.core.errors import BudgetError, StateError
 from tests.helpers import models
 from tests.helpers.launch import run_ranks, several
 from tests.helpers.reference import Rule
+from tests.helpers.runs import metrics_of
 from tests.helpers.training import (
     Trained,
     assert_bitwise,
@@ -164,17 +163,7 @@ def test_a_head_with_adapters(tmp_path: Path) -> None:
 
 def losses_of(folder: Path, name: str, *overrides: str) -> tuple[list[float], list[float]]:
     """Of every step of a run, and of its evaluations."""
-    text = folder / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    run = [
-        f"run.dir={folder}", f"run.name={name}", "observe.progress=false", f"data.files={text}",
-        f"data.cache={folder}/tokens", "model.n_layers=2", "model.d_model=16", "model.n_heads=2",
-        "model.seq_len=16", "train.steps=3", "train.batch_size=2", "train.accumulate=2", "train.threads=1",
-        "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
-        "memory.host=400KiB", "train.eval_every=2",
-    ]  # fmt: skip
-    train_recipe(infinity.load_recipe(overrides=[*run, *overrides]))
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder, name, *overrides)
     return tuple([line["loss"] for line in lines if line["kind"] == kind] for kind in ("step", "evaluation"))
 
 

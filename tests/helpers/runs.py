@@ -1,0 +1,23 @@
+"""A tiny run of the command line's trainer, and what it wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import infinity
+from infinity.app.train import train
+
+
+def metrics_of(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    """The lines of a tiny run's metrics file: three steps of a recipe, and evaluations."""
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    run = [
+        f"run.dir={folder}", f"run.name={name}", "observe.progress=false", f"data.files={text}",
+        f"data.cache={folder}/tokens", "model.n_layers=2", "model.d_model=16", "model.n_heads=2",
+        "model.seq_len=16", "train.steps=3", "train.batch_size=2", "train.accumulate=2", "train.threads=1",
+        "train.dtype=fp32", f"memory.nvme={folder}/nvme", "memory.resident=false",
+        "memory.host=400KiB", "train.eval_every=2",
+    ]  # fmt: skip
+    train(infinity.load_recipe(overrides=[*run, *overrides]))
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
