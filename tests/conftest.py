@@ -1,4 +1,4 @@
-"""What every test stands on: few threads, fixed seeds, no accelerator unless it is asked for."""
+"""What every test stands on: few threads, fixed seeds, no accelerator but for ``-m gpu``."""
 
 import gc
 import os
@@ -10,6 +10,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Most tests compare with the plain loop on the CPU. Before torch looks for accelerators; workers inherit it.
+if os.environ.setdefault("INFINITY_TEST_ACCELERATOR", str(int("gpu" in sys.argv))) == "0":
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
 
 # Images often forbid bytecode. Then every process of the suite compiles the package again, and every worker
 # rewrites the assertions of all tests again: a third of the suite's processor time.

@@ -10,7 +10,7 @@ what one thread makes for another one travels with an event.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -124,20 +124,38 @@ def hardware_id(device: torch.device) -> str:
 
 def page_lock(address: int, nbytes: int, device: torch.device) -> int:
     """Page-lock host memory for ``device``; return 0, or the error code of its driver."""
-    torch.accelerator.set_device_index(device)  # a thread without one would begin to use the first
-    if device.type == "cuda":
-        return int(_module(device).cudart().cudaHostRegister(address, nbytes, 0))
-    register = getattr(_module(device), "host_register", None)
-    return 0 if register is None else int(register(address, nbytes) or 0)  # else copies are slower, and right
+    with _current(device):
+        if device.type == "cuda":
+            code = int(_module(device).cudart().cudaHostRegister(address, nbytes, 0))
+        else:
+            register = getattr(_module(device), "host_register", None)
+            code = 0 if register is None else int(register(address, nbytes) or 0)  # else copies are slower
+        if code != 0:
+            _forget_error(device)
+    return code
 
 
 def page_unlock(address: int, device: torch.device) -> None:
     """Undo :func:`page_lock`."""
+    with _current(device):
+        if device.type == "cuda":
+            _module(device).cudart().cudaHostUnregister(address)
+        elif (unregister := getattr(_module(device), "host_unregister", None)) is not None:
+            unregister(address)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    # A thread without a device would begin to use the first, with some hundred MB of its memory.
+    if hasattr(torch.accelerator, "device_index"):  # torch 2.8
+        return torch.accelerator.device_index(device.index)
     torch.accelerator.set_device_index(device)
-    if device.type == "cuda":
-        _module(device).cudart().cudaHostUnregister(address)
-    elif (unregister := getattr(_module(device), "host_unregister", None)) is not None:
-        unregister(address)
+    return nullcontext()
+
+
+def _forget_error(device: torch.device) -> None:
+    # CUDA returns the code of a call that failed once more, from whichever launch is looked at next.
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

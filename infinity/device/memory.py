@@ -37,8 +37,10 @@ what the child has put there since.
 
 import ctypes
 import mmap
+import os
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from typing import Protocol, Self
 
@@ -99,7 +101,7 @@ class HostBuffer:
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = nbytes, device or torch.device("cpu")
         self.events: list[torch.Event] = []
-        self._is_locked = False
+        self._unlock: weakref.finalize[..., object] | None = None
         huge = nbytes >= HUGE_NBYTES
         # Older kernels put a mapping anywhere: one spare huge page of addresses, never touched,
         # leaves room to start on a multiple of 2 MiB.
@@ -129,13 +131,19 @@ class HostBuffer:
             return
 
     def _lock(self) -> None:
-        code = page_lock(self.tensor.data_ptr(), self.nbytes, self.device)
+        address = self.tensor.data_ptr()
+        code = page_lock(address, self.nbytes, self.device)
         if code != 0:
             raise BudgetError(
                 f"{self.device} could not page-lock {format_nbytes(self.nbytes)} of host memory "
                 f"(error {code}); lower memory.host, or raise the limit of locked memory (ulimit -l)"
             )
-        self._is_locked = True
+        # Also for a buffer that is dropped: the driver refuses to lock a new mapping at an address that it
+        # believes to be locked.
+        self._unlock = weakref.finalize(
+            self, _unlock_pages, os.getpid(), address, self.device, self.events
+        )
+        self._unlock.atexit = False
 
     def wait(self) -> None:
         for event in self.events:
@@ -145,12 +153,19 @@ class HostBuffer:
 
     def close(self) -> None:
         self.wait()
-        if self._is_locked:
-            page_unlock(self.tensor.data_ptr(), self.device)
-            self._is_locked = False
+        if self._unlock is not None:
+            self._unlock()
         # The pages go now; the addresses go with the last view of them, so that a view that
         # outlives its lease reads zeros and never another buffer's memory.
         self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _unlock_pages(owner: int, address: int, device: torch.device, events: list[torch.Event]) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has no part in the parent's driver
+    for event in events:
+        event.synchronize()
+    page_unlock(address, device)
 
 
 class DeviceBuffer:

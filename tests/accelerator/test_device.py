@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.core.errors import BudgetError
 from infinity.device.accelerator import on_stream, use_own_stream
+from infinity.device.memory import HostBuffer
+from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated
 from tests.helpers.launch import run_ranks
 
@@ -32,6 +35,30 @@ def test_threads_that_share_a_stream_go_back_to_their_own_ones() -> None:
     for each in threads:
         each.join()
     assert wrong == []
+
+
+@simulated
+def test_a_buffer_that_is_dropped_is_unlocked_once_its_copies_have_ended() -> None:
+    simulator.reset("lazy")
+    buffer = HostBuffer(8192, torch.device("sim", 0))
+    address, there = buffer.tensor.data_ptr(), torch.empty(8192, dtype=torch.uint8, device="sim")
+    there.copy_(buffer.tensor, non_blocking=True)
+    buffer.events.append(torch.accelerator.current_stream().record_event())
+    tensor = buffer.tensor  # its mapping stays
+    del buffer
+    assert simulator.early == []
+    assert host_unregister(address) != 0  # it is not locked any more
+    assert not tensor.is_pinned()
+
+
+@simulated
+def test_memory_that_is_locked_already_is_refused_and_nothing_after_it() -> None:
+    device = torch.device("sim", 0)
+    buffer = HostBuffer(4096, device)
+    with pytest.raises(BudgetError, match="could not page-lock 4 KiB of host memory"):
+        buffer._lock()
+    torch.ones(3, device=device)
+    buffer.close()
 
 
 def break_an_update(folder: str) -> tuple[str, str]:

@@ -37,6 +37,8 @@ class Scale:
 class Reference:
     """Trains ``model``, made in fp32, in ``dtype``; afterwards its parameters are the weights.
 
+    The rule is applied on the CPU, wherever the model is.
+
     Attributes:
         masters: fp32 weights, by parameter name (a tied parameter has one name).
         steps: Steps that updated; a skipped step counts none.
@@ -51,12 +53,12 @@ class Reference:
         self.loss_scale = self.scaling.first if dtype == torch.float16 else 1.0
         self.steps, self._good = 0, 0
         self.parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-        self.masters = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+        self.masters = {name: p.detach().float().cpu().clone() for name, p in self.parameters.items()}
         self.m = {name: torch.zeros_like(w) for name, w in self.masters.items()}
         self.v = {name: torch.zeros_like(w) for name, w in self.masters.items()}
         self.counts = dict.fromkeys(self.masters, 0)
         for name, p in self.parameters.items():
-            p.data = compute_weight(self.masters[name], dtype)
+            p.data = compute_weight(self.masters[name], dtype).to(p.device)
 
     def step(self, micro_batches: Sequence[dict[str, Any]], *, lr: float | None = None) -> "Outcome":
         """One update from ``micro_batches``, whose gradients are added as torch adds them.
@@ -87,7 +89,7 @@ class Reference:
         total = torch.zeros((), dtype=torch.float64)
         for p in self.parameters.values():
             if p.grad is not None:
-                total += p.grad.double().square().sum()
+                total += p.grad.double().square().sum().cpu()
         return total.sqrt() / self.loss_scale
 
     def _update(self, norm: Tensor, lr: float) -> None:
@@ -98,11 +100,11 @@ class Reference:
         for name, p in self.parameters.items():
             if p.grad is None:
                 continue  # as torch's optimizers do: neither decay nor momentum moves it
-            g = p.grad.float() * factor
+            g = p.grad.float().cpu() * factor
             decay = rule.weight_decay if p.ndim >= 2 else 0.0
             self.counts[name] += 1
             adamw_(self.masters[name], self.m[name], self.v[name], g, self.counts[name], lr, decay, rule)
-            p.data = compute_weight(self.masters[name], self.dtype)
+            p.data = compute_weight(self.masters[name], self.dtype).to(p.device)
 
     def _adapt(self, skipped: bool) -> None:
         """The loss scale after this step (fp16 only)."""
