@@ -60,7 +60,7 @@ def main(steps: int, nvme: str, base: Path, out: str) -> None:
     optimizer = infinity.AdamW(model, lr=1e-2, max_grad_norm=1.0)
 
     for step, batch in enumerate(batches(LIBRARY / "encodings", steps, seed=1 + rank)):
-        loss = model(**batch).loss
+        loss = model(**{key: value.to(model.device) for key, value in batch.items()}).loss
         loss.backward()
         optimizer.step()
         if rank == 0:

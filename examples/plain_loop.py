@@ -64,7 +64,7 @@ def main() -> None:
         optimizer.follow(scheduler=scheduler)
         start = infinity.resume(model, optimizer)  # 0: a new run
         for step, batch in islice(enumerate(batches(options.steps)), start, None):
-            loss = model(**batch).loss
+            loss = model(**{key: value.to(model.device) for key, value in batch.items()}).loss
             loss.backward()
             optimizer.step()
             scheduler.step()

@@ -140,9 +140,7 @@ class HostBuffer:
             )
         # Also for a buffer that is dropped: the driver refuses to lock a new mapping at an address that it
         # believes to be locked.
-        self._unlock = weakref.finalize(
-            self, _unlock_pages, os.getpid(), address, self.device, self.events
-        )
+        self._unlock = weakref.finalize(self, _unlock_pages, os.getpid(), address, self.device, self.events)
         self._unlock.atexit = False
 
     def wait(self) -> None:

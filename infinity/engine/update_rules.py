@@ -16,6 +16,8 @@ from infinity.planner.updates import UpdateRates, updates_on_device
 
 #: Measuring, and memory for pieces, are worth it where the device budget is so much larger.
 _LEAST_SHARE = 8
+#: Cores that launch kernels and move bytes while others update.
+_FEEDING_THREADS = 2
 
 
 def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
@@ -25,8 +27,11 @@ def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[T
         SettingError: ``memory.updates=device`` without an accelerator.
         DiskError: A drive cannot be measured.
     """
-    # Units on NVMe are updated beside training.
+    # Updates run beside training: those of units on NVMe leave the CPU, where it computes, half of its cores,
+    # and all leave some of them to the threads that feed an accelerator.
     threads = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}
+    if ranks.on_accelerator:
+        threads = dict.fromkeys(threads, max(1, rank_threads() - _FEEDING_THREADS))
     rules: dict[Tier, Rule] = {home: AdamWRule(dtype, threads=count) for home, count in threads.items()}
     if not ranks.on_accelerator:
         if memory.updates == "device":

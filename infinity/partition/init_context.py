@@ -375,6 +375,7 @@ class Construction:
             self.late.fill(self.builder.units, self.masters)
             self._stow()
         for unit in self.builder.units:
+            unit.device = self.device
             for s in unit.segments:
                 s.param.data = placeholder(s.shape, unit.dtype, self.device)
         self._finished = len(self.builder.units)

@@ -91,6 +91,7 @@ class Unit:
         numel: Elements of the flat buffer, padding included.
         home: The tier where the shard lives between uses.
         stored: The form in which shards travel; None: the compute dtype.
+        device: Where the flat buffer and its placeholders are.
         version: Which of the two places on NVMe is the committed one.
         updates: How many committed updates the weights carry; a handle packed under another
             count is stale.
@@ -108,6 +109,7 @@ class Unit:
         self.numel = max(1, math.ceil(used / quantum)) * quantum
         self.home = Tier.NVME
         self.stored: StoredForm | None = None
+        self.device = torch.device("cpu")
         self.lifecycle: Lifecycle[UnitState] = Lifecycle(f"unit {index}", UnitState.ON_NVME)
         self.version = 0
         self.updates = 0
@@ -177,7 +179,7 @@ class Unit:
         finally:
             self.flat, self._address = flat, flat.data_ptr()
             for segment in self.segments:
-                segment.param.data = flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+                segment.param.data = self._view_of(segment, flat)
             self.allow_writes()
 
     def allow_writes(self) -> None:
@@ -196,13 +198,13 @@ class Unit:
         finally:
             self.flat = None
             for segment in self.segments:
-                segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
+                segment.param.data = placeholder(segment.shape, self.dtype, self.device)
 
     def drop(self) -> None:
         """Give every parameter its placeholder, whatever was written: the model has ended."""
         attached, self.flat, self.lease = self.flat is not None, None, None
         for segment in self.segments if attached else ():
-            segment.param.data = placeholder(segment.shape, self.dtype, segment.param.device)
+            segment.param.data = placeholder(segment.shape, self.dtype, self.device)
 
     def check_attached(self, segment: Segment) -> None:
         """Raise unless the parameter views the flat buffer and was not written.
@@ -225,8 +227,14 @@ class Unit:
             self.check_attached(segment)
 
     def check_place(self, segment: Segment) -> None:
-        """Raise unless the parameter's data is where it belongs, whatever its values are."""
+        """Raise unless the parameter's data is where it belongs, whatever its values are.
+
+        ``model.cpu()``, as some trainers end with, and ``model.to(device)`` are undone.
+        """
         param = segment.param
+        if param.device != self.device and self._was_moved(segment):
+            self._restore()
+            return
         if self.flat is None:
             if param.dtype != self.dtype or not is_placeholder(param):
                 self._refuse(segment)
@@ -263,15 +271,31 @@ class Unit:
         if _filled(segment.param.data):
             self._refuse(segment)
 
+    def _was_moved(self, segment: Segment) -> bool:
+        """Whether the parameter has the same values as before, on another device."""
+        data = segment.param.data
+        if data.is_meta or data.dtype != self.dtype or data.shape != segment.shape:
+            return False
+        if self.flat is None:
+            return bool(data.isnan().all())
+        return torch.equal(data, self._view_of(segment, self.flat).to(data.device))
+
+    def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
+        return flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+
+    def _restore(self) -> None:
+        """Put the unit's parameters back where they belong."""
+        for each in self.segments:
+            each.param.data = (
+                placeholder(each.shape, self.dtype, self.device)
+                if self.flat is None
+                else self._view_of(each, self.flat)
+            )
+
     def _refuse(self, segment: Segment) -> NoReturn:
         """Put the unit's parameters back where they belong, and raise."""
         data = segment.param.data
-        for each in self.segments:
-            each.param.data = (
-                placeholder(each.shape, self.dtype, data.device)
-                if self.flat is None
-                else self.flat.narrow(0, each.offset, each.numel).view(each.shape)
-            )
+        self._restore()
         if data.shape != segment.shape:
             raise StateError(
                 f"{segment.name}: its data was given the shape {tuple(data.shape)} outside infinity; it has "

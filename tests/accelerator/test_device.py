@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.core.errors import BudgetError
+import infinity
+from infinity.core.errors import BudgetError, StateError
 from infinity.device.accelerator import on_stream, use_own_stream
 from infinity.device.memory import HostBuffer
 from tests.accelerator.device import host_unregister, simulator
@@ -59,6 +60,36 @@ def test_memory_that_is_locked_already_is_refused_and_nothing_after_it() -> None
         buffer._lock()
     torch.ones(3, device=device)
     buffer.close()
+
+
+def move_between_steps(folder: str) -> None:
+    """Trainers end with ``model.cpu()``; weights that were written elsewhere are refused all the same."""
+    from tests.accelerator import device, harness
+
+    device.start().reset("eager", 0)
+    scenario = harness.Scenario()
+
+    def before(step: int, model: nn.Module) -> None:
+        if step == 1:
+            assert next(model.cpu().parameters()).device.type == "sim"
+            model.to(harness.here())  # its buffers
+            with infinity.gathered(model):
+                model.cpu()
+                assert all(p.device.type == "sim" for p in model.parameters())
+            model.to(harness.here())
+            p = next(model.parameters())
+            p.data = torch.ones_like(p, device="cpu")
+            with pytest.raises(StateError, match="its data was replaced outside infinity"):
+                model.cpu()
+            model.to(harness.here())
+
+    moved, plain = harness.train(scenario, folder, before), harness.train(scenario, folder)
+    assert harness.digest(moved) == harness.digest(plain)
+
+
+def test_moving_the_model_to_another_device_leaves_its_parameters_where_they_are(tmp_path: Path) -> None:
+    needs_simulator()
+    run_ranks(move_between_steps, 1, str(tmp_path), group=False)
 
 
 def break_an_update(folder: str) -> tuple[str, str]:
