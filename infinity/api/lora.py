@@ -26,7 +26,6 @@ from infinity.checkpoint.publish import Publication
 from infinity.core.errors import RecipeError, StateError
 from infinity.core.files import open_regular
 from infinity.engine.runtime import runtime_of
-from infinity.partition import builder
 from infinity.partition.init_context import Construction, ServedParameters
 from infinity.partition.unit import UnitIndex
 
@@ -67,16 +66,15 @@ def add_lora(
             "infinity.Init(recipe)` block, before infinity.AdamW and before anything reads or runs the model"
         )
     adapted = make_adapters(
-        model, runtime.construction, runtime.ranks.world_size, rank=rank, alpha=alpha,
-        target_modules=target_modules, dropout=dropout,
+        model, runtime.construction, rank=rank, alpha=alpha, target_modules=target_modules, dropout=dropout
     )  # fmt: skip
     runtime.meet()
     return adapted
 
 
 def make_adapters(
-    model: nn.Module, construction: Construction, world_size: int, *, rank: int, alpha: float,
-    target_modules: Sequence[str], dropout: float,
+    model: nn.Module, construction: Construction, *, rank: int, alpha: float, target_modules: Sequence[str],
+    dropout: float,
 ) -> Any:  # fmt: skip
     """Give a finished model adapters in units of ``construction``; see :func:`add_lora`.
 
@@ -97,7 +95,7 @@ def make_adapters(
         except ValueError as error:
             raise RecipeError(f"adapters for {type(model).__name__}: {error}") from error
     _refuse_packed(adapted, type(model).__name__)
-    _cut_into_units(adapted, construction, world_size)
+    _cut_into_units(adapted, construction)
     return adapted
 
 
@@ -148,9 +146,9 @@ def _shapes_only(model: nn.Module) -> Iterator[None]:
             parameters.touch = touch
 
 
-def _cut_into_units(adapted: nn.Module, construction: Construction, world_size: int) -> None:
+def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
     """Cut the new modules of ``adapted`` into units, as if they had been built in the model's own block."""
-    full = builder.TARGET_SHARD_NBYTES * world_size
+    full = construction.builder.target_nbytes
     with construction:
         construction.late = None  # adapters have their values
         construction.add_root(adapted)

@@ -177,11 +177,13 @@ def dry_run(recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = 
     """
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
     made = None
-    if like is not None and (like.ranks, like.dtype) == (ranks, dtype):
+    if like is not None and (like.ranks, like.dtype, like.machine.on_accelerator) == (
+        ranks, dtype, machine.on_accelerator
+    ):  # fmt: skip
         same = ("model", "lora", "partition")
         if all(getattr(recipe, part) == getattr(like.recipe, part) for part in same):
             made = like._model
-    made = made or _Model(recipe, ranks, DTYPES[dtype])
+    made = made or _Model(recipe, machine, ranks, DTYPES[dtype])
     return _Planner(recipe, machine, ranks, dtype, made).result()
 
 
@@ -237,12 +239,20 @@ class _Model:
         values: Know what of the model travels in its stored form.
     """
 
-    def __init__(self, recipe: Recipe, ranks: int, dtype: torch.dtype) -> None:
+    def __init__(self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype) -> None:
         self.notes: list[str] = []
         self.values = _NoValues()
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.construction = Construction(
-            lambda close: UnitBuilder(dtype, 0, ranks, close, recipe.partition.leaf, without_values=True),
+            lambda close: UnitBuilder(
+                dtype,
+                0,
+                ranks,
+                close,
+                recipe.partition.leaf,
+                without_values=True,
+                on_accelerator=machine.on_accelerator,
+            ),
             _NoMasters(),
             lambda module: lambda module: None,
             torch.device("meta"),
@@ -258,7 +268,7 @@ class _Model:
             if recipe.lora.rank is not None:
                 self.model.requires_grad_(False)
                 settings = asdict(recipe.lora)
-                self.model = make_adapters(self.model, self.construction, ranks, **settings)
+                self.model = make_adapters(self.model, self.construction, **settings)
         self.units = self.construction.builder.units
         self.leaves = self.construction.builder.leaves if ranks > 1 else {}
         self.model.train()

@@ -369,7 +369,7 @@ def _make_updates(
     """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
     storage, pipeline, beside = tiers.storage, None, None
     if storage.on_accelerator:
-        beside = ThreadPoolExecutor(1, "infinity-resident")
+        beside = ThreadPoolExecutor(rules[Tier.HOST].callers, "infinity-resident")
         stack.callback(beside.shutdown)
     if storage.units_engine is not None:
         background = rules[Tier.NVME]

@@ -147,7 +147,14 @@ class Runtime:
         for store in self.activations.cache.stores.values():
             self.stack.callback(store.close)
         self.construction = Construction(
-            lambda close: UnitBuilder(self.dtype, ranks.rank, ranks.world_size, close, partition.leaf),
+            lambda close: UnitBuilder(
+                self.dtype,
+                ranks.rank,
+                ranks.world_size,
+                close,
+                partition.leaf,
+                on_accelerator=ranks.on_accelerator,
+            ),
             self.tiers,
             self._serve,
             device,

@@ -18,21 +18,28 @@ from infinity.planner.updates import UpdateRates, updates_on_device
 _LEAST_SHARE = 8
 #: Cores that launch kernels and move bytes while others update.
 _FEEDING_THREADS = 2
+#: Of one update, where several run at a time.
+_SLICES = 4
 
 
 def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
-    """Return the rule for units of each home; each is called by one thread.
+    """Return the rule for units of each home.
 
     Raises:
         SettingError: ``memory.updates=device`` without an accelerator.
         DiskError: A drive cannot be measured.
     """
-    # Updates run beside training: those of units on NVMe leave the CPU, where it computes, half of its cores,
-    # and all leave some of them to the threads that feed an accelerator.
-    threads = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}
+    # Units on NVMe are updated beside training.
+    threads, callers = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}, 1
     if ranks.on_accelerator:
+        # All are, on all cores but those that feed the accelerator. Units in host memory are updated several
+        # at a time: handing slices of one unit to every core would take longer than its update.
         threads = dict.fromkeys(threads, max(1, rank_threads() - _FEEDING_THREADS))
-    rules: dict[Tier, Rule] = {home: AdamWRule(dtype, threads=count) for home, count in threads.items()}
+        callers = -(-threads[Tier.HOST] // _SLICES)
+    rules: dict[Tier, Rule] = {
+        Tier.HOST: AdamWRule(dtype, threads=-(-threads[Tier.HOST] // callers), callers=callers),
+        Tier.NVME: AdamWRule(dtype, threads=threads[Tier.NVME]),
+    }
     if not ranks.on_accelerator:
         if memory.updates == "device":
             raise SettingError("memory.updates", "device", "auto or host: there is no accelerator here")

@@ -17,8 +17,6 @@ from torch import Tensor
 from infinity.optim.threads import background_threads, in_slices
 
 ROW_NUMEL, LANES = 2**15, 128
-#: Rows that an accelerator squares at one time: 16 MiB in float64.
-_BLOCK_ROWS = 64
 
 
 def sum_of_squares(grad: Tensor) -> float:
@@ -61,11 +59,11 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 
 def _device_sums(flat: Tensor) -> Tensor:
-    """One sum for each row, and for what is left; in blocks, since float64 takes up to four times as much."""
+    """One sum for each row, and for what is left. Of the norm's kernel, which makes no copy in float64."""
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    blocks = torch.split(flat[:whole].view(-1, ROW_NUMEL), _BLOCK_ROWS)
-    sums = [block.double().square_().sum(1) for block in blocks if len(block)]
-    return torch.cat([*sums, flat[whole:].double().square_().sum().view(1)])
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW_NUMEL), dim=1, dtype=torch.float64)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64)
+    return torch.cat([rows, rest.view(1)]).square_()
 
 
 def _sums(flat: Tensor) -> "np.ndarray[Any, np.dtype[np.float64]]":

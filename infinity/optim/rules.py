@@ -111,10 +111,11 @@ class AdamWRule:
         dtype: Compute dtype of the weights: bfloat16, float16 or float32.
         threads: CPU threads of one update; None for half of the rank's, which suits a thread that works
             beside training.
+        callers: Threads that may update at one time.
     """
 
-    def __init__(self, dtype: torch.dtype, *, threads: int | None = None) -> None:
-        self.layout = StateLayout.of(dtype)
+    def __init__(self, dtype: torch.dtype, *, threads: int | None = None, callers: int = 1) -> None:
+        self.layout, self.callers = StateLayout.of(dtype), callers
         self.threads = threads or background_threads()
 
     def update(
@@ -153,7 +154,7 @@ class DeviceRule:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout, self.device = StateLayout.of(dtype), device
+        self.layout, self.device, self.callers = StateLayout.of(dtype), device, 1
         self._streams = torch.Stream(device), torch.Stream(device)
 
     @property

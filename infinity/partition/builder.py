@@ -31,6 +31,9 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout
 #: A unit is full when a rank's shard of it holds this much: several requests of the size at
 #: which drives reach their full speed (bytes).
 TARGET_SHARD_NBYTES = 16 * 2**20
+#: Beside an accelerator, what all ranks hold of a full unit is at least so much: each unit costs the host
+#: about a millisecond, in which a fast link moves as many bytes.
+TARGET_ACCELERATOR_NBYTES = 64 * 2**20
 
 Close = Callable[[Unit], None]
 
@@ -51,6 +54,7 @@ class UnitBuilder:
         close: Called with each unit when it closes, its parameters still whole.
         leaf: Names of classes whose modules are leaves.
         without_values: Parameters are on the meta device: only their places are wanted.
+        on_accelerator: Units are used there.
 
     Attributes:
         units: Those that closed.
@@ -59,8 +63,9 @@ class UnitBuilder:
 
     def __init__(
         self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = (),
-        *, without_values: bool = False,
+        *, without_values: bool = False, on_accelerator: bool = False,
     ) -> None:  # fmt: skip
+        self.on_accelerator = on_accelerator
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         self._close = close
         self.units = UnitIndex()
@@ -180,7 +185,8 @@ class UnitBuilder:
     @property
     def target_nbytes(self) -> int:
         """Bytes of a full unit, in the compute dtype."""
-        return TARGET_SHARD_NBYTES * self.world_size
+        nbytes = TARGET_SHARD_NBYTES * self.world_size
+        return max(nbytes, TARGET_ACCELERATOR_NBYTES) if self.on_accelerator else nbytes
 
 
 def _has_experts(module: nn.Module) -> bool:

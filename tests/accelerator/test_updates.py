@@ -1,9 +1,11 @@
 """An update on the accelerator gives the bits of one on the CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from infinity.optim import rules
 from infinity.optim.layout import StateLayout
@@ -66,3 +68,29 @@ def test_training_with_updates_on_the_accelerator_gives_the_same_bits(
         assert [run.faults for run in runs] == [[], []]
         digests |= {run.digest for run in runs}
     assert len(digests) == 1
+
+
+def train_on_several_threads(scenario: Any, folder: str) -> tuple[str, str, list[str]]:
+    """Digests with one thread that updates units in host memory, and with four; and what went wrong."""
+    from infinity.engine import update_rules
+    from infinity.engine.runtime import runtime_of
+    from tests.accelerator import device
+
+    simulator, workers, digests = device.start(), list[int](), list[str]()
+
+    def before(step: int, model: nn.Module) -> None:
+        workers.append(runtime_of(model).executor().updates._beside._max_workers)
+
+    for threads in (1, 6):
+        simulator.reset("random", 1)
+        update_rules._SLICES, update_rules.rank_threads = 1, lambda given=threads: given
+        digests.append(harness.digest(harness.train(scenario, folder, before)))
+    assert set(workers) == {1, 4}
+    return digests[0], digests[1], [*simulator.races, *simulator.early]
+
+
+def test_several_updates_at_a_time_give_the_same_bits(tmp_path: Path) -> None:
+    harness.needs_simulator()
+    scenario = harness.Scenario(place=harness.HOST, clip=1.0, accumulate=2)
+    [(one, four, faults)] = run_ranks(train_on_several_threads, 1, scenario, str(tmp_path), group=False)
+    assert (one, faults) == (four, [])

@@ -121,10 +121,11 @@ def _start(folder: Path, seed: int) -> None:
         listener.listen(64)
         listener.set_inheritable(True)
         log = folder / f"log.{seed}"
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         os.posix_spawn(
             sys.executable,
             [sys.executable, "-m", __name__, str(folder), str(listener.fileno()), os.environ[OWNER]],
-            {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"},
+            {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT, 0o600),

@@ -31,11 +31,12 @@ class Trained:
 @contextlib.contextmanager
 def small_units(nbytes: int = SMALL_UNIT):
     """Cut tiny models into several units."""
-    before, builder.TARGET_SHARD_NBYTES = builder.TARGET_SHARD_NBYTES, nbytes
+    before = builder.TARGET_SHARD_NBYTES, builder.TARGET_ACCELERATOR_NBYTES
+    builder.TARGET_SHARD_NBYTES, builder.TARGET_ACCELERATOR_NBYTES = nbytes, 0
     try:
         yield
     finally:
-        builder.TARGET_SHARD_NBYTES = before
+        builder.TARGET_SHARD_NBYTES, builder.TARGET_ACCELERATOR_NBYTES = before
 
 
 def streaming(directory: Any, *more: str) -> list[str]:
