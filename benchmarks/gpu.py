@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import llama
@@ -31,7 +32,7 @@ from infinity.device.accelerator import memory_nbytes, name_of, synchronize
 from infinity.device.machine import free_host_nbytes, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
 from infinity.optim.rules import measure_rates
-from infinity.optim.threads import background_threads
+from infinity.optim.threads import rank_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 #: bf16 without sparsity, by a part of the device's name (flop/s): what MFU is a share of.
@@ -163,7 +164,7 @@ def bandwidths(found: Found) -> Section:
     rows.append(["drive, write", f"{speed.write_bytes_per_s / 1e9:.2f} GB/s"])
     if device.type != "cpu":
         rows.append(["drive by GPUDirect Storage, read / write", _gds(found)])
-        rates = measure_rates(torch.bfloat16, device, background_threads())
+        rates = measure_rates(torch.bfloat16, device, rank_threads())
         for where, rate in zip(("CPU", "accelerator and back"), rates, strict=True):
             rows.append(
                 [f"update of states in host memory on the {where}", f"{rate / 1e6:.0f} M parameters/s"]
@@ -195,23 +196,11 @@ def _best_s(device: torch.device, call: Callable[[], object]) -> float:
 
 def suites(found: Found, paths: Sequence[str] = ("tests",)) -> Section:
     """Run the tests that need an accelerator, and those of the accelerator's path."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "--timeout",
-        "600",
-        "-p",
-        "no:cacheprovider",
-    ]
-    runs = [("marked gpu", [*command, *paths])]
+    several = ["-n", str(max(1, min(8, usable_cores() // 2)))] if find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "600", "-p", "no:cacheprovider", *several]
+    runs = [("marked gpu", [*command, "-m", "gpu", *paths])]
     if (ROOT / "tests" / "accelerator").is_dir() and not found.quick:
-        runs.append(
-            ("tests/accelerator", [*command[:4], "-m", "not slow", *command[6:], "tests/accelerator"])
-        )
+        runs.append(("tests/accelerator", [*command, "-m", "not slow", "tests/accelerator"]))
     rows, failures = [["tests", "result"]], []
     for what, each in runs:
         ended = subprocess.run(each, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -300,7 +289,7 @@ def peak_of(found: Found) -> tuple[float, str]:
 
 
 def _trained(found: Found, way: Way, numel: float, host_nbytes: int) -> list[str]:
-    tokens, length, steps = (256, 128, 2) if found.quick else (8192, 2048, 4)
+    tokens, length, steps = (256, 128, 2) if found.quick else (8192, 2048, 3)
     shape = llama.TINY if found.quick else llama.shape_near(numel)
     print(f"{shape.name}: {way.title}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-", dir=found.folder) as folder:

@@ -63,7 +63,8 @@ class Plain:
     """PyTorch in memory: weights in the job's dtype, fp32 masters, fused AdamW and the casts between them."""
 
     def __init__(self, shape: llama.Shape, job: Job) -> None:
-        self.model = llama.make(shape).to(job.device, DTYPES[job.dtype])
+        with torch.device(job.device):  # where its values are drawn faster
+            self.model = llama.make(shape).to(DTYPES[job.dtype])
         self.weights = list(self.model.parameters())
         self.masters = [p.detach().float() for p in self.weights]  # in fp32 they are the weights
         self.adamw = torch.optim.AdamW(self.masters, lr=job.lr, fused=True)
@@ -107,7 +108,8 @@ class FSDP2:
         how: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype])}
         if job.device != "cpu":
             how["offload_policy"] = CPUOffloadPolicy()
-        self.model = llama.make(shape)
+        with torch.device(job.device):
+            self.model = llama.make(shape)
         for block in self.model.model.layers:
             fully_shard(block, **how)
         fully_shard(self.model, **how)

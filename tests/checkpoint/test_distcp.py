@@ -271,6 +271,7 @@ T = torch.randn(4, 3)
         (b"x" * 3000, "is damaged: File is not a zip file"),
         (b"", "is damaged"),
     ],
+    ids=range(11),  # archives have the time in them
 )  # fmt: skip
 def test_a_record_that_is_not_what_the_metadata_says_is_refused(
     raw: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
