@@ -137,7 +137,7 @@ class Infinity:
 
         where = [f"train.dtype={job.dtype}", f"train.device={job.device}"]
         recipe = infinity.load_recipe(overrides=[*where, *job.overrides])
-        with infinity.Init(recipe):
+        with torch.device(job.device), infinity.Init(recipe):
             self.model = llama.make(shape)
         self.optimizer = infinity.AdamW(self.model, lr=job.lr, max_grad_norm=job.clip)
         self.report: Any = None

@@ -18,8 +18,8 @@ from infinity.planner.updates import UpdateRates, updates_on_device
 _LEAST_SHARE = 8
 #: Cores that launch kernels and move bytes while others update.
 _FEEDING_THREADS = 2
-#: Of one update, where several run at a time.
-_SLICES = 4
+#: Units in host memory that are updated at one time beside an accelerator.
+_CALLERS = 4
 
 
 def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
@@ -31,13 +31,11 @@ def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[T
     """
     # Units on NVMe are updated beside training.
     threads, callers = {Tier.HOST: rank_threads(), Tier.NVME: background_threads()}, 1
-    if ranks.on_accelerator:
-        # All are, on all cores but those that feed the accelerator. Units in host memory are updated several
-        # at a time: handing slices of one unit to every core would take longer than its update.
+    if ranks.on_accelerator:  # all are, on all cores but those that feed the accelerator
         threads = dict.fromkeys(threads, max(1, rank_threads() - _FEEDING_THREADS))
-        callers = -(-threads[Tier.HOST] // _SLICES)
+        callers = min(_CALLERS, threads[Tier.HOST])
     rules: dict[Tier, Rule] = {
-        Tier.HOST: AdamWRule(dtype, threads=-(-threads[Tier.HOST] // callers), callers=callers),
+        Tier.HOST: AdamWRule(dtype, threads=threads[Tier.HOST], callers=callers),
         Tier.NVME: AdamWRule(dtype, threads=threads[Tier.NVME]),
     }
     if not ranks.on_accelerator:

@@ -33,7 +33,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from torch import Tensor
 
-from infinity.optim.threads import in_slices
+from infinity.optim.threads import LEAST_NUMEL, in_slices
 
 Array = Any  # numpy's, of one dimension and contiguous
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,10 +46,17 @@ def array(tensor: Tensor) -> Array:
     return tensor.detach().view(_BITS.get(tensor.dtype, tensor.dtype)).numpy()
 
 
-def run(loop: Callable[..., object], tensors: Sequence[Tensor], threads: int, *numbers: object) -> None:
+def run(
+    loop: Callable[..., object], tensors: Sequence[Tensor], threads: int, *numbers: object,
+    least: int = LEAST_NUMEL,
+) -> None:  # fmt: skip
     """Call ``loop(*arrays, *numbers)`` for slices of ``tensors``, all ``(n,)``, on several threads."""
     arrays = [array(tensor) for tensor in tensors]
-    in_slices(lambda begin, end: loop(*(a[begin:end] for a in arrays), *numbers), len(arrays[0]), threads)
+
+    def call(begin: int, end: int) -> None:
+        loop(*(a[begin:end] for a in arrays), *numbers)
+
+    in_slices(call, len(arrays[0]), threads, least=least)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from infinity.device.accelerator import rounds_roots
 from infinity.device.memory import HostBuffer
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.threads import background_threads, compile_ahead
+from infinity.optim.threads import LEAST_NUMEL, background_threads, compile_ahead
 
 #: Elements that the torch form takes at one time: bounds its temporaries.
 _PIECE_NUMEL = 2**18
@@ -36,6 +36,8 @@ _TEMPORARIES = 8
 #: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
 _DEVICE_NUMEL = 2**20
 _TRIES = 3
+#: Elements of a slice where several threads update at one time: some ms of work.
+_LEAST_BESIDE = 2**21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +113,14 @@ class AdamWRule:
         dtype: Compute dtype of the weights: bfloat16, float16 or float32.
         threads: CPU threads of one update; None for half of the rank's, which suits a thread that works
             beside training.
-        callers: Threads that may update at one time.
+        callers: Threads that may update at one time. Several take larger slices and keep all cores busy
+            together: handing many small ones to every core would take longer than their update.
     """
 
     def __init__(self, dtype: torch.dtype, *, threads: int | None = None, callers: int = 1) -> None:
         self.layout, self.callers = StateLayout.of(dtype), callers
         self.threads = threads or background_threads()
+        self._least = LEAST_NUMEL if callers == 1 else _LEAST_BESIDE
 
     def update(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
@@ -137,7 +141,7 @@ class AdamWRule:
                 tensors = (weight, grad, weight_out, *state)
                 loop = kernels.adamw_loops[weight.dtype]
                 in_place = weight.data_ptr() == weight_out.data_ptr()
-                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()), in_place)
+                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()), in_place, least=self._least)
                 return
         with torch.no_grad():
             adamw_by_torch(weight, grad, state, weight_out, hyper)

@@ -14,6 +14,7 @@ from infinity.device.accelerator import on_stream, use_own_stream
 from infinity.device.memory import HostBuffer
 from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated
+from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
 
 
@@ -90,6 +91,36 @@ def move_between_steps(folder: str) -> None:
 def test_moving_the_model_to_another_device_leaves_its_parameters_where_they_are(tmp_path: Path) -> None:
     needs_simulator()
     run_ranks(move_between_steps, 1, str(tmp_path), group=False)
+
+
+def build_on_the_device(folder: str) -> None:
+    """Values are drawn where ``torch.device`` says; the model trains as one that has them from the CPU."""
+    from tests.accelerator import device, harness
+
+    device.start().reset("eager", 0)
+    scenario, losses = harness.Scenario(place=harness.HOST), list[list[float]]()
+    values: dict[str, torch.Tensor] = {}
+    for where in (harness.here(), torch.device("cpu")):
+        with where, training.small_units(), infinity.Init(training.recipe("fp32", [*harness.HOST])):
+            model = models.build("llama", seed=1)[0]()
+        if values:
+            model.load_state_dict(values)
+        values = infinity.state_dict(model)
+        optimizer = training.optimizer_for(model, scenario.rule)
+        losses.append([])
+        for step in range(2):
+            loss = model(**harness.batch_of(scenario, step)).loss
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        optimizer.close()
+    assert losses[0] == losses[1]
+    assert all(each.device.type == "cpu" for each in values.values())
+
+
+def test_a_model_may_be_built_on_the_device(tmp_path: Path) -> None:
+    needs_simulator()
+    run_ranks(build_on_the_device, 1, str(tmp_path), group=False)
 
 
 def break_an_update(folder: str) -> tuple[str, str]:

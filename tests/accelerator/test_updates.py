@@ -83,7 +83,7 @@ def train_on_several_threads(scenario: Any, folder: str) -> tuple[str, str, list
 
     for threads in (1, 6):
         simulator.reset("random", 1)
-        update_rules._SLICES, update_rules.rank_threads = 1, lambda given=threads: given
+        update_rules.rank_threads = lambda given=threads: given
         digests.append(harness.digest(harness.train(scenario, folder, before)))
     assert set(workers) == {1, 4}
     return digests[0], digests[1], [*simulator.races, *simulator.early]

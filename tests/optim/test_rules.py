@@ -311,7 +311,7 @@ def test_a_cpu_without_instructions_for_float16_updates_and_sums_by_torch(
     run = kernels.run
     monkeypatch.setattr(kernels, "cpu_target", fake)
     kernels.converts_half.cache_clear()
-    monkeypatch.setattr(kernels, "run", lambda *args: (called.append(args), run(*args)))
+    monkeypatch.setattr(kernels, "run", lambda *args, **kw: (called.append(args), run(*args, **kw)))
     assert kernels.converts_half() == converts
     assert shard.update(AdamWRule(torch.float16), HYPER.tensor()).bits() == wanted.bits()
     assert sum_of_squares(shard.grad) == norm
