@@ -68,6 +68,7 @@ class Found:
     quick: bool
     peak_flops_per_s: float = 0.0
     sections: list[Section] = field(default_factory=list)
+    show: Callable[[Section], object] = lambda section: None  # a section that has only begun
 
 
 # --- the page --------------------------------------------------------------------------------
@@ -234,7 +235,8 @@ WAYS = (
     # fp32 weight, gradient and moments
     Way("FSDP2, states in host memory", "fsdp2", {"host": 16}),
     # 12 bytes of states, and a gradient that waits for the norm
-    Way("infinity, states in host memory", "infinity", {"host": 15}),
+    Way("infinity, states where there is room", "infinity", {"host": 15}),
+    Way("infinity, states in host memory", "infinity", {"host": 15}, ("memory.updates=host",)),
     # two versions; the gradient waits in host memory, half of which is for chunks of updates
     Way("infinity, all states on NVMe", "infinity", {"drive": 24, "host": 5}, ("memory.resident=false",)),
 )
@@ -249,16 +251,19 @@ def training(found: Found) -> Section:
     }
     most = {way.title: largest(rooms, way.nbytes, found.quick) for way in WAYS}
     common = most[WAYS[0].title]
-    rows = [["model", "way", "step s", "tokens/s", "MFU", "device GB", "host GB"]]
-    for way in WAYS:
-        sizes = {min(common, most[way.title]), most[way.title]} - {0}
-        rows += [_trained(found, way, numel, rooms["host"]) for numel in sorted(sizes)]
     peak, whose = peak_of(found)
     note = (
         "MFU: 6 flops for each parameter and token, and attention's, without what is recomputed, of "
         f"{peak / 1e12:.3g} Tflop/s ({whose}). bf16 and exact fp32 AdamW, clipped; blocks are recomputed. "
         "One device; AdamW of plain PyTorch and FSDP2 is the fused one."
     )
+    rows = [["model", "way", "step s", "tokens/s", "MFU", "device GB", "host GB"]]
+    same = [(way, min(common, most[way.title])) for way in WAYS]
+    larger = [(way, most[way.title]) for way in WAYS if most[way.title] > common]
+    for way, numel in [*same, *larger]:
+        if numel:
+            rows.append(_trained(found, way, numel, rooms["host"]))
+            found.show(Section("Training", note, rows))
     return Section("Training", note, rows)
 
 
@@ -362,11 +367,16 @@ def main(argv: list[str] | None = None) -> int:
     options.nvme.mkdir(parents=True, exist_ok=True)
     device = torch.device(options.device) if options.device else torch.device(accelerator.type, 0)
     found = Found(device, options.nvme.resolve(), options.quick)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def show(*more: Section) -> None:
+        options.out.write_text(page([*found.sections, *more]), encoding="utf-8")
+
+    found.show = show  # each time: what is there stays
     for name in options.only.split(","):
         section = attempt(name.capitalize(), lambda make=SECTIONS[name]: make(found))
         found.sections.append(section)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(page(found.sections), encoding="utf-8")  # each time: what is there stays
+        show()
     print(options.out.read_text(encoding="utf-8"))
     print(f"written: {os.path.relpath(options.out)}", file=sys.stderr)
     return int(went_wrong(found.sections))
