@@ -414,6 +414,7 @@ class _Planner:
         made = UnitBudget(
             self.made.units, self.made.leaves, self._ranks, self.tiers, memory.device, self.free_nbytes // 2,
             shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
+            states=memory.updates != "host",
         )  # fmt: skip
         if self.recipe.train.accumulate > 1 and self.recipe.train.schedule == "step":
             made.divide_again(accumulates=True)

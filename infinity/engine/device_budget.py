@@ -9,7 +9,8 @@ the first forward with thawed weights, divide the budget anew, or say there what
 [Note: units beside activations]
 Where activations are planned, ``memory.device`` holds both. Until the step has been profiled units get at
 most half of it, or what they cannot do without. The plan is made for the rest, or, where that is too
-little, for what the least that units need leaves. What the plan does not use, units get.
+little, for what the least that units need leaves. What the plan does not use, units get: their states come to
+the accelerator then, not before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
+from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
 
@@ -41,6 +43,8 @@ class UnitBudget:
         shared: Planned activations take a part of ``device_nbytes``.
         early: Whether an update inside backward is done with its gradient.
         updates_nbytes: What updates take of an accelerator's memory, beside pools.
+        states: Whether states may be in an accelerator's memory: see [Note: states on an accelerator] of
+            :mod:`infinity.core.budget`.
 
     Attributes:
         division: How it is divided now.
@@ -53,9 +57,11 @@ class UnitBudget:
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, tiers: Tiers,
         device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool, early: bool, updates_nbytes: int,
+        states: bool,
     ) -> None:  # fmt: skip
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
         self._early, self._updates_nbytes = early, updates_nbytes
+        self._states = states and ranks.on_accelerator
         self.host: budget.HostBudget | None = None
         self.device_nbytes, self._shared = device_nbytes, shared and device_nbytes is not None
         self._ceiling_nbytes = ceiling_nbytes
@@ -70,7 +76,16 @@ class UnitBudget:
     @property
     def pool_nbytes(self) -> int:
         """Bytes that gradients, updates and gathered units have together."""
-        return self.division.total - self._updates_nbytes - self._decoding_nbytes
+        return self.division.total - self.division.states - self._updates_nbytes - self._decoding_nbytes
+
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes that states have on the accelerator, without what their updates take."""
+        return self.division.states - self._scratch_nbytes if self.division.on_device else 0
+
+    @property
+    def _scratch_nbytes(self) -> int:
+        return scratch_nbytes(max((unit.shard_numel for unit in self._units), default=0))
 
     @property
     def _decoding_nbytes(self) -> int:
@@ -132,6 +147,10 @@ class UnitBudget:
         gradients = 0 if full_gradients_wait and not division.spilled else weights - largest
         more_may_spill = division.total - division.least if division.spilled else 0
         free = division.window + division.lag + more_may_spill
+        if weights + gradients > free and division.on_device:  # states give way
+            self._states = False
+            self.division = self._divide(self._trained, self._accumulates)
+            return self.window_for(blocks, described)
         if weights + gradients > free:
             missing = weights + gradients - free
             raise BudgetError(
@@ -169,7 +188,11 @@ class UnitBudget:
                 f"{format_nbytes(made.least)} ({made.least} bytes). Raise memory.device"
             )
         self.host = host
-        return made
+        beside_plan = self._shared and self._spill_above is not None  # whose share is not known yet
+        if not self._states or beside_plan:
+            return made
+        bound = self._ceiling_nbytes if self._shared or self.device_nbytes is None else self.device_nbytes
+        return budget.place_states(made, bound, sizes, self._scratch_nbytes)
 
     def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
         tiers, storage = self._tiers, self._tiers.storage
@@ -204,6 +227,7 @@ class UnitBudget:
             parameter=largest[1],
             parameter_nbytes=largest[0] * unit.dtype.itemsize,
             stored=0 if stored is None else stored.nbytes,
+            states=self._tiers.on_device_nbytes_of(unit) if trainable and not on_nvme else 0,
         )
 
 

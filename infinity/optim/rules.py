@@ -36,6 +36,8 @@ _TEMPORARIES = 8
 #: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
 _DEVICE_NUMEL = 2**20
 _TRIES = 3
+#: Elements of a shard in an accelerator's memory that are updated at one time.
+_RESIDENT_NUMEL = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +73,20 @@ class Hyper:
 
 
 def adamw_by_torch(
-    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
-) -> None:
+    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
+    *, piece_numel: int = _PIECE_NUMEL,
+) -> None:  # fmt: skip
     """AdamW with decoupled weight decay, on the fp32 master of ``weight``; see :meth:`AdamWRule.update`.
+
+    Args:
+        piece_numel: Elements that are updated at one time.
 
     Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
     """
     layout = StateLayout.of(weight.dtype)
     decay, toward, beta2, fresh, rate, correction, eps, scale = hyper.unbind()
-    for begin in range(0, weight.numel(), _PIECE_NUMEL):
-        part = slice(begin, begin + _PIECE_NUMEL)
+    for begin in range(0, weight.numel(), piece_numel):
+        part = slice(begin, begin + piece_numel)
         fields = tuple(field[part] for field in state)
         exp_avg, exp_avg_sq = fields[-2:]
         g = grad[part].to(torch.float32) * scale
@@ -91,6 +97,22 @@ def adamw_by_torch(
         store_master(layout, master, weight_out[part], fields, eager=True)
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
+
+
+def update_on_device(
+    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor
+) -> None:
+    """Update a shard in an accelerator's memory in its place, by the calling thread's stream.
+
+    It takes :func:`scratch_nbytes` more.
+    """
+    with torch.no_grad():
+        adamw_by_torch(weight, grad, state, weight, hyper, piece_numel=_RESIDENT_NUMEL)
+
+
+def scratch_nbytes(numel: int) -> int:
+    """Return what :func:`update_on_device` takes of an accelerator's memory beside ``numel`` elements."""
+    return min(numel, _RESIDENT_NUMEL) * _TEMPORARIES * 4
 
 
 def _root(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What is trained on accelerators, real or simulated: models, places of states, ways to train."""
 
-from tests.accelerator.harness import HOST, NVME, Scenario
+from tests.accelerator.harness import DEVICE, HOST, NVME, Scenario
 
 TIGHT = ("memory.device=64KiB",)
 #: Gradients that wait for ``step()`` do not fit host memory.
@@ -15,6 +15,7 @@ FAST: dict[str, Scenario] = {
     ),
     "two ranks, accumulated": Scenario(accumulate=3, world=2, steps=2, clip=1.0),
     "quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2),
+    "on the device, clipped": Scenario(place=DEVICE, clip=1.0),
 }
 
 SLOW: dict[str, Scenario] = {
@@ -84,6 +85,7 @@ SLOW: dict[str, Scenario] = {
     "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
+    "on the device": Scenario(place=DEVICE),
 }
 
 #: The last one needs an accelerator; the others run on the CPU, too.
