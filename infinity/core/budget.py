@@ -20,9 +20,10 @@ to the accelerator, and weights that are kept for their update. Each has memory 
 waited for memory of shards, which wait for updates, which wait for gradients, would wait for ever.
 
 [Note: states on an accelerator]
-What the device budget has beyond all of that, and beyond a window for all weights, holds the states of units whose
-home is host memory, as many as fit: they are updated there, and their gradients wait there. All gain the same per
-byte. The first of the model come first: backward comes to them last, and the next forward needs them first.
+What the device budget has beyond all of that, and beyond a window for all weights, holds the states of
+units whose home is host memory, as many as fit: they are updated there, and their gradients wait there. All
+gain the same per byte. The first of the model come first: backward comes to them last, and the next forward
+needs them first.
 """
 
 from collections.abc import Iterable, Sequence

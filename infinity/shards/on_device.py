@@ -1,18 +1,20 @@
-"""Shards in accelerator memory, with their states: where the newest values of some units are, and their updates.
+"""Shards in accelerator memory, with their states: the newest values of some units, and their updates.
 
 [Note: two places of one shard]
-A unit whose home is host memory may have its weights and states on the accelerator, too, if ``memory.device`` has
-room for them (:func:`infinity.core.budget.place_states`). It goes there with its first update. From then on the
-accelerator has the newest values: gathers copy the weights from there, gradients stay there, and the update is
-elementwise torch there. The place in host memory keeps older values until somebody reads them: commits, saved
-checkpoints, exports and state dictionaries have them **brought home** first, and continue as for every unit in host
-memory. What writes values writes them in host memory, and the unit goes to the accelerator again with its next
-update. So training moves no byte of such a unit between host and accelerator, and nothing else needs to know it.
+A unit whose home is host memory may have its weights and states on the accelerator, too, if
+``memory.device`` has room for them (:func:`infinity.core.budget.place_states`). It goes there with its
+first update. From then on the accelerator has the newest values: gathers copy the weights from there,
+gradients stay there, and the update runs there. The place in host memory keeps older values until they are
+read: commits, saved checkpoints, exports and state dictionaries have them **brought home** first, and go on
+as for every unit in host memory. What writes values writes them in host memory, and the unit goes to the
+accelerator again with its next update. So training moves no byte of such a unit between host and
+accelerator, and nothing else needs to know of it.
 
 [Note: order]
-One thread with one stream updates shards and brings them home, in the order in which it was asked to. So what is
-brought home are the values of the step after which that was asked for, however soon the next update follows. An update
-has ended when the stream was given the last of it: leases carry the order to the streams that copy the weights.
+One thread with one stream updates shards and brings them home, in the order in which it was asked to. So
+what is brought home are the values of the step after which that was asked for, however soon the next update
+follows. An update has ended when the stream was given the last of it: leases carry the order to the streams
+that copy the weights.
 """
 
 import threading
@@ -28,7 +30,7 @@ from infinity.device.accelerator import record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool
 from infinity.optim.layout import StateLayout
 from infinity.optim.pipeline import Run
-from infinity.optim.rules import update_on_device
+from infinity.optim.rules import RESIDENT_NUMEL, adamw_on_device
 from infinity.partition.unit import Unit
 
 
@@ -120,7 +122,8 @@ class DeviceShards:
         for run in runs:
             part = slice(run.start, run.stop)
             fields = tuple(each[part] for each in state)
-            update_on_device(weight[part], grad[part], fields, self._numbers_of(run.hyper))
+            numbers = self._numbers_of(run.hyper)
+            adamw_on_device(weight[part], grad[part], fields, numbers, piece_numel=RESIDENT_NUMEL)
         shard.weight.record_use()
         shard.state.record_use()
 
@@ -130,7 +133,7 @@ class DeviceShards:
         return weight, *self._layout.views(shard.state.tensor, weight.numel())
 
     def _numbers_of(self, hyper: Tensor) -> Tensor:
-        """``hyper`` on the accelerator. Filled by kernels: a copy from host memory would wait for the stream."""
+        """``hyper`` on the accelerator. A copy from host memory would wait for the stream, kernels do not."""
         if self._numbers is None or self._numbers[0] is not hyper:
             there = torch.empty(len(hyper), device=self._device)
             for place, number in zip(there.unbind(), hyper.tolist(), strict=True):

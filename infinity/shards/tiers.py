@@ -12,8 +12,8 @@ would live on NVMe. A unit that is thawed later gets its moments then.
 A quantized unit of a frozen base is in host memory in its stored form, a quarter to a half of its weights.
 Its exact values are those of the checkpoint's files.
 
-Where the newest values of a unit in host memory are on an accelerator (:mod:`infinity.shards.on_device`), what reads
-or writes values here has them brought home first.
+Where the newest values of a unit in host memory are on an accelerator (:mod:`infinity.shards.on_device`),
+what reads or writes values here has them brought home first.
 """
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -232,7 +232,7 @@ class Tiers:
                 unit.lifecycle.move(UnitState.ON_NVME)
 
     def lease_of(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard of a unit in memory, in the form that it travels in; None: nothing does."""
+        """Return what holds a unit's shard in memory, in the form that it travels in; None: nothing does."""
         if unit.stored is not None:
             held = self.held.get(unit.index)
             return None if held is None else held.lease

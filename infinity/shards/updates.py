@@ -30,12 +30,12 @@ next version is overwritten by the next update. A unit in host memory has one pl
 ``step``.
 
 [Note: shards in host memory]
-A unit in host memory is updated in its place, at ``step``. For a commit it is written to NVMe, too, into its
-next version, while the next step computes; its next update waits until the bytes have left. On an accelerator
-the shard is not what compute reads, so it is updated on a thread beside the next forward, whose upload of the
-unit waits for that. One that is on the accelerator, too, is updated there (:mod:`infinity.shards.on_device`), also
-from ``step`` on, beside the next forward: its gradient waits there. For a commit it is brought home first, and
-its next update waits for nothing.
+A unit in host memory is updated in its place, at ``step``. For a commit it is written to NVMe, too, into
+its next version, while the next step computes; its next update waits until the bytes have left. On an
+accelerator the shard is not what compute reads, so it is updated on a thread beside the next forward, whose
+upload of the unit waits for that. One that is on the accelerator, too, is updated there
+(:mod:`infinity.shards.on_device`), also from ``step`` on, beside the next forward: its gradient waits
+there. For a commit it is brought home first, and its next update waits for nothing.
 
 [Note: step counts]
 The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
@@ -786,7 +786,8 @@ class Updates:
     def _update_on_device(self, ready: PendingUpdate, grad_scale: float) -> None:
         """Update a unit on the accelerator: see [Note: shards in host memory]."""
         unit, grad, on_device = ready.unit, ready.grad, self.tiers.on_device
-        assert grad is not None and on_device is not None
+        assert grad is not None
+        assert on_device is not None
         resident, _ = self.tiers.about_to_update(unit)  # its values in host memory stay
         earlier = self._futures.get(unit.index)
         future = ready.future = self._futures[unit.index] = UpdateFuture()

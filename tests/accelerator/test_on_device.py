@@ -105,10 +105,12 @@ def places(more: tuple[str, ...]) -> dict[str, Any]:
         optimizer.synchronize()
     executor = executor_of(model)
     on_device, units = executor.tiers.on_device, executor.units
-    assert on_device is not None and executor.host is not None
+    assert on_device is not None
+    assert executor.host is not None
+    on_cpu = [unit for unit in units if unit.index not in on_device]
     found = {
         "here": [unit.index in on_device for unit in units],
-        "on the cpu": sum(updated) == sum(s.numel for u in units if u.index not in on_device for s in u.segments),
+        "on the cpu": sum(updated) == sum(s.numel for u in on_cpu for s in u.segments),
         "gradients in host memory": executor.host.gradients.peak_nbytes,
         "states": on_device.pool.leased_nbytes,
         "most": on_device.pool.capacity_nbytes,
@@ -152,7 +154,7 @@ def test_states_stay_in_host_memory_if_the_recipe_says_so_or_there_is_no_room(mo
 
 
 def interrupted(folder: str, schedule: str, seed: int) -> tuple[list[str], bool, list[int]]:
-    """Races; whether a run that was interrupted twice ends with the bits of one that was not; where it went on."""
+    """Races; whether a run that was interrupted twice has the bits of one that was not; where it went on."""
     simulator = begin(schedule, seed)
     whole = ["memory.host=64MiB", "memory.updates=host"]
     model, optimizer = make(whole)
@@ -172,7 +174,8 @@ def interrupted(folder: str, schedule: str, seed: int) -> tuple[list[str], bool,
 
 
 @pytest.mark.parametrize(
-    ("schedule", "seed"), [SCHEDULES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SCHEDULES[1:])]
+    ("schedule", "seed"),
+    [SCHEDULES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SCHEDULES[1:])],
 )
 def test_a_run_whose_states_are_on_the_device_goes_on_after_every_step(
     tmp_path: Path, schedule: str, seed: int
@@ -185,7 +188,8 @@ def saved(folder: str, named: bool) -> tuple[list[str], bool]:
     simulator = begin("random", 3)
     place = ["memory.host=64MiB", *PART]
     if named:
-        place += [f"memory.nvme=[{folder}/nvme]", "memory.engine=threads", "run.name=mine", "durability.every=1"]
+        place += [f"memory.nvme=[{folder}/nvme]", "memory.engine=threads", "run.name=mine"]
+        place += ["durability.every=1"]
         Path(folder, "nvme").mkdir()
     model, optimizer = make(place)
     steps(model, optimizer, range(2))
@@ -213,7 +217,7 @@ def test_a_checkpoint_is_written_beside_training_from_states_on_the_device(tmp_p
 
 
 def played(overrides: list[str]) -> tuple[list[float], dict[str, Tensor]]:
-    """Weights read and written between steps, a step that is skipped, one that is forgotten, a thawed layer."""
+    """Weights read and written between steps, a step skipped, one forgotten, a layer thawed."""
     model, optimizer = make(overrides)
     layers: Any = model.get_submodule("model.layers")
     layers[0].requires_grad_(False)
@@ -285,10 +289,10 @@ def failing() -> str:
     model, optimizer = make(["memory.host=64MiB"])
     steps(model, optimizer, range(2))
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise StateError("no update")
 
-    on_device.update_on_device = fail  # type: ignore[assignment]
+    on_device.adamw_on_device = fail  # type: ignore[assignment]
     with pytest.raises(StateError) as raised:
         steps(model, optimizer, range(2, 6))
     infinity.close(model)
