@@ -55,7 +55,7 @@ extern "C" __global__ void adamw(
 _WEIGHTS = {
     torch.bfloat16: (
         "half_bits", "short", "__int_as_float((int)((unsigned)weight[i] << 16) + (int)exact[i])",
-        "short s = __float_as_int(master); weight[i] = (__float_as_int(master) - s) >> 16; exact[i] = s;",
+        "unsigned bits = __float_as_uint(master); exact[i] = bits; weight[i] = (bits + 0x8000) >> 16;",
     ),
     torch.float16: ("half_bits", "float", "exact[i]", "exact[i] = master; weight[i] = to_half(master);"),
     torch.float32: ("float", "float", "weight[i]", "weight[i] = master;"),
