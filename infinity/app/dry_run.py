@@ -33,7 +33,7 @@ from infinity.checkpoint.load import CheckpointValues
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
-from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, piece_nbytes, rounded
+from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes, rounded
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
@@ -436,6 +436,9 @@ class _Planner:
                 if plan.recomputed:
                     recorded = self._record(model, plan)
         trace = recorded.trace
+        if self.budget.asks_what_a_step_leaves:
+            left = self.free_nbytes - self.budget.division.total - trace.peak_nbytes
+            self.budget.divide_after_step(left_for_states(left, self.free_nbytes))
         if plan.places:
             trace = self._with_stored(trace, recorded.played, plan)
         if self.recipe.train.schedule == "layer":  # each block takes all micro-batches before the next

@@ -334,6 +334,11 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
     return replace(made, total=total, window=window, on_device=tuple(chosen), states=states)
 
 
+def left_for_states(free: int, total: int) -> int:
+    """Return what states may take of memory that a step has left ``free``: a part stays for other batches."""
+    return max(0, free - total // 16)
+
+
 def rounded(nbytes: int) -> int:
     """Return the bytes that a pool takes for a buffer of ``nbytes``: whole pages, huge ones from 2 MiB on."""
     return aligned(nbytes, HUGE_NBYTES if nbytes >= HUGE_NBYTES else BLOCK_NBYTES)

@@ -11,6 +11,10 @@ Where activations are planned, ``memory.device`` holds both. Until the step has 
 most half of it, or what they cannot do without. The plan is made for the rest, or, where that is too
 little, for what the least that units need leaves. What the plan does not use, units get: their states come to
 the accelerator then, not before.
+
+[Note: states beside activations that nothing plans]
+With a ``memory.device`` of the recipe, what units leave of it is for states. Where it was derived, what
+activations take shows after the first step: then states get at most what it left of the device's memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,6 +73,7 @@ class UnitBudget:
             assert device_nbytes is not None
             self._ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
         self._spill_above = device_nbytes if self._shared else None
+        self._after_step_nbytes: int | None = None  # the most that the total may become; None: unknown
         self._block_nbytes = 0  # the least window, for a layer schedule
         self._trained, self._accumulates = self._trained_now(), False
         self.division = self._divide(self._trained, self._accumulates)
@@ -123,6 +128,16 @@ class UnitBudget:
         """Divide what planned activations leave of ``memory.device``."""
         assert self.device_nbytes is not None
         self._ceiling_nbytes, self._spill_above = self.device_nbytes - activations_nbytes, None
+        self.division = self._divide(self._trained, self._accumulates)
+
+    @property
+    def asks_what_a_step_leaves(self) -> bool:
+        """Whether :meth:`divide_after_step` would tell what is not known."""
+        return self._states and self.device_nbytes is None and self._after_step_nbytes is None
+
+    def divide_after_step(self, left_nbytes: int) -> None:
+        """Divide anew, since a whole step has left so much of the device's memory; the same on every rank."""
+        self._after_step_nbytes = self.division.total + left_nbytes
         self.division = self._divide(self._trained, self._accumulates)
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
@@ -188,11 +203,18 @@ class UnitBudget:
                 f"{format_nbytes(made.least)} ({made.least} bytes). Raise memory.device"
             )
         self.host = host
-        beside_plan = self._shared and self._spill_above is not None  # whose share is not known yet
-        if not self._states or beside_plan:
+        bound = self._most_nbytes()
+        if not self._states or bound is None:
             return made
-        bound = self._ceiling_nbytes if self._shared or self.device_nbytes is None else self.device_nbytes
         return budget.place_states(made, bound, sizes, self._scratch_nbytes)
+
+    def _most_nbytes(self) -> int | None:
+        """Return what units may take with their states; None: what activations take is not known yet."""
+        if self._shared:
+            return self._ceiling_nbytes if self._spill_above is None else None
+        if self.device_nbytes is not None or self._after_step_nbytes is None:
+            return self.device_nbytes
+        return min(self._ceiling_nbytes, self._after_step_nbytes)
 
     def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
         tiers, storage = self._tiers, self._tiers.storage

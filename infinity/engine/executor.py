@@ -211,6 +211,15 @@ class StepExecutor:
             on_device.chosen = chosen
             on_device.pool.resize(self.budget.states_nbytes)
 
+    def _divide_after_step(self) -> None:
+        """Let states have what the first step has left of the device's memory, if its budget was derived."""
+        if self.budget.asks_what_a_step_leaves:
+            free, total = memory_nbytes(self.ranks.device)
+            self.budget.divide_after_step(
+                self.ranks.least(budget.left_for_states(free, total), "memory.device")
+            )
+            self._apply_division()
+
     def _leave_device(self, index: int) -> None:
         self.tiers.at_home(self.units[index])
         assert self.tiers.on_device is not None
@@ -308,6 +317,7 @@ class StepExecutor:
         self._count_step()
         self.gradients.reset(committed=math.isfinite(norm))
         self.activations.end_step()
+        self._divide_after_step()
         self._conclude_pass()
         self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain
         return norm

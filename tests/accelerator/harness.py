@@ -33,7 +33,7 @@ NVME = ("memory.nvme=[{folder}]", "memory.host=4MiB", "memory.resident=false", "
 #: On the CPU, and updated there.
 HOST = ("memory.host=1GiB", "memory.updates=host")
 #: In accelerator memory, as far as ``memory.device`` has room.
-DEVICE = ("memory.host=1GiB",)
+DEVICE = ("memory.host=1GiB", "memory.device=64MiB")
 
 
 @dataclass(frozen=True, kw_only=True)

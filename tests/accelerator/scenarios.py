@@ -86,6 +86,8 @@ SLOW: dict[str, Scenario] = {
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
     "on the device": Scenario(place=DEVICE),
+    "on the device after a step": Scenario(place=DEVICE[:1], clip=1.0),
+    "two ranks on the device after a step": Scenario(place=DEVICE[:1], world=2),
     "on the device, clipped to a constant": Scenario(place=DEVICE, clip=1e-3, accumulate=2),
     "on the device in part": Scenario(place=DEVICE, clip=1.0, more=("memory.device=512KiB",)),
     "on the device in part, in fp32": Scenario(

@@ -22,6 +22,7 @@ from tests.helpers.training import optimizer_for
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
+ALL = ("memory.device=64MiB",)
 #: Two units fit.
 PART = ("memory.device=512KiB",)
 SCHEDULES = (("eager", 0), ("random", 1))
@@ -123,11 +124,19 @@ def places(more: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_states_are_on_the_device_where_it_has_room_and_are_updated_there():
-    found = run(places, ())
+    found = run(places, ALL)
     assert all(found["here"])
     assert found["on the cpu"]
     assert found["gradients in host memory"] == 0
     assert found["states"] == found["most"]
+    assert found["peak"] <= found["budget"]
+
+
+def test_without_a_budget_of_the_recipe_states_come_to_the_device_after_the_first_step():
+    found = run(places, ())
+    assert all(found["here"])
+    assert found["on the cpu"]
+    assert found["gradients in host memory"] > 0  # of the first step
     assert found["peak"] <= found["budget"]
 
 
@@ -163,7 +172,7 @@ def interrupted(folder: str, schedule: str, seed: int) -> tuple[list[str], bool,
     optimizer.close()
     named = [f"memory.nvme=[{folder}]", "memory.host=64MiB", "memory.engine=threads", "run.name=mine"]
     again, went_on = [], []
-    for stop, more in ((2, PART), (4, ()), (6, PART)):
+    for stop, more in ((2, PART), (4, ALL), (6, PART)):
         model, optimizer = make([*named, "durability.every=1", *more], seed=1 if stop == 2 else 99)
         went_on.append(infinity.resume(model, optimizer))
         again += steps(model, optimizer, range(went_on[-1], stop))
@@ -251,7 +260,7 @@ def play_both(more: tuple[str, ...]) -> tuple[list[str], bool]:
     return races, losses == expected_losses and same(final, expected)
 
 
-@pytest.mark.parametrize("more", [(), PART])
+@pytest.mark.parametrize("more", [(), ALL, PART])
 def test_weights_are_read_and_written_between_steps_and_steps_are_skipped(more: tuple[str, ...]):
     assert run(play_both, more) == ([], True)
 
@@ -286,7 +295,7 @@ def failing() -> str:
     from infinity.shards import on_device
 
     begin()
-    model, optimizer = make(["memory.host=64MiB"])
+    model, optimizer = make(["memory.host=64MiB", *ALL])
     steps(model, optimizer, range(2))
 
     def fail(*args: Any, **options: Any) -> None:
