@@ -115,6 +115,7 @@ class DryRun:
         planner = _Planner(recipe, machine, self.ranks, self.dtype, self._model)
         if [unit.streams for unit in planner.units] != [unit.streams for unit in self.units]:
             return planner.result()
+        planner.divide_beside(self.profile, self.activations)
         return planner.result_of(trace or self.trace, self.profile, self.activations)
 
     def least_host_nbytes(self) -> int:
@@ -430,15 +431,10 @@ class _Planner:
             profile = recorded.profile
             if policy in ("plan", "offload"):
                 plan = self._choose(profile)
-                if self.budget.device_nbytes is not None and policy == "plan":
-                    peak = play(profile, plan, self._channels()).peak_nbytes
-                    self.budget.divide_beside(peak)
+                self.divide_beside(profile, plan)
                 if plan.recomputed:
                     recorded = self._record(model, plan)
         trace = recorded.trace
-        if self.budget.asks_what_a_step_leaves:
-            left = self.free_nbytes - self.budget.division.total - trace.peak_nbytes
-            self.budget.divide_after_step(left_for_states(left, self.free_nbytes))
         if plan.places:
             trace = self._with_stored(trace, recorded.played, plan)
         if self.recipe.train.schedule == "layer":  # each block takes all micro-batches before the next
@@ -446,8 +442,16 @@ class _Planner:
             trace = replace(trace.scaled(self.recipe.train.accumulate), peak_nbytes=peak)
         return self.result_of(trace, profile, plan)
 
+    def divide_beside(self, profile: Profile, plan: ActivationPlan) -> None:
+        """Give units what planned activations leave of ``memory.device``."""
+        if self.budget.device_nbytes is not None and self.policy == "plan":
+            self.budget.divide_beside(play(profile, plan, self._channels()).peak_nbytes)
+
     def result_of(self, trace: StepTrace, profile: Profile, plan: ActivationPlan) -> DryRun:
         """Return the dry run with this trace."""
+        if self.budget.asks_what_a_step_leaves:
+            left = self.free_nbytes - self.budget.division.total - trace.peak_nbytes
+            self.budget.divide_after_step(left_for_states(left, self.free_nbytes))
         division = self.budget.division
         staged = rounded(self.storage.chunk_numel * (self._itemsize()))
         room = 0

@@ -124,8 +124,7 @@ class DeviceShards:
             fields = tuple(each[part] for each in state)
             numbers = self._numbers_of(run.hyper)
             adamw_on_device(weight[part], grad[part], fields, numbers, piece_numel=RESIDENT_NUMEL)
-        shard.weight.record_use()
-        shard.state.record_use()
+        shard.weight.record_use()  # which other streams copy; states are used by this one only
 
     def _fields(self, shard: _DeviceShard) -> tuple[Tensor, ...]:
         """Weights and fields of the state, after earlier uses."""
@@ -157,19 +156,17 @@ class DeviceShards:
             before()
             for target, source in zip(shard.values(), self._fields(shard), strict=True):
                 target.copy_(source, non_blocking=True)
-            shard.weight.record_use()
-            shard.state.record_use()
             wait_on_host(record(self._device))
 
         self._thread.submit(home.run, copy)
         return home
 
     def leave(self, index: int) -> None:
-        """Let host memory be the only place of a unit that was brought home."""
+        """Let host memory be the only place of a unit that was brought home; does not block."""
         with self._lock:
             shard = self._shards.pop(index, None)
         if shard is not None:
-            shard.release()
+            self._thread.submit(shard.release)  # in the order of its stream
 
     def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:
         """Return the units that are here, and that are not ``chosen``."""
@@ -177,7 +174,7 @@ class DeviceShards:
 
     def close(self) -> None:
         """End the thread and give back the memory; what was not brought home is lost. May be called twice."""
-        self._thread.shutdown()
         for index in list(self._shards):
             self.leave(index)
+        self._thread.shutdown()
         self.pool.close()
