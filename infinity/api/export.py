@@ -162,7 +162,7 @@ class _WeightRead:
 def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -> Iterator[_WeightRead]:
     """Start reading what is wanted of ``unit``, chunk by chunk."""
     first = unit.shard_start
-    resident = tiers.residents.get(unit.index)
+    resident = tiers.at_home(unit)
     if resident is not None:
         if wanted(unit, first, first + unit.shard_numel):
             yield _WeightRead(unit, first, resident.weight)

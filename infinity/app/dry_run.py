@@ -33,7 +33,7 @@ from infinity.checkpoint.load import CheckpointValues
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
-from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, piece_nbytes, rounded
+from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes, rounded
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
@@ -115,6 +115,7 @@ class DryRun:
         planner = _Planner(recipe, machine, self.ranks, self.dtype, self._model)
         if [unit.streams for unit in planner.units] != [unit.streams for unit in self.units]:
             return planner.result()
+        planner.divide_beside(self.profile, self.activations)
         return planner.result_of(trace or self.trace, self.profile, self.activations)
 
     def least_host_nbytes(self) -> int:
@@ -424,6 +425,7 @@ class _Planner:
         made = UnitBudget(
             self.made.units, self.made.leaves, self._ranks, self.tiers, memory.device, self.free_nbytes // 2,
             shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
+            states=memory.updates != "host",
         )  # fmt: skip
         if self.recipe.train.accumulate > 1 and self.recipe.train.schedule == "step":
             made.divide_again(accumulates=True)
@@ -439,9 +441,7 @@ class _Planner:
             profile = recorded.profile
             if policy in ("plan", "offload"):
                 plan = self._choose(profile)
-                if self.budget.device_nbytes is not None and policy == "plan":
-                    peak = play(profile, plan, self._channels()).peak_nbytes
-                    self.budget.divide_beside(peak)
+                self.divide_beside(profile, plan)
                 if plan.recomputed:
                     recorded = self._record(model, plan)
         trace = recorded.trace
@@ -452,8 +452,16 @@ class _Planner:
             trace = replace(trace.scaled(self.recipe.train.accumulate), peak_nbytes=peak)
         return self.result_of(trace, profile, plan)
 
+    def divide_beside(self, profile: Profile, plan: ActivationPlan) -> None:
+        """Give units what planned activations leave of ``memory.device``."""
+        if self.budget.device_nbytes is not None and self.policy == "plan":
+            self.budget.divide_beside(play(profile, plan, self._channels()).peak_nbytes)
+
     def result_of(self, trace: StepTrace, profile: Profile, plan: ActivationPlan) -> DryRun:
         """Return the dry run with this trace."""
+        if self.budget.asks_what_a_step_leaves:
+            left = self.free_nbytes - self.budget.division.total - trace.peak_nbytes
+            self.budget.divide_after_step(left_for_states(left, self.free_nbytes))
         division = self.budget.division
         staged = rounded(self.storage.chunk_numel * (self._itemsize()))
         room = 0

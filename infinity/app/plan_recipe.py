@@ -392,6 +392,11 @@ def cost_lines(planned: PlannedRun, tokens: float | None = None) -> Iterator[str
     )
     waits = ", ".join(f"{cause} {seconds(s)}" for cause, s in cost.stall_s.items() if s > 0.005 * cost.step_s)
     yield f"compute waits for: {waits or 'nothing'}; the bottleneck is {cost.bottleneck}"
+    if run.division.on_device:
+        yield (
+            f"{len(run.division.on_device)} of {len(run.units)} units have their states in device memory, "
+            f"{format_nbytes(run.division.states)}, and are updated there"
+        )
     if (over := planned.over_nbytes()) > 0:
         yield (
             f"does not fit: units and activations take {format_nbytes(over)} more than a device has; lower "

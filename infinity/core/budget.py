@@ -18,10 +18,16 @@ Updates run in host memory, so on an accelerator gradients wait for ``step``, an
 They share it with residents (each with room for its own gradient), chunks of updates, shards on their way
 to the accelerator, and weights that are kept for their update. Each has memory of its own: a gradient that
 waited for memory of shards, which wait for updates, which wait for gradients, would wait for ever.
+
+[Note: states on an accelerator]
+What the device budget has beyond all of that, and beyond a window for all weights, holds the states of
+units whose home is host memory, as many as fit: they are updated there, and their gradients wait there. All
+gain the same per byte. The first of the model come first: backward comes to them last, and the next forward
+needs them first.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.core.errors import BudgetError
 from infinity.core.extent import BLOCK_NBYTES, aligned
@@ -54,6 +60,7 @@ class UnitSizes:
     parameter: str = ""  # the largest
     parameter_nbytes: int = 0
     stored: int = 0  # what the flat buffer is decoded from
+    states: int = 0  # weights and states on this rank, if they may be in device memory
 
     @property
     def gathered(self) -> int:
@@ -70,6 +77,8 @@ class DeviceBudget:
         lag: Beside the window: early updates may lag by as much, and need not.
         least: The smallest total that would do.
         spilled: Positions of units whose gradients wait on NVMe: see [Note: gradients that spill].
+        on_device: Positions of units whose states are in device memory: see [Note: states on an accelerator].
+        states: What these states take, with their updates.
     """
 
     total: int
@@ -79,6 +88,8 @@ class DeviceBudget:
     lag: int
     least: int
     spilled: tuple[int, ...] = ()
+    on_device: tuple[int, ...] = ()
+    states: int = 0
 
 
 def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
@@ -293,6 +304,39 @@ def divide_device(
     hold = early or spare >= backlog_all
     backlog = min(spare, backlog_all) if hold else 0
     return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0, least)
+
+
+def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scratch: int) -> DeviceBudget:
+    """Give states of units what a division leaves of device memory: see [Note: states on an accelerator].
+
+    Args:
+        made: The division.
+        bound: What its total may become.
+        units: Those that were divided for.
+        scratch: What updates of such states take.
+    """
+    all_weights = sum(u.gathered for u in units if u.streams)
+    window, others = min(made.window, all_weights), made.total - made.window
+    room, states, gradients = bound - others - window - scratch, 0, 0
+    chosen = []
+    for place, unit in enumerate(units):
+        gradient = 0 if unit.waits else rounded(unit.shard_grad)
+        if unit.states and states + gradients + unit.states + gradient <= room:
+            states, gradients = states + unit.states, gradients + gradient
+            chosen.append(place)
+    if not chosen:
+        return made
+    states += scratch
+    window = bound - others - states - gradients
+    if made.total < bound:  # it was derived, and need not become that large
+        window = min(window, max(made.window, all_weights))
+    total = others + states + gradients + window
+    return replace(made, total=total, window=window, on_device=tuple(chosen), states=states)
+
+
+def left_for_states(free: int, total: int) -> int:
+    """Return what states may take of memory that a step has left ``free``: a part stays for other batches."""
+    return max(0, free - total // 16)
 
 
 def rounded(nbytes: int) -> int:

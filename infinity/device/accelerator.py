@@ -9,7 +9,7 @@ streams. A thread that moves bytes has a stream of its own, so that copies overl
 what one thread makes for another one travels with an event.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -114,6 +114,30 @@ def name_of(device: torch.device) -> str:
 def rounds_roots(device: torch.device) -> bool:
     """Whether ``Tensor.sqrt`` of float32 is correctly rounded: CUDA's is, as IEEE 754 wants it."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def compile_kernel(source: str, name: str, device: torch.device) -> Callable[..., None] | None:
+    """Compile a kernel in CUDA C that fuses no multiply-add; None: this device or this torch has no compiler.
+
+    What is returned takes ``grid``, ``block`` and ``args`` (tensors, and numbers of 32 bits), and gives the
+    kernel to the calling thread's stream.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    try:
+        torch.accelerator.set_device_index(device)
+        cpp_extension.CUDA_HOME = home or "/usr"  # torch names the folder of its headers, which nothing reads
+        kernel: Callable[..., None] = _module(device)._compile_kernel(
+            source, name, nvcc_options=["--fmad=false"]
+        )
+        return kernel
+    except Exception:  # an older torch, or a driver without its compiler
+        return None
+    finally:
+        cpp_extension.CUDA_HOME = home
 
 
 def hardware_id(device: torch.device) -> str:

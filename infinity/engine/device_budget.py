@@ -9,7 +9,12 @@ the first forward with thawed weights, divide the budget anew, or say there what
 [Note: units beside activations]
 Where activations are planned, ``memory.device`` holds both. Until the step has been profiled units get at
 most half of it, or what they cannot do without. The plan is made for the rest, or, where that is too
-little, for what the least that units need leaves. What the plan does not use, units get.
+little, for what the least that units need leaves. What the plan does not use, units get: their states come to
+the accelerator then, not before.
+
+[Note: states beside activations that nothing plans]
+With a ``memory.device`` of the recipe, what units leave of it is for states. Where it was derived, what
+activations take shows after the first step: then states get at most what it left of the device's memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +26,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
+from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
 
@@ -41,6 +47,8 @@ class UnitBudget:
         shared: Planned activations take a part of ``device_nbytes``.
         early: Whether an update inside backward is done with its gradient.
         updates_nbytes: What updates take of an accelerator's memory, beside pools.
+        states: Whether states may be in an accelerator's memory: see [Note: states on an accelerator] of
+            :mod:`infinity.core.budget`.
 
     Attributes:
         division: How it is divided now.
@@ -53,9 +61,11 @@ class UnitBudget:
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, tiers: Tiers,
         device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool, early: bool, updates_nbytes: int,
+        states: bool,
     ) -> None:  # fmt: skip
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
         self._early, self._updates_nbytes = early, updates_nbytes
+        self._states = states and ranks.on_accelerator
         self.host: budget.HostBudget | None = None
         self.device_nbytes, self._shared = device_nbytes, shared and device_nbytes is not None
         self._ceiling_nbytes = ceiling_nbytes
@@ -63,6 +73,7 @@ class UnitBudget:
             assert device_nbytes is not None
             self._ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
         self._spill_above = device_nbytes if self._shared else None
+        self._after_step_nbytes: int | None = None  # the most that the total may become; None: unknown
         self._block_nbytes = 0  # the least window, for a layer schedule
         self._trained, self._accumulates = self._trained_now(), False
         self.division = self._divide(self._trained, self._accumulates)
@@ -70,7 +81,16 @@ class UnitBudget:
     @property
     def pool_nbytes(self) -> int:
         """Bytes that gradients, updates and gathered units have together."""
-        return self.division.total - self._updates_nbytes - self._decoding_nbytes
+        return self.division.total - self.division.states - self._updates_nbytes - self._decoding_nbytes
+
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes that states have on the accelerator, without what their updates take."""
+        return self.division.states - self._scratch_nbytes if self.division.on_device else 0
+
+    @property
+    def _scratch_nbytes(self) -> int:
+        return scratch_nbytes(max((unit.shard_numel for unit in self._units), default=0))
 
     @property
     def _decoding_nbytes(self) -> int:
@@ -110,6 +130,16 @@ class UnitBudget:
         self._ceiling_nbytes, self._spill_above = self.device_nbytes - activations_nbytes, None
         self.division = self._divide(self._trained, self._accumulates)
 
+    @property
+    def asks_what_a_step_leaves(self) -> bool:
+        """Whether :meth:`divide_after_step` would tell what is not known."""
+        return self._states and self.device_nbytes is None and self._after_step_nbytes is None
+
+    def divide_after_step(self, left_nbytes: int) -> None:
+        """Divide anew, since a whole step has left so much of the device's memory; the same on every rank."""
+        self._after_step_nbytes = self.division.total + left_nbytes
+        self.division = self._divide(self._trained, self._accumulates)
+
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
         """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
 
@@ -132,6 +162,10 @@ class UnitBudget:
         gradients = 0 if full_gradients_wait and not division.spilled else weights - largest
         more_may_spill = division.total - division.least if division.spilled else 0
         free = division.window + division.lag + more_may_spill
+        if weights + gradients > free and division.on_device:  # states give way
+            self._states = False
+            self.division = self._divide(self._trained, self._accumulates)
+            return self.window_for(blocks, described)
         if weights + gradients > free:
             missing = weights + gradients - free
             raise BudgetError(
@@ -169,7 +203,18 @@ class UnitBudget:
                 f"{format_nbytes(made.least)} ({made.least} bytes). Raise memory.device"
             )
         self.host = host
-        return made
+        bound = self._most_nbytes()
+        if not self._states or bound is None:
+            return made
+        return budget.place_states(made, bound, sizes, self._scratch_nbytes)
+
+    def _most_nbytes(self) -> int | None:
+        """Return what units may take with their states; None: what activations take is not known yet."""
+        if self._shared:
+            return self._ceiling_nbytes if self._spill_above is None else None
+        if self.device_nbytes is not None or self._after_step_nbytes is None:
+            return self.device_nbytes
+        return min(self._ceiling_nbytes, self._after_step_nbytes)
 
     def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
         tiers, storage = self._tiers, self._tiers.storage
@@ -204,6 +249,7 @@ class UnitBudget:
             parameter=largest[1],
             parameter_nbytes=largest[0] * unit.dtype.itemsize,
             stored=0 if stored is None else stored.nbytes,
+            states=self._tiers.on_device_nbytes_of(unit) if trainable and not on_nvme else 0,
         )
 
 

@@ -37,6 +37,7 @@ from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.on_device import DeviceShards
 from infinity.shards.tiers import Tiers
 from infinity.shards.updates import Updates
 
@@ -85,10 +86,14 @@ class StepExecutor:
                 units, leaves, ranks, tiers, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
                 shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
-                updates_nbytes=device_nbytes(rules.values(), ranks),
+                updates_nbytes=device_nbytes(rules.values(), ranks), states=config.memory.updates != "host",
             )  # fmt: skip
             self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
             stack.callback(self.device_pool.close)
+            tiers.on_device = None
+            if ranks.on_accelerator:
+                tiers.on_device = DeviceShards(storage.layout, ranks.device)
+                stack.callback(tiers.on_device.close)
             pool = CountingPool(self.device_pool, stalls)
             self.host: HostPools | None = None
             staging = None
@@ -145,6 +150,7 @@ class StepExecutor:
             BudgetError: ``memory.device`` cannot hold all of them; the message has the arithmetic.
         """
         self._divide_again(accumulates=True)
+        self._place_states()
 
     def hold_blocks(self, blocks: Sequence[set[int]], described: str) -> None:
         """Keep any of ``blocks`` (indices of units) gathered while all micro-batches go through it.
@@ -163,6 +169,7 @@ class StepExecutor:
         """Prepare for a forward pass that autograd records."""
         self.updates.end_commit()  # what was stepped after the optimizer, a learning rate, is there
         self._divide_again(accumulates=False)
+        self._place_states()
         self.updates.expect()
 
     def _divide_again(self, *, accumulates: bool) -> None:
@@ -192,6 +199,37 @@ class StepExecutor:
             DiskError: The file system is full.
         """
         self.updates.place_gradients(self.budget.spilled)
+
+    def _place_states(self) -> None:
+        """Let units have their states on the accelerator as the budget says, but not inside a step."""
+        on_device, chosen = self.tiers.on_device, frozenset(self.budget.division.on_device)
+        if on_device is None or self.gradients.received:
+            return
+        for index in on_device.elsewhere(chosen):
+            self._leave_device(index)
+        if chosen != on_device.chosen:
+            on_device.chosen = chosen
+            on_device.pool.resize(self.budget.states_nbytes)
+
+    def _divide_after_step(self) -> None:
+        """Let states have what the first step has left of the device's memory, if its budget was derived."""
+        if self.budget.asks_what_a_step_leaves:
+            free, total = memory_nbytes(self.ranks.device)
+            self.budget.divide_after_step(
+                self.ranks.least(budget.left_for_states(free, total), "memory.device")
+            )
+            self._apply_division()
+
+    def _leave_device(self, index: int) -> None:
+        self.tiers.at_home(self.units[index])
+        assert self.tiers.on_device is not None
+        self.tiers.on_device.leave(index)
+
+    @property
+    def device_pools(self) -> list[BufferPool]:
+        """Those of device memory."""
+        on_device = self.tiers.on_device
+        return [self.device_pool] if on_device is None else [self.device_pool, on_device.pool]
 
     # --- the host budget beside an accelerator ---------------------------------------------------
 
@@ -229,7 +267,7 @@ class StepExecutor:
     def _pass_nbytes(self, total_nbytes: int) -> int:
         """Return what a forward and backward pass may take beside units, out of all memory of the device."""
         planned = self.capacities()[-1] if self.activations.policy == "plan" else None
-        return total_nbytes if planned is None else planned
+        return total_nbytes - self.budget.division.states if planned is None else planned
 
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Give units what a plan for activations leaves, on all ranks alike."""
@@ -279,6 +317,7 @@ class StepExecutor:
         self._count_step()
         self.gradients.reset(committed=math.isfinite(norm))
         self.activations.end_step()
+        self._divide_after_step()
         self._conclude_pass()
         self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain
         return norm
@@ -336,6 +375,9 @@ class StepExecutor:
         self.hooks.release_unscoped_units()
         self.prefetcher.forget()
         self.updates.land_gradients()
+        if self.tiers.on_device is not None:
+            for index in self.tiers.on_device.elsewhere(frozenset()):
+                self._leave_device(index)
         self.close()
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ a model larger than memory could not be kept.
 The hook only gives the stream of the backward pass its work. After that, or after the reduction, a thread
 with a stream of its own copies the gradient to host memory and takes its norm, while backward goes on; it
 waits for both, and hands the gradient over. The lease carries the order from stream to stream. The norm
-has a stream of its own, so that the copy does not wait for it: the bus is what is short.
+has a stream of its own, so that the copy does not wait for it: the bus is what is short. The gradient of a
+unit that is updated on the accelerator stays there, and only its norm is taken.
 """
 
 import math
@@ -408,15 +409,16 @@ class Gradients:
             weights().release()
             return
         grad, lease = total.grad, total.lease
-        if self.host is not None:
-            total.lease.record_use()  # the stream of the norm waits for what this one has waited for
-            lease = self.host.gradients.lease(grad.nbytes, who="gradient for the update")
+        total.lease.record_use()  # the stream of the norm waits for what this one has waited for
+        leaves = self.host if unit.index not in self.updates.chosen else None
+        if leaves is not None:
+            lease = leaves.gradients.lease(grad.nbytes, who="gradient for the update")
             lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
             lease.record_use()
         with on_stream(self._norms):
             sums = row_sums(total.grad)
             total.lease.record_use()
-        if self.host is not None:
+        if leaves is not None:
             total.lease.release()
         with on_stream(self._norms):
             squares = math.fsum(sums.tolist())

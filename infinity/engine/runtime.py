@@ -318,7 +318,8 @@ class Runtime:
         storage = self.storage
         executor = self.executor()
         host = sum(pool.peak_nbytes for pool in (storage.host_pool, *(executor.host or ())))
-        peaks = {"device": executor.device_pool.peak_nbytes, "host": host}
+        device = sum(pool.peak_nbytes for pool in executor.device_pools)
+        peaks = {"device": device, "host": host}
         return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
     def budgets(self) -> dict[str, int | None]:
@@ -522,7 +523,7 @@ class Runtime:
     def _pools(self) -> list[BufferPool]:
         """The pools of this rank that were made until now."""
         executor = self._executor
-        pools: list[BufferPool] = [] if executor is None else [executor.device_pool, *(executor.host or ())]
+        pools: list[BufferPool] = [] if executor is None else [*executor.device_pools, *(executor.host or ())]
         return [*pools, self.storage.host_pool] if hasattr(self, "storage") else pools
 
 

@@ -1,4 +1,4 @@
-"""Update rules over flat shards: on the CPU a loop jitted by numba, on another device elementwise torch.
+"""Update rules over flat shards: a loop jitted by numba, elementwise torch on another device, a CUDA kernel.
 
 [Note: two forms of a rule] The scalar function in :mod:`infinity.optim.kernels` and the torch function here
 have the same operations in the same order, each one that every implementation rounds correctly
@@ -6,7 +6,8 @@ have the same operations in the same order, each one that every implementation r
 many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come from a vector
 library that is off by one in the last place in one case of six. NumPy's is, so the torch form takes that. On
 an accelerator whose root is not known to be rounded correctly, the root in float64 gives the same bits: it
-has more than twice as many.
+has more than twice as many. On CUDA the same operations are one kernel (:mod:`infinity.optim.cuda`), since
+the host would take longer to launch thirty than the accelerator to run them.
 
 [Note: updates of host memory on an accelerator] :class:`DeviceRule` has the interface of :class:`AdamWRule`
 for tensors in host memory. Pieces of them go to the accelerator and come back, on two streams in turn: while
@@ -25,6 +26,7 @@ from torch import Tensor
 from infinity.core.budget import rounded
 from infinity.device.accelerator import rounds_roots
 from infinity.device.memory import HostBuffer
+from infinity.optim.cuda import adamw_by_cuda
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.threads import LEAST_NUMEL, background_threads, compile_ahead
@@ -38,6 +40,8 @@ _DEVICE_NUMEL = 2**20
 _TRIES = 3
 #: Elements of a slice where several threads update at one time: some ms of work.
 _LEAST_BESIDE = 2**21
+#: Elements of a shard in an accelerator's memory that are updated at one time.
+RESIDENT_NUMEL = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,16 +77,20 @@ class Hyper:
 
 
 def adamw_by_torch(
-    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
-) -> None:
+    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
+    *, piece_numel: int = _PIECE_NUMEL,
+) -> None:  # fmt: skip
     """AdamW with decoupled weight decay, on the fp32 master of ``weight``; see :meth:`AdamWRule.update`.
+
+    Args:
+        piece_numel: Elements that are updated at one time.
 
     Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
     """
     layout = StateLayout.of(weight.dtype)
     decay, toward, beta2, fresh, rate, correction, eps, scale = hyper.unbind()
-    for begin in range(0, weight.numel(), _PIECE_NUMEL):
-        part = slice(begin, begin + _PIECE_NUMEL)
+    for begin in range(0, weight.numel(), piece_numel):
+        part = slice(begin, begin + piece_numel)
         fields = tuple(field[part] for field in state)
         exp_avg, exp_avg_sq = fields[-2:]
         g = grad[part].to(torch.float32) * scale
@@ -93,6 +101,24 @@ def adamw_by_torch(
         store_master(layout, master, weight_out[part], fields, eager=True)
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
+
+
+def adamw_on_device(
+    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor, *, piece_numel: int = _PIECE_NUMEL
+) -> None:
+    """Update tensors in an accelerator's memory in their places, by the calling thread's stream.
+
+    Args:
+        piece_numel: Elements that are updated at one time, where elementwise torch does it.
+    """
+    with torch.no_grad():
+        if not adamw_by_cuda(weight, grad, state, hyper):
+            adamw_by_torch(weight, grad, state, weight, hyper, piece_numel=piece_numel)
+
+
+def scratch_nbytes(numel: int) -> int:
+    """Return what the update of a shard of ``numel`` elements in an accelerator's memory takes beside it."""
+    return min(numel, RESIDENT_NUMEL) * _TEMPORARIES * 4
 
 
 def _root(x: Tensor) -> Tensor:
@@ -181,7 +207,7 @@ class DeviceRule:
                         numbers[turn] = hyper.to(self.device)
                     sources = [each[part] for each in (weight, grad, *state)]
                     there = [each.to(self.device, non_blocking=True) for each in sources]
-                    adamw_by_torch(there[0], there[1], tuple(there[2:]), there[0], numbers[turn])
+                    adamw_on_device(there[0], there[1], tuple(there[2:]), numbers[turn])
                     for target, value in zip((weight_out, *state), (there[0], *there[2:]), strict=True):
                         target[part].copy_(value, non_blocking=True)
         finally:

@@ -258,7 +258,8 @@ class _Clock:
         self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.nbytes: Counter[str] = Counter()
         self.stall_s: defaultdict[str, float] = defaultdict(float)
-        self.leased_nbytes = self.peak_nbytes = 0
+        self._on_device = frozenset(setup.division.on_device)
+        self.leased_nbytes = self.peak_nbytes = setup.division.states
         self._ready: dict[int, bool] = {}  # units on their way, or there
         self._updates: dict[int, _Update] = {}  # the latest of each unit
         self._next: set[int] = set()  # units whose update belongs to a step that is not committed yet
@@ -370,7 +371,7 @@ class _Clock:
             self._gather(unit, gathered)
 
         def upload() -> None:
-            if self.setup.on_accelerator:
+            if self.setup.on_accelerator and unit not in self._on_device:
                 self._move(Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
             else:
                 arrived()
@@ -439,7 +440,7 @@ class _Clock:
 
     def _hand_over(self, unit: int, nbytes: int) -> None:
         """Give a complete gradient, which takes ``nbytes`` of device memory, to its update."""
-        if not self.setup.on_accelerator:
+        if not self.setup.on_accelerator or unit in self._on_device:
             self._add(unit, nbytes)
             return
         self._arriving += 1
@@ -700,7 +701,7 @@ class _Clock:
                 self._end_gradient(unit, True)
 
     def _commit(self) -> None:
-        """``optimizer.step()``: publish updates, start those that waited, update what is in host memory."""
+        """``optimizer.step()``: publish updates, start those that waited, update what is in memory."""
         self._next.clear()
         for job in self._updates.values():
             if job.nbytes and not job.uncomputed and not job.storing:
@@ -716,7 +717,9 @@ class _Clock:
             else:
                 moved = 2 * (shape.weight_nbytes + shape.state_nbytes)
                 moved += shape.shard_numel * self.setup.reduce_itemsize
-                time_s = moved / self.setup.rates.update_bytes_per_s
+                rates = self.setup.rates
+                there = unit in self._on_device
+                time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
                 self.busy_s[UPDATE] += time_s
                 self.stall_s[UPDATE] += time_s
                 left_s = time_s

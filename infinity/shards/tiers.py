@@ -11,6 +11,9 @@ would live on NVMe. A unit that is thawed later gets its moments then.
 
 A quantized unit of a frozen base is in host memory in its stored form, a quarter to a half of its weights.
 Its exact values are those of the checkpoint's files.
+
+Where the newest values of a unit in host memory are on an accelerator (:mod:`infinity.shards.on_device`),
+what reads or writes values here has them brought home first.
 """
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +34,7 @@ from infinity.core.transfer import ChainedTransfer, Lease, Pool, Transfer, Trans
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
 from infinity.shards.mapped import MappedBase
+from infinity.shards.on_device import DeviceShards
 from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
@@ -60,6 +64,10 @@ class Resident:
         """The weights, after copies of them that are in flight."""
         weight: Tensor = self.leases[0].tensor.view(self.dtype)
         return weight
+
+    def values(self) -> tuple[Tensor, ...]:
+        """Return weights and fields of the state, after copies of the weights that are in flight."""
+        return self.weight, *self.state
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +106,7 @@ class Tiers:
             there: a copy of it may be on its way.
         pending: The states of an interrupted run are still to be put into their places. Until then units
             on NVMe have none, and what is stored in a unit is forgotten.
+        on_device: Of units in host memory, those on the accelerator, too; None: there is none.
         before_write: Called before committed values are written in place.
         snapshot: What is being saved beside training; any thread may end that, and leave one of no unit.
     """
@@ -119,6 +128,7 @@ class Tiers:
         self.held: dict[int, Held] = {}
         self._recorded: set[int] = set()  # residents whose values are on NVMe, too
         self.pending = False
+        self.on_device: DeviceShards | None = None
         self.before_write: Callable[[], object] = lambda: None
         self.snapshot = self._nothing = Snapshot({}, self.layout, self.pool, lambda *_: nullcontext(()))
 
@@ -221,11 +231,13 @@ class Tiers:
             if unit.state is UnitState.ON_HOST:
                 unit.lifecycle.move(UnitState.ON_NVME)
 
-    def host_lease(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard of a unit in host memory, in the form that it travels in; else None."""
+    def lease_of(self, unit: Unit) -> Lease | None:
+        """Return what holds a unit's shard in memory, in the form that it travels in; None: nothing does."""
         if unit.stored is not None:
             held = self.held.get(unit.index)
             return None if held is None else held.lease
+        if self.on_device is not None and (lease := self.on_device.weight(unit.index)) is not None:
+            return lease
         resident = self.residents.get(unit.index)
         return None if resident is None else resident.leases[0]
 
@@ -236,6 +248,11 @@ class Tiers:
         n = unit.shard_numel
         nbytes = rounded(self.layout.weight_nbytes(n)) + rounded(self._exact.state_nbytes(n))
         return nbytes + (rounded(self._moments.state_nbytes(n)) if moments else 0)
+
+    def on_device_nbytes_of(self, unit: Unit) -> int:
+        """Return the bytes that the unit's weights and states take of a pool of accelerator memory."""
+        n = unit.shard_numel
+        return rounded(self.layout.weight_nbytes(n)) + rounded(self.layout.state_nbytes(n))
 
     def _nbytes(self, unit: Unit, *, trained: bool = True) -> int:
         """Return the bytes of the host budget that a resident takes."""
@@ -432,7 +449,9 @@ class Tiers:
             self.before_write()
             self.from_base.discard(unit.index)
             self._recorded.discard(unit.index)
-        resident = self.residents.get(unit.index)
+        resident = self.at_home(unit)
+        if write and self.on_device is not None:
+            self.on_device.leave(unit.index)
         if resident is None:
             if self._awaits(unit):
                 yield from self._each_missing_chunk(unit)
@@ -615,6 +634,32 @@ class Tiers:
             self._fetch(chunk, lease, weight, state)
             yield weight, *state
 
+    # --- units that are on an accelerator, too ---------------------------------------------------
+
+    def at_home(self, unit: Unit) -> Resident | None:
+        """Return a unit in host memory when that has its newest values; None: it lives elsewhere."""
+        home = self.bring_home(unit)
+        if home is not None:
+            home.wait()
+        return self.residents.get(unit.index)
+
+    def bring_home(self, unit: Unit, written: Iterable[Transfer] = ()) -> Transfer | None:
+        """Start to copy a unit's newest values from the accelerator to host memory; None: it is not there.
+
+        Args:
+            written: What writes those in host memory to NVMe.
+        """
+        if self.on_device is None or unit.index not in self.on_device:
+            return None
+        preserve, written = partial(self.snapshot.preserve, unit.index), tuple(written)
+
+        def before() -> None:
+            for transfer in written:
+                transfer.wait()
+            preserve()
+
+        return self.on_device.bring_home(unit.index, before)
+
     # --- residents on NVMe, for a commit -------------------------------------------------------
 
     def changed_residents(self) -> list[int]:
@@ -664,7 +709,7 @@ class Tiers:
         resident, started = self.residents[unit.index], []
         for chunk in self._committed(unit).chunks:
             extent, at = chunk.weight + chunk.state, 0
-            for values in (resident.weight, *resident.state):
+            for values in resident.values():
                 part = values[chunk.start : chunk.start + chunk.numel].view(torch.uint8).numpy().data
                 started.append(move(extent.part(at, part.nbytes), part))
                 at += part.nbytes
@@ -769,7 +814,7 @@ class Tiers:
                 version = self._committed(unit)
                 place = unit.version % len(self._store.versions_of(unit.index))
             if resident is not None:
-                values = (resident.weight, *resident.state)
+                values = resident.values()
             starts = range(0, unit.shard_numel, self.chunk_numel)
             chunks = [(start, min(self.chunk_numel, unit.shard_numel - start)) for start in starts]
             if version is not None:

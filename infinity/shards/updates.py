@@ -30,10 +30,12 @@ next version is overwritten by the next update. A unit in host memory has one pl
 ``step``.
 
 [Note: shards in host memory]
-A unit in host memory is updated in its place, at ``step``. For a commit it is written to NVMe, too, into its
-next version, while the next step computes; its next update waits until the bytes have left. On an accelerator
-the shard is not what compute reads, so it is updated on a thread beside the next forward, whose upload of the
-unit waits for that.
+A unit in host memory is updated in its place, at ``step``. For a commit it is written to NVMe, too, into
+its next version, while the next step computes; its next update waits until the bytes have left. On an
+accelerator the shard is not what compute reads, so it is updated on a thread beside the next forward, whose
+upload of the unit waits for that. One that is on the accelerator, too, is updated there
+(:mod:`infinity.shards.on_device`), also from ``step`` on, beside the next forward: its gradient waits
+there. For a commit it is brought home first, and its next update waits for nothing.
 
 [Note: step counts]
 The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
@@ -352,9 +354,10 @@ class Updates:
         self, unit: Unit, grad: Tensor, squares: float, lease: Lease, weights: Weights,
         used: tuple[Segment, ...],
     ) -> None:  # fmt: skip
-        """Take in a shard's complete gradient, ``(shard_numel,)``, in host memory; any thread.
+        """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
 
         Args:
+            grad: In host memory, but for units that are updated on the accelerator.
             squares: The sum of its squares.
             lease: Held for ``grad``, given back when the update has read it.
             weights: Those that the update starts from.
@@ -536,9 +539,12 @@ class Updates:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
         for index in self.tiers.changed_residents():
             self._pass_barrier()
-            updated = self._futures.get(index)
+            updated = self._bring_home(index) or self._futures.get(index)
             self._stored[index] = self.tiers.store_resident(self.units[index], self._next_place, updated)
             self.planned_written += self.tiers.residents[index].nbytes
+
+    def _bring_home(self, index: int) -> Transfer | None:
+        return self.tiers.bring_home(self.units[index], self._stored.get(index, ()))
 
     def _make_commit(self) -> "Commit":
         landing: list[Transfer] = [*self._futures.values()]  # those of steps without a record, too
@@ -696,8 +702,12 @@ class Updates:
         """
         if self.commits is not None and self._commit is None:  # else the commit has stored them
             self._store_residents()
-        landing: dict[int, Sequence[Transfer]] = {i: [future] for i, future in self._futures.items()}
-        return self.tiers.pin(self.units, landing | self._stored)
+        landing: dict[int, Sequence[Transfer]] = {}
+        for index in {*self._futures, *self._stored}:
+            home = self._bring_home(index)
+            stored = self._stored.get(index, [self._futures[index]] if index in self._futures else [])
+            landing[index] = stored if home is None else [home, *stored]
+        return self.tiers.pin(self.units, landing)
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -719,8 +729,8 @@ class Updates:
         return ChainedTransfer(future, lambda: self.tiers.fetch(unit, memory, start))
 
     def resident(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard of a unit that lives in host memory; None for others."""
-        return self.tiers.host_lease(unit)
+        """Return what holds the shard of a unit in host memory, or on the accelerator; None for others."""
+        return self.tiers.lease_of(unit)
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
         """Return a wait for the new weights of a unit where they were; without an update there is none."""
@@ -763,8 +773,33 @@ class Updates:
         """Start an update with the step's numbers."""
         if ready.unit.home is Tier.NVME:
             self._launch(ready, grad_scale, UpdateState.VALIDATED)
+        elif ready.unit.index in self.chosen:
+            self._update_on_device(ready, grad_scale)
         else:
             self._update_resident(ready, grad_scale)
+
+    @property
+    def chosen(self) -> frozenset[int]:
+        """Indices of units whose gradients stay on the accelerator, where they are updated."""
+        return frozenset() if self.tiers.on_device is None else self.tiers.on_device.chosen
+
+    def _update_on_device(self, ready: PendingUpdate, grad_scale: float) -> None:
+        """Update a unit on the accelerator: see [Note: shards in host memory]."""
+        unit, grad, on_device = ready.unit, ready.grad, self.tiers.on_device
+        assert grad is not None
+        assert on_device is not None
+        resident, _ = self.tiers.about_to_update(unit)  # its values in host memory stay
+        earlier = self._futures.get(unit.index)
+        future = ready.future = self._futures[unit.index] = UpdateFuture()
+
+        def ended(error: BaseException | None) -> None:
+            ready.release()
+            self._landed(future, error)
+
+        on_device.update(
+            unit, resident.values, lambda: ready.lease.tensor.view(grad.dtype),
+            self.hypers.runs(unit, ready.used, grad_scale), earlier, ended,
+        )  # fmt: skip
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         """Update a unit in its place: see [Note: shards in host memory]."""

@@ -30,7 +30,10 @@ from tests.helpers.training import Trained, optimizer_for
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (("eager", 0), ("lazy", 0), ("random", 1), ("random", 2))
 
 NVME = ("memory.nvme=[{folder}]", "memory.host=4MiB", "memory.resident=false", "memory.engine=threads")
-HOST = ("memory.host=1GiB",)
+#: On the CPU, and updated there.
+HOST = ("memory.host=1GiB", "memory.updates=host")
+#: In accelerator memory, as far as ``memory.device`` has room.
+DEVICE = ("memory.host=1GiB", "memory.device=64MiB")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What is trained on accelerators, real or simulated: models, places of states, ways to train."""
 
-from tests.accelerator.harness import HOST, NVME, Scenario
+from tests.accelerator.harness import DEVICE, HOST, NVME, Scenario
 
 TIGHT = ("memory.device=64KiB",)
 #: Gradients that wait for ``step()`` do not fit host memory.
@@ -15,6 +15,7 @@ FAST: dict[str, Scenario] = {
     ),
     "two ranks, accumulated": Scenario(accumulate=3, world=2, steps=2, clip=1.0),
     "quantized base": Scenario(base="qwen3_fp8", lora=4, steps=2),
+    "on the device, clipped": Scenario(place=DEVICE, clip=1.0),
 }
 
 SLOW: dict[str, Scenario] = {
@@ -84,6 +85,27 @@ SLOW: dict[str, Scenario] = {
     "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
+    "on the device": Scenario(place=DEVICE),
+    "on the device after a step": Scenario(place=DEVICE[:1], clip=1.0),
+    "two ranks on the device after a step": Scenario(place=DEVICE[:1], world=2),
+    "on the device, clipped to a constant": Scenario(place=DEVICE, clip=1e-3, accumulate=2),
+    "on the device in part": Scenario(place=DEVICE, clip=1.0, more=("memory.device=512KiB",)),
+    "on the device in part, in fp32": Scenario(
+        model="t5", dtype="fp32", place=DEVICE, clip=1.0, more=("memory.device=800KiB",)
+    ),
+    "on the device in fp16": Scenario(place=DEVICE, dtype="fp16"),
+    "on the device, lora": Scenario(place=DEVICE, lora=4, clip=1.0),
+    "on the device, experts": Scenario(model="mixtral", place=DEVICE, clip=1.0, steps=2),
+    "on the device, layer schedule": Scenario(place=DEVICE, through=2, clip=1.0),
+    "on the device, out and in again": Scenario(place=DEVICE, resumed=True, clip=1.0),
+    "on the device, one more on nvme": Scenario(
+        place=(*NVME[:1], "memory.host=500KiB", *NVME[-1:]), clip=1.0, more=("memory.activations=keep",)
+    ),
+    "two ranks on the device": Scenario(place=DEVICE, world=2),
+    "two ranks on the device in part, accumulated": Scenario(
+        place=DEVICE, world=2, clip=1.0, accumulate=2, more=("memory.device=400KiB",)
+    ),
+    "two ranks on the device, out and in again": Scenario(place=DEVICE, world=2, resumed=True, clip=1.0),
 }
 
 #: The last one needs an accelerator; the others run on the CPU, too.

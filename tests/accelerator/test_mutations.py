@@ -24,6 +24,7 @@ SCENARIOS = {
     "engine/gradients.py Gradients._add_up": ("two ranks, accumulated",),
     "optim/rules.py": ("updated on the accelerator",),
     "partition/mover.py UnitMover._decode": ("quantized base",),
+    "shards/on_device.py": ("on the device, clipped", "on the device, out and in again"),
     "": (
         "llama on nvme",
         "two ranks, accumulated",

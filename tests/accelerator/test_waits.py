@@ -67,6 +67,9 @@ def test_no_thread_that_computes_waits_for_the_device_between_steps(tmp_path: Pa
         "t5 in host memory, clipped",
         "llama, one version",
         "quantized base",
+        "on the device, clipped",
+        "on the device in part",
+        "two ranks on the device",
     ],
 )
 def test_no_thread_that_computes_waits_for_the_device_wherever_states_are(tmp_path: Path, name: str):

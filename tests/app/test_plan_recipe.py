@@ -52,6 +52,19 @@ def test_a_plan_says_what_lies_where_what_a_step_takes_and_what_to_change(
     assert list(tmp_path.iterdir()) == []  # nothing was made
 
 
+def test_a_plan_says_which_units_have_their_states_in_device_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = r"^(\d+) of (\d+) units have their states in device memory, .*, and are updated there$"
+    in_memory = ["memory.nvme=[]", "memory.host=8GiB"]
+    for more in ([], ["memory.device=1GiB"], ["memory.device=1GiB", "memory.activations=keep"]):
+        some, of_all = re.search(there, shown(*in_memory, *more), re.M).groups()  # type: ignore[union-attr]
+        assert some == of_all
+    assert not re.search(there, shown(*in_memory, "memory.updates=host"), re.M)
+    assert not re.search(there, shown(*in_memory, on="vm-2core"), re.M)
+
+
 def test_train_with_dry_run_says_the_same_and_trains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,25 @@ def test_units_in_host_memory_move_nothing_to_drives() -> None:
     assert cost.busy_s[UPDATE] > 0
 
 
+def test_units_whose_states_are_on_the_device_move_nothing_at_all() -> None:
+    made = setup(6, window=3)
+    in_host = replace(made, units=tuple(replace(unit, on_nvme=False) for unit in made.units))
+    states = 2 * 12 * NUMEL
+    division = replace(made.division, total=made.division.total + states, on_device=(0, 1), states=states)
+    part, host = (play_step(trace(6), replace(in_host, division=each)) for each in (division, made.division))
+    for channel in ("host to device", "device to host"):
+        assert part.nbytes[channel] == pytest.approx(host.nbytes[channel] * 4 / 6, rel=0.2)
+    assert part.busy_s[UPDATE] < host.busy_s[UPDATE]
+    assert part.step_s < host.step_s
+    assert states < part.device_peak_nbytes <= division.total
+    every = replace(division, on_device=tuple(range(6)), states=3 * states, total=division.total + 2 * states)
+    cost = play_step(trace(6), replace(in_host, division=every))
+    assert not cost.nbytes.get("host to device")
+    assert not cost.nbytes.get("device to host")
+    moved = 6 * (2 * 12 + made.reduce_itemsize) * NUMEL
+    assert cost.busy_s[UPDATE] == pytest.approx(moved / made.rates.memory_bytes_per_s)
+
+
 def test_cost_grows_like_the_model() -> None:
     """Counted in events of the clock, since times of a busy machine say nothing."""
     counts = []

@@ -1,0 +1,180 @@
+"""Shards in accelerator memory, with their states: the newest values of some units, and their updates.
+
+[Note: two places of one shard]
+A unit whose home is host memory may have its weights and states on the accelerator, too, if
+``memory.device`` has room for them (:func:`infinity.core.budget.place_states`). It goes there with its
+first update. From then on the accelerator has the newest values: gathers copy the weights from there,
+gradients stay there, and the update runs there. The place in host memory keeps older values until they are
+read: commits, saved checkpoints, exports and state dictionaries have them **brought home** first, and go on
+as for every unit in host memory. What writes values writes them in host memory, and the unit goes to the
+accelerator again with its next update. So training moves no byte of such a unit between host and
+accelerator, and nothing else needs to know of it.
+
+[Note: order]
+One thread with one stream updates shards and brings them home, in the order in which it was asked to. So
+what is brought home are the values of the step after which that was asked for, however soon the next update
+follows. An update has ended when the stream was given the last of it: leases carry the order to the streams
+that copy the weights.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.core.transfer import Lease, Transfer
+from infinity.device.accelerator import record, use_own_stream, wait_on_host
+from infinity.device.memory import DevicePool
+from infinity.optim.layout import StateLayout
+from infinity.optim.pipeline import Run
+from infinity.optim.rules import RESIDENT_NUMEL, adamw_on_device
+from infinity.partition.unit import Unit
+
+
+@dataclass(slots=True)
+class _DeviceShard:
+    """A shard in accelerator memory.
+
+    Attributes:
+        values: Returns weights, then each field of the state, in host memory, after earlier uses.
+        home: The last copy of it to host memory; None: values there are older.
+    """
+
+    weight: Lease
+    state: Lease
+    values: Callable[[], tuple[Tensor, ...]]
+    home: Transfer | None = None
+
+    def release(self) -> None:
+        self.weight.release()
+        self.state.release()
+
+
+class DeviceShards:
+    """Shards of this rank in accelerator memory: see [Note: two places of one shard].
+
+    Args:
+        layout: Of the states.
+        device: The accelerator.
+
+    Attributes:
+        chosen: Indices of units whose gradients stay on the accelerator, to update them there.
+        pool: Of the shards.
+    """
+
+    def __init__(self, layout: StateLayout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self.chosen: frozenset[int] = frozenset()
+        self.pool = DevicePool(0, device)
+        self._thread = ThreadPoolExecutor(1, "infinity-device-update", use_own_stream, (device,))
+        self._lock = threading.Lock()
+        self._shards: dict[int, _DeviceShard] = {}
+        self._numbers: tuple[Tensor, Tensor] | None = None  # of the last update, in host memory and there
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._shards
+
+    def weight(self, index: int) -> Lease | None:
+        """Return what holds the weights of a unit's shard; None: it is not here."""
+        shard = self._shards.get(index)
+        return None if shard is None else shard.weight
+
+    def update(
+        self, unit: Unit, values: Callable[[], tuple[Tensor, ...]], gradient: Callable[[], Tensor],
+        runs: Iterable[Run], after: Transfer | None, ended: Callable[[BaseException | None], None],
+    ) -> None:  # fmt: skip
+        """Start to update a shard, which comes here if it is not here yet; does not block.
+
+        Args:
+            values: Returns its weights and the fields of its state in host memory, after earlier uses.
+            gradient: Returns its gradient on the accelerator, after earlier uses.
+            after: The update in flight that makes ``values``; None: they are there.
+            ended: Called when the stream was given the update, or with the error.
+        """
+        with self._lock:
+            shard = self._shards.get(unit.index)
+            new = shard is None
+            if shard is None:
+                sizes = self._layout.weight_nbytes, self._layout.state_nbytes
+                weight, state = (self.pool.lease(size(unit.shard_numel), who=unit.name) for size in sizes)
+                shard = self._shards[unit.index] = _DeviceShard(weight, state, values)
+            shard.home = None
+
+        def play() -> None:
+            error = None
+            try:
+                if new and after is not None:
+                    after.wait()
+                self._update(shard, gradient(), runs, comes=new)
+            except BaseException as raised:  # surfaces at wait
+                error = raised.with_traceback(None)
+            ended(error)
+
+        self._thread.submit(play)
+
+    def _update(self, shard: _DeviceShard, grad: Tensor, runs: Iterable[Run], *, comes: bool) -> None:
+        weight, *state = fields = self._fields(shard)
+        for target, source in zip(fields, shard.values(), strict=True) if comes else ():
+            target.copy_(source, non_blocking=True)
+        for run in runs:
+            part = slice(run.start, run.stop)
+            fields = tuple(each[part] for each in state)
+            numbers = self._numbers_of(run.hyper)
+            adamw_on_device(weight[part], grad[part], fields, numbers, piece_numel=RESIDENT_NUMEL)
+        shard.weight.record_use()  # which other streams copy; states are used by this one only
+
+    def _fields(self, shard: _DeviceShard) -> tuple[Tensor, ...]:
+        """Weights and fields of the state, after earlier uses."""
+        weight: Tensor = shard.weight.tensor.view(self._layout.dtype)
+        return weight, *self._layout.views(shard.state.tensor, weight.numel())
+
+    def _numbers_of(self, hyper: Tensor) -> Tensor:
+        """``hyper`` on the accelerator. A copy from host memory would wait for the stream, kernels do not."""
+        if self._numbers is None or self._numbers[0] is not hyper:
+            there = torch.empty(len(hyper), device=self._device)
+            for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
+                place.fill_(number)
+            self._numbers = hyper, there
+        return self._numbers[1]
+
+    def bring_home(self, index: int, before: Callable[[], object] = lambda: None) -> Transfer | None:
+        """Start to copy a shard's newest values to host memory; None: they are there.
+
+        Args:
+            before: Returns when host memory may be written; on this class's thread.
+        """
+        with self._lock:
+            shard = self._shards.get(index)
+            if shard is None or shard.home is not None:
+                return None if shard is None else shard.home
+            home = shard.home = Transfer()
+
+        def copy() -> None:
+            before()
+            for target, source in zip(shard.values(), self._fields(shard), strict=True):
+                target.copy_(source, non_blocking=True)
+            wait_on_host(record(self._device))
+
+        self._thread.submit(home.run, copy)
+        return home
+
+    def leave(self, index: int) -> None:
+        """Let host memory be the only place of a unit that was brought home; does not block."""
+        with self._lock:
+            shard = self._shards.pop(index, None)
+        if shard is not None:
+            self._thread.submit(shard.release)  # in the order of its stream
+
+    def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:
+        """Return the units that are here, and that are not ``chosen``."""
+        return frozenset(self._shards) - chosen
+
+    def close(self) -> None:
+        """End the thread and give back the memory; what was not brought home is lost. May be called twice."""
+        for index in list(self._shards):
+            self.leave(index)
+        self._thread.shutdown()
+        self.pool.close()

@@ -1,0 +1,312 @@
+"""States in accelerator memory: where they are, and all that needs their values in host memory meanwhile."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.core.errors import StateError
+from infinity.engine.executor import StepExecutor
+from infinity.engine.runtime import runtime_of
+from infinity.optim.rules import AdamWRule
+from tests.helpers import models, training
+from tests.helpers.launch import run_ranks
+from tests.helpers.reference import Rule
+from tests.helpers.saves import held
+from tests.helpers.training import optimizer_for
+
+harness = pytest.importorskip("tests.accelerator.harness")
+
+ALL = ("memory.device=64MiB",)
+#: Two units fit.
+PART = ("memory.device=512KiB",)
+SCHEDULES = (("eager", 0), ("random", 1))
+
+
+def executor_of(model: nn.Module) -> StepExecutor:
+    return runtime_of(model).executor()
+
+
+def make(overrides: list[str], seed: int = 1, clip: float | None = 1.0) -> tuple[nn.Module, infinity.AdamW]:
+    model = training.build(models.build("llama", seed=seed)[0], "bf16", overrides)
+    return model, optimizer_for(model, Rule(max_grad_norm=clip))
+
+
+def steps(model: nn.Module, optimizer: infinity.AdamW, numbers: range) -> list[float]:
+    losses = []
+    for number in numbers:
+        loss = model(**harness.batch_of(harness.Scenario(), number)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state(model: nn.Module, optimizer: infinity.AdamW) -> dict[str, Tensor]:
+    """Every weight and every moment."""
+    found = dict(infinity.state_dict(model))
+    for key, fields in optimizer.state_dict()["state"].items():
+        found |= {f"{key} {name}": torch.as_tensor(value) for name, value in fields.items()}
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def begin(schedule: str = "eager", seed: int = 0) -> Any:
+    from tests.accelerator import device, observe
+
+    simulator = device.start()
+    observe.install()
+    simulator.reset(schedule, seed)
+    torch.manual_seed(7)
+    return simulator
+
+
+def run(body: Callable[..., Any], *args: Any) -> Any:
+    """What ``body`` returns in a process whose accelerator is the simulated one."""
+    harness.needs_simulator()
+    [found] = run_ranks(body, 1, *args, group=False)
+    return found
+
+
+# --- where they are --------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Inside the context: the elements of each update on the CPU."""
+    updated, update = [], AdamWRule.update
+
+    def counting(self: AdamWRule, weight: Tensor, *args: Any) -> None:
+        updated.append(weight.numel())
+        update(self, weight, *args)
+
+    AdamWRule.update = counting  # type: ignore[method-assign]
+    try:
+        yield updated
+    finally:
+        AdamWRule.update = update  # type: ignore[method-assign]
+
+
+def places(more: tuple[str, ...]) -> dict[str, Any]:
+    """After two steps: which units are on the device, and what the host has to do with the others."""
+    begin()
+    model, optimizer = make(["memory.host=64MiB", *more])
+    steps(model, optimizer, range(1))
+    optimizer.synchronize()
+    with counted() as updated:
+        steps(model, optimizer, range(1, 2))
+        optimizer.synchronize()
+    executor = executor_of(model)
+    on_device, units = executor.tiers.on_device, executor.units
+    assert on_device is not None
+    assert executor.host is not None
+    on_cpu = [unit for unit in units if unit.index not in on_device]
+    found = {
+        "here": [unit.index in on_device for unit in units],
+        "on the cpu": sum(updated) == sum(s.numel for u in on_cpu for s in u.segments),
+        "gradients in host memory": executor.host.gradients.peak_nbytes,
+        "states": on_device.pool.leased_nbytes,
+        "most": on_device.pool.capacity_nbytes,
+        "total": sum(pool.capacity_nbytes for pool in executor.device_pools),
+        "budget": executor.budget.division.total,
+        "peak": optimizer.report(loss=0.0, tokens=1).peak_nbytes["device"],
+    }
+    optimizer.close()
+    return found
+
+
+def test_states_are_on_the_device_where_it_has_room_and_are_updated_there():
+    found = run(places, ALL)
+    assert all(found["here"])
+    assert found["on the cpu"]
+    assert found["gradients in host memory"] == 0
+    assert found["states"] == found["most"]
+    assert found["peak"] <= found["budget"]
+
+
+def test_without_a_budget_of_the_recipe_states_come_to_the_device_after_the_first_step():
+    found = run(places, ())
+    assert all(found["here"])
+    assert found["on the cpu"]
+    assert found["gradients in host memory"] > 0  # of the first step
+    assert found["peak"] <= found["budget"]
+
+
+def test_as_many_units_as_fit_are_on_the_device_and_the_others_in_host_memory():
+    found = run(places, PART)
+    assert found["here"][0]  # backward comes to it last
+    assert 0 < sum(found["here"]) < len(found["here"])
+    assert found["on the cpu"]
+    assert found["gradients in host memory"] > 0
+    assert found["states"] == found["most"]
+    assert found["total"] < found["budget"] == 512 * 1024
+    assert found["peak"] <= found["budget"]
+
+
+@pytest.mark.parametrize("more", [("memory.updates=host",), ("memory.device=64KiB",)])
+def test_states_stay_in_host_memory_if_the_recipe_says_so_or_there_is_no_room(more: tuple[str, ...]):
+    found = run(places, more)
+    assert not any(found["here"])
+    assert found["on the cpu"]
+    assert found["most"] == 0
+
+
+# --- what needs their values in host memory --------------------------------------------------
+
+
+def interrupted(folder: str, schedule: str, seed: int) -> tuple[list[str], bool, list[int]]:
+    """Races; whether a run that was interrupted twice has the bits of one that was not; where it went on."""
+    simulator = begin(schedule, seed)
+    whole = ["memory.host=64MiB", "memory.updates=host"]
+    model, optimizer = make(whole)
+    losses = steps(model, optimizer, range(6))
+    final = state(model, optimizer)
+    optimizer.close()
+    named = [f"memory.nvme=[{folder}]", "memory.host=64MiB", "memory.engine=threads", "run.name=mine"]
+    again, went_on = [], []
+    for stop, more in ((2, PART), (4, ALL), (6, PART)):
+        model, optimizer = make([*named, "durability.every=1", *more], seed=1 if stop == 2 else 99)
+        went_on.append(infinity.resume(model, optimizer))
+        again += steps(model, optimizer, range(went_on[-1], stop))
+        assert executor_of(model).tiers.on_device.elsewhere(frozenset())
+        ended = state(model, optimizer) if stop == 6 else {}
+        infinity.close(model, keep=stop < 6)
+    return [*simulator.races, *simulator.early], again == losses and same(ended, final), went_on
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seed"),
+    [SCHEDULES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SCHEDULES[1:])],
+)
+def test_a_run_whose_states_are_on_the_device_goes_on_after_every_step(
+    tmp_path: Path, schedule: str, seed: int
+):
+    assert run(interrupted, str(tmp_path), schedule, seed) == ([], True, [0, 2, 4])
+
+
+def saved(folder: str, named: bool) -> tuple[list[str], bool]:
+    """Races, and whether a checkpoint that was written beside later steps has the values of its own step."""
+    simulator = begin("random", 3)
+    place = ["memory.host=64MiB", *PART]
+    if named:
+        place += [f"memory.nvme=[{folder}/nvme]", "memory.engine=threads", "run.name=mine"]
+        place += ["durability.every=1"]
+        Path(folder, "nvme").mkdir()
+    model, optimizer = make(place)
+    steps(model, optimizer, range(2))
+    with pytest.MonkeyPatch.context() as patch, held(patch) as opened:
+        save = infinity.save_checkpoint(model, optimizer, Path(folder, "saved"), background=True)
+        steps(model, optimizer, range(2, 3))
+        opened.set()
+        steps(model, optimizer, range(3, 5))
+        save.wait()
+    optimizer.close()
+    model, optimizer = make(["memory.host=64MiB", "memory.updates=host"])
+    steps(model, optimizer, range(2))
+    expected = state(model, optimizer)
+    optimizer.close()
+    model, optimizer = make(["memory.host=64MiB"], seed=5)
+    infinity.load_checkpoint(model, optimizer, Path(folder, "saved"))
+    right = same(state(model, optimizer), expected)
+    optimizer.close()
+    return [*simulator.races, *simulator.early], right
+
+
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_checkpoint_is_written_beside_training_from_states_on_the_device(tmp_path: Path, named: bool):
+    assert run(saved, str(tmp_path), named) == ([], True)
+
+
+def played(overrides: list[str]) -> tuple[list[float], dict[str, Tensor]]:
+    """Weights read and written between steps, a step skipped, one forgotten, a layer thawed."""
+    model, optimizer = make(overrides)
+    layers: Any = model.get_submodule("model.layers")
+    layers[0].requires_grad_(False)
+    losses = steps(model, optimizer, range(2))
+    with infinity.gathered(layers[1].parameters(), modify=True), torch.no_grad():
+        for param in layers[1].parameters():
+            param.mul_(1.5)
+    losses += steps(model, optimizer, range(2, 4))
+    loss = model(**harness.batch_of(harness.Scenario(), 4)).loss
+    (loss * float("inf")).backward()
+    optimizer.step()
+    assert optimizer.skipped
+    model(**harness.batch_of(harness.Scenario(), 5)).loss.backward()
+    optimizer.zero_grad()
+    layers[0].requires_grad_(True)
+    losses += steps(model, optimizer, range(6, 8))
+    weights = {name: value.clone() for name, value in infinity.state_dict(model).items()}
+    losses += steps(model, optimizer, range(8, 9))
+    model.load_state_dict(weights)
+    losses += steps(model, optimizer, range(9, 11))
+    final = state(model, optimizer)
+    optimizer.close()
+    return losses, final
+
+
+def play_both(more: tuple[str, ...]) -> tuple[list[str], bool]:
+    simulator = begin("random", 5)
+    losses, final = played(["memory.host=64MiB", *more])
+    races = [*simulator.races, *simulator.early]
+    expected_losses, expected = played(["memory.host=64MiB", "memory.updates=host"])
+    return races, losses == expected_losses and same(final, expected)
+
+
+@pytest.mark.parametrize("more", [(), ALL, PART])
+def test_weights_are_read_and_written_between_steps_and_steps_are_skipped(more: tuple[str, ...]):
+    assert run(play_both, more) == ([], True)
+
+
+def accumulating() -> tuple[int, int, bool]:
+    """Units on the device before and with gradients that wait for micro-batches; whether bits are right."""
+    begin()
+    counts, finals = [], []
+    for more in (PART, ("memory.updates=host",)):
+        model, optimizer = make(["memory.host=64MiB", *more])
+        steps(model, optimizer, range(2))
+        on_device = executor_of(model).tiers.on_device
+        counts.append(len(on_device.elsewhere(frozenset())))
+        for number in range(2, 6):
+            with infinity.no_sync(model):
+                model(**harness.batch_of(harness.Scenario(), number)).loss.backward()
+            steps(model, optimizer, range(number, number + 1))
+            counts.append(len(on_device.elsewhere(frozenset())))
+        finals.append(state(model, optimizer))
+        optimizer.close()
+    return counts[0], counts[4], same(*finals)
+
+
+def test_units_leave_the_device_for_gradients_that_need_the_room():
+    before, after, right = run(accumulating)
+    assert before > after >= 0
+    assert right
+
+
+def failing() -> str:
+    """The error of an update on the device, as training meets it."""
+    from infinity.shards import on_device
+
+    begin()
+    model, optimizer = make(["memory.host=64MiB", *ALL])
+    steps(model, optimizer, range(2))
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise StateError("no update")
+
+    on_device.adamw_on_device = fail  # type: ignore[assignment]
+    with pytest.raises(StateError) as raised:
+        steps(model, optimizer, range(2, 6))
+    infinity.close(model)
+    return str(raised.value)
+
+
+def test_an_update_that_fails_on_the_device_ends_training_with_its_error():
+    assert "no update" in run(failing)
