@@ -6,8 +6,7 @@ its own pid, process group, environment and log, an ordinary end of the interpre
 that its starter learns. The server itself never starts a thread, so a fork inherits no lock that is held.
 
 Two servers differ in the seed of Python's hashes, as processes that are started one by one would: ranks that
-rely on the order of a set still diverge. Jobs that change the package's modules while they are imported have
-servers of their own, which have not imported it.
+rely on the order of a set still diverge.
 """
 
 import contextlib
@@ -56,12 +55,15 @@ class Job:
     environment: dict[str, str]
     path: list[str]  # sys.path
     log: str  # file for stdout and stderr
-    imported: bool = True  # the package's modules are, as they are in the source
+    imported: bool = True  # the package is; else it is imported anew, changed maybe
 
     def run(self) -> int:
         os.environ.clear()
         os.environ.update(self.environment)
         sys.path[:] = self.path
+        if not self.imported:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "infinity"]:
+                del sys.modules[name]
         os.chdir(ROOT)
         code = getattr(importlib.import_module(self.module), self.function)(self.argument)
         return int(code)
@@ -71,7 +73,7 @@ class Fork:
     """A running fork, with the members of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, job: Job, seed: int) -> None:
-        self._server = _connect(seed, job.imported)
+        self._server = _connect(seed)
         self._server.send(job)
         self.pid = int(self._server.recv())  # EOFError: the server is dead; its log lies beside its socket
         self.returncode: int | None = None
@@ -100,35 +102,33 @@ def own() -> None:
     os.environ.setdefault(OWNER, str(os.getpid()))
 
 
-def _connect(seed: int, imported: bool) -> Connection:
-    """A connection to the server of this hash seed; the first who asks starts all of a kind."""
+def _connect(seed: int) -> Connection:
+    """A connection to the server of this hash seed; the first who asks starts all servers."""
     own()
     folder = Path(tempfile.gettempdir(), f"forks-{os.getuid()}-{os.environ[OWNER]}")
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for each in SEEDS:
-            if not _address(folder, each, imported).exists():
-                _start(folder, each, imported)
-    return Client(str(_address(folder, seed, imported)), "AF_UNIX")
+            if not _address(folder, each).exists():
+                _start(folder, each)
+    return Client(str(_address(folder, seed)), "AF_UNIX")
 
 
-def _address(folder: Path, seed: int, imported: bool) -> Path:
-    return folder / f"{'server' if imported else 'bare'}.{seed}"
+def _address(folder: Path, seed: int) -> Path:
+    return folder / f"server.{seed}"
 
 
-def _start(folder: Path, seed: int, imported: bool) -> None:
+def _start(folder: Path, seed: int) -> None:
     """Start a server with a socket that listens already: who connects waits until it has imported."""
-    address = _address(folder, seed, imported)
-    given = [str(folder), os.environ[OWNER], str(int(imported))]
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(address))
+        listener.bind(str(_address(folder, seed)))
         listener.listen(64)
         listener.set_inheritable(True)
-        log = address.with_name(f"{address.name}.log")
+        log = folder / f"log.{seed}"
         os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", __name__, str(listener.fileno()), *given],
+            [sys.executable, "-m", __name__, str(folder), str(listener.fileno()), os.environ[OWNER]],
             {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -139,14 +139,13 @@ def _start(folder: Path, seed: int, imported: bool) -> None:
         )
 
 
-def serve(listener: socket.socket, folder: str, owner: int, imported: bool) -> Job | None:
+def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     """Fork for every connection until ``owner`` has ended; a fork returns with its job."""
     owner_fd = os.pidfd_open(owner)
     for name in IMPORTS:
         importlib.import_module(name)
     _start_numba()
-    if imported:
-        _import_package()
+    _import_package()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("an import has started a thread: forks would inherit the locks that it holds")
     gc.freeze()  # a collection in a fork would write to, and so copy, every page with an object
@@ -209,5 +208,5 @@ def _reap(forks: dict[int, Connection]) -> None:
 
 
 if __name__ == "__main__":
-    _job = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1")
+    _job = serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     sys.exit(0 if _job is None else _job.run())

@@ -113,7 +113,7 @@ def start_ranks(
     Args:
         group: Make the process group first.
         to_the_end: Ranks take their interpreters apart when they end.
-        imported: The package's modules are imported already.
+        imported: The package is imported already; else ranks import it anew.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = Ranks(fn, world_size, args, Path(folder), group, to_the_end, imported)
