@@ -527,7 +527,7 @@ def without_close(folder: str) -> None:
 
 
 def test_an_interpreter_that_ends_without_close_ends_cleanly(tmp_path):
-    with start_ranks(without_close, 2, str(tmp_path), group=False) as ranks:
+    with start_ranks(without_close, 2, str(tmp_path), group=False, to_the_end=True) as ranks:
         ends = ranks.wait()
     for end in ends:
         assert end.exit_code == 0, end

@@ -133,7 +133,8 @@ def children_of_ranks(folder: str) -> int:
 
 
 def test_children_of_ranks_end_and_tell_other_ranks_nothing(tmp_path):
-    assert run_ranks(children_of_ranks, 2, str(tmp_path)) == [1, 1]  # the helper's word for an exit
+    codes = run_ranks(children_of_ranks, 2, str(tmp_path), to_the_end=True)
+    assert codes == [1, 1]  # the helper's word for an exit
     assert files_in(tmp_path) == []
 
 

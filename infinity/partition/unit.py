@@ -26,6 +26,7 @@ from typing import NoReturn, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
@@ -389,10 +390,15 @@ def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Se
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One NaN expanded to ``shape``: see [Note: the released parameter]."""
-    if device.type != "cpu":
-        return _shared_nan(dtype, device).expand(shape)
-    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+    """One NaN expanded to ``shape``: see [Note: the released parameter].
+
+    Profilers of operators do not see it. When units are released differs from pass to pass, and what a step
+    itself makes is to be the same bytes in each.
+    """
+    with no_dispatch():
+        if device.type != "cpu":
+            return _shared_nan(dtype, device).expand(shape)
+        return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
 @functools.cache

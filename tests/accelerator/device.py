@@ -632,6 +632,8 @@ def start() -> Simulator:
     global _lib
     if _lib is not None:
         return simulator
+    from infinity.device import machine  # not above: it may be changed while it is imported
+
     faulthandler.enable()  # device memory that the host touches ends in a traceback
     path = str(build.library())
     torch.utils.rename_privateuse1_backend("sim")
@@ -644,6 +646,7 @@ def start() -> Simulator:
     if code := _lib.sim_start(DEVICE_NBYTES, DEVICES, callbacks):
         raise RuntimeError(f"the simulated accelerator does not start: {code}")
     _keep.append(callbacks)
+    machine._ACCELERATOR_SIZES = machine._CPU_SIZES  # large products take a second where the CPU makes them
     torch._register_device_module("sim", Module)
     torch.utils.generate_methods_for_privateuse1_backend()
     _register_kernels()

@@ -26,9 +26,11 @@ import random
 import sys
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
@@ -39,7 +41,6 @@ Clock = dict[int, int]  # of each stream, the number of its last entry that is k
 
 HOST = -1  # the host's "stream"; flights have smaller numbers
 STREAMS_PER_DEVICE = 1 << 20
-_PAGE = 13  # accesses are kept by 8 KiB of address
 _OURS = str(Path(__file__).parent)
 _SKIPPED = (f"{os.sep}torch{os.sep}", "importlib", "threading.py", "contextlib.py", "functools.py", "<")
 
@@ -97,10 +98,8 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """Bytes that a kernel, a copy or the host reads or writes."""
+    """What a kernel, a copy or the host does to some bytes: it reads or writes them."""
 
-    begin: int
-    end: int
     writes: bool
     stream: int
     seq: int
@@ -117,6 +116,44 @@ class Access:
             else f"stream {self.stream}"
         )
         return f"{self.what} on {who} {'writes' if self.writes else 'reads'} ({self.site})"
+
+
+class Accesses:
+    """The accesses to each byte of memory that later ones are compared with.
+
+    Memory is cut where accesses begin and end, and bytes side by side with the same accesses are one piece
+    again when they are accessed together.
+    """
+
+    def __init__(self) -> None:
+        self._begins = [0]  # of pieces, ascending; each ends where the next one begins
+        self._lists: list[list[Access]] = [[]]  # never changed, as pieces share them
+
+    def of(self, begin: int, end: int) -> Iterator[Access]:
+        """Accesses to any of the bytes from ``begin`` to ``end``; one may come again and again."""
+        for index in range(bisect_right(self._begins, begin) - 1, bisect_left(self._begins, end)):
+            yield from self._lists[index]
+
+    def change(self, begin: int, end: int, new: Callable[[list[Access]], list[Access]]) -> None:
+        """Replace the accesses of each piece from ``begin`` to ``end`` by ``new`` ones."""
+        first, last = self._cut(begin), self._cut(end)
+        begins: list[int] = []
+        lists: list[list[Access]] = []
+        for index in range(first, last):
+            found = new(self._lists[index])
+            if not lists or found != lists[-1]:
+                begins.append(self._begins[index])
+                lists.append(found)
+        self._begins[first:last] = begins
+        self._lists[first:last] = lists
+
+    def _cut(self, address: int) -> int:
+        """The index of the piece that begins at ``address``."""
+        index = bisect_left(self._begins, address)
+        if index == len(self._begins) or self._begins[index] != address:
+            self._begins.insert(index, address)
+            self._lists.insert(index, self._lists[index - 1])
+        return index
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +245,7 @@ class Simulator:
             self.queues: dict[int, Queue] = {}
             self.events: dict[int, Mark] = {}
             self.host: Clock = {}
-            self.pages: dict[int, list[Access]] = {}
+            self.accesses = Accesses()
             self.races: list[str] = []
             self.early: list[str] = []
             self.waits: Counter[Wait] = Counter()
@@ -341,11 +378,9 @@ class Simulator:
         with self.lock:
             found: dict[int, Access] = {}
             for begin, end in ranges:
-                for page in range(begin >> _PAGE, ((end - 1) >> _PAGE) + 1):
-                    for access in self.pages.get(page, ()):
-                        overlaps = access.begin < end and begin < access.end
-                        if overlaps and not self._known(access, HOST, self.host):
-                            found[id(access)] = access
+                for access in self.accesses.of(begin, end):
+                    if not self._known(access, HOST, self.host):
+                        found[id(access)] = access
             return list(found.values())
 
     def released(self, what: str, ranges: Sequence[Range], *, after: Sequence[int] = ()) -> None:
@@ -372,9 +407,8 @@ class Simulator:
             for begin, end in ranges:
                 if begin < end:
                     site = site or Site()
-                    mine = Access(begin, end, writing, stream, seq, what, site, flight)
-                    for page in range(begin >> _PAGE, ((end - 1) >> _PAGE) + 1):
-                        self._check_page(page, mine, clock)
+                    mine = Access(writing, stream, seq, what, site, flight)
+                    self.accesses.change(begin, end, partial(self._added, mine, clock))
 
     @staticmethod
     def _known(earlier: Access, stream: int, clock: Clock) -> bool:
@@ -383,20 +417,18 @@ class Simulator:
             return earlier.flight.seen or earlier.stream == stream
         return earlier.stream == stream or earlier.seq <= clock.get(earlier.stream, 0)
 
-    def _check_page(self, page: int, mine: Access, clock: Clock) -> None:
+    def _added(self, mine: Access, clock: Clock, others: list[Access]) -> list[Access]:
+        """The accesses to some bytes that matter from now on; note those that race with the new one."""
         kept = []
-        for other in self.pages.get(page, ()):
+        for other in others:
             ordered = self._known(other, mine.stream, clock)
-            overlaps = other.begin < mine.end and mine.begin < other.end
-            if overlaps and (mine.writes or other.writes) and not ordered and other.seq != mine.seq:
+            if (mine.writes or other.writes) and not ordered and other.seq != mine.seq:
                 self._race(other, mine)
-            # What comes before a write that covers it is never needed again, nor is a read before an equal
-            # read: what is after mine is after the other, too.
-            covered = ordered and mine.begin <= other.begin and other.end <= mine.end
-            if not (covered and (mine.writes or not other.writes)):
+            # What comes before a write is never needed again, nor is a read before another read: what is
+            # after mine is after the other, too.
+            if not (ordered and (mine.writes or not other.writes)):
                 kept.append(other)
-        kept.append(mine)
-        self.pages[page] = kept
+        return [*kept, mine]
 
     def _race(self, first: Access, second: Access) -> None:
         text = f"{first}\n  and then {second}"

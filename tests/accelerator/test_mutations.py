@@ -55,7 +55,7 @@ def noticed(mutation: Mutation, name: str, folder: Path) -> str:
         folder.mkdir(exist_ok=True, parents=True)
         given = mutation, name, str(folder), (schedule,)
         try:
-            ranks = run_ranks(play_without, world, *given, group=False)
+            ranks = run_ranks(play_without, world, *given, group=False, imported=False)
         except RanksError as error:
             return f"it fails: {str(error).strip().splitlines()[-1][:200]}"
         for [run] in ranks:

@@ -108,7 +108,7 @@ class LateEngine:
             late.run(write.wait)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.5])  # 0: the least that a plan can do, to the byte
 def test_stores_that_end_as_late_as_possible_take_nothing_beyond_the_budget(
     tmp_path, measured, monkeypatch, share
 ):

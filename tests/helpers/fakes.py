@@ -23,7 +23,8 @@ class FakeEngine:
     Args:
         threads: Requests in flight at one time.
         seconds: What each request takes.
-        fail_write: The number of the write that fails, from 1; 0: none.
+        fail_write: The number of the write that fails, from 1; 0: none. Later writes end after it, so that
+            no order of threads lets them be done first.
         fail_read: The same for reads.
         errno: With which they fail.
     """
@@ -45,6 +46,7 @@ class FakeEngine:
         self.in_flight = self.peak_in_flight = 0
         self._seconds, self._errno = seconds, errno
         self._fail = {"read": fail_read, "write": fail_write}
+        self._failed: set[str] = set()  # actions of which one has failed, and told those who wait for it
         self.counts = {"read": 0, "write": 0}  # of requests that were submitted
         self._changed = threading.Condition()
         self._may_end: Callable[[str, int], bool] = lambda action, number: True
@@ -100,13 +102,23 @@ class FakeEngine:
             self.log.append((action, extent.pieces[0].file, extent.pieces[0].offset))
             self._changed.notify_all()
         transfer = Transfer()
-        self._workers.submit(transfer.run, partial(self._move, action, count, extent, memory))
+        self._workers.submit(self._run, transfer, action, count, extent, memory)
         return transfer
+
+    def _run(self, transfer: Transfer, action: str, count: int, extent: Extent, memory: memoryview) -> None:
+        transfer.run(partial(self._move, action, count, extent, memory))
+        with self._changed:
+            if count == self._fail[action]:
+                self._failed.add(action)
+                self._changed.notify_all()
 
     def _move(self, action: str, count: int, extent: Extent, memory: memoryview) -> None:
         time.sleep(self._seconds)
+        later = 0 < self._fail[action] < count
         with self._changed:
-            ends = self._changed.wait_for(lambda: self._may_end(action, count), HANG_S)
+            ends = self._changed.wait_for(
+                lambda: self._may_end(action, count) and (not later or action in self._failed), HANG_S
+            )
             self.in_flight -= 1
             self._changed.notify_all()
             assert ends, f"{action} {count} was held for ever"

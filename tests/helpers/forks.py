@@ -1,4 +1,4 @@
-"""Starts processes as forks of one that has imported torch and transformers already.
+"""Starts processes as forks of one that has imported torch, transformers and the package already.
 
 Importing them takes many times longer than most tests. A fork server imports them once and forks for
 every request; it serves every worker of the suite and ends with it. A fork is a process like any other:
@@ -14,6 +14,7 @@ import fcntl
 import gc
 import importlib
 import os
+import pkgutil
 import shutil
 import signal
 import socket
@@ -54,11 +55,15 @@ class Job:
     environment: dict[str, str]
     path: list[str]  # sys.path
     log: str  # file for stdout and stderr
+    imported: bool = True  # the package is; else it is imported anew, changed maybe
 
     def run(self) -> int:
         os.environ.clear()
         os.environ.update(self.environment)
         sys.path[:] = self.path
+        if not self.imported:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "infinity"]:
+                del sys.modules[name]
         os.chdir(ROOT)
         code = getattr(importlib.import_module(self.module), self.function)(self.argument)
         return int(code)
@@ -140,6 +145,8 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
     owner_fd = os.pidfd_open(owner)
     for name in IMPORTS:
         importlib.import_module(name)
+    _start_numba()
+    _import_package()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         raise RuntimeError("an import has started a thread: forks would inherit the locks that it holds")
     gc.freeze()  # a collection in a fork would write to, and so copy, every page with an object
@@ -171,6 +178,22 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
             starter.send(pid)
             forks[pid] = starter
         _reap(forks)
+
+
+def _start_numba() -> None:
+    """Let numba read its tables of types and targets, which every first call in a process waits for."""
+    import numba
+    import numpy as np
+
+    numba.njit(lambda array: array.sum())(np.zeros(1, np.float32))
+
+
+def _import_package() -> None:
+    import infinity
+
+    for module in pkgutil.walk_packages(infinity.__path__, "infinity."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 def _reap(forks: dict[int, Connection]) -> None:

@@ -1,12 +1,17 @@
 """Start ranks as processes of their own, and say how each of them ended.
 
-Processes are forks of a server that has imported torch (see :mod:`tests.helpers.forks`) and nothing of
-infinity, talk over gloo on the loopback address, and their function travels by name: it must be a
-module-level function of a test module. Several checks may share a start::
+Processes are forks of a server that has imported torch and infinity (see :mod:`tests.helpers.forks`), talk
+over gloo on the loopback address, and their function travels by name: it must be a module-level function of a
+test module. Several checks may share a start::
 
     first, second = run_ranks(several, 2, (check_gather, 4), (check_reduce, 4))[0]
+
+A rank ends when its exit handlers have run. Taking the interpreter apart, too, writes to every page that the
+fork shares with its server, which takes longer than most of what ranks do here; tests of how a process ends
+ask for it with ``to_the_end``.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import itertools
@@ -17,6 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -99,10 +105,18 @@ def start_ranks(
     world_size: int,
     *args: Any,
     group: bool = True,
+    to_the_end: bool = False,
+    imported: bool = True,
 ) -> Iterator["Ranks"]:
-    """Ranks that run, for tests that kill some; nothing outlives the block."""
+    """Ranks that run, for tests that kill some; nothing outlives the block.
+
+    Args:
+        group: Make the process group first.
+        to_the_end: Ranks take their interpreters apart when they end.
+        imported: The package is imported already; else ranks import it anew.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = Ranks(fn, world_size, args, Path(folder), group)
+        ranks = Ranks(fn, world_size, args, Path(folder), group, to_the_end, imported)
         try:
             yield ranks
         finally:
@@ -161,9 +175,11 @@ class Ranks:
         args: tuple[Any, ...],
         folder: Path,
         group: bool,
+        to_the_end: bool,
+        imported: bool,
     ) -> None:
-        self.folder = folder
-        (folder / "job").write_bytes(pickle.dumps((group, fn, args)))
+        self.folder, self._imported = folder, imported
+        (folder / "job").write_bytes(pickle.dumps((group, to_the_end, fn, args)))
         port = str(free_port())
         self.processes = [self._start(rank, world_size, port) for rank in range(world_size)]
         self._since = time.monotonic()  # the first start of all also imports
@@ -186,6 +202,7 @@ class Ranks:
             environment={**os.environ, **{key: str(value) for key, value in variables.items()}},
             path=[str(ROOT), *(p for p in sys.path if p)],
             log=str(self.folder / f"log.{rank}"),
+            imported=self._imported,
         )
         return Fork(job, seed=SEEDS[rank % len(SEEDS)])
 
@@ -287,7 +304,7 @@ def run_job(argument: str) -> int:
     """What a rank does: make the group, call the function, leave the result in a file."""
     folder = Path(argument)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    group, fn, args = pickle.loads((folder / "job").read_bytes())
+    group, to_the_end, fn, args = pickle.loads((folder / "job").read_bytes())
     outcome: dict[str, Any]
     try:
         outcome = {"result": _call(group, fn, args)}
@@ -304,12 +321,14 @@ def run_job(argument: str) -> int:
     temporary.write_bytes(pickle.dumps(outcome))
     temporary.rename(path)
     code = 1 if "error_type" in outcome else 0
-    if "tests.accelerator.device" in sys.modules:
-        # Its threads may sit in C++ code, and would abort an interpreter that ends when they come back.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    if to_the_end:
+        return code
+    if "tests.accelerator.device" not in sys.modules:  # its threads may sit in C++ code for ever
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _call(group: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
