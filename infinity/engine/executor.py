@@ -109,6 +109,7 @@ class StepExecutor:
             self.prefetcher = Prefetcher(
                 self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},
                 self.budget.division.window, self._can_stay(), order,
+                routed=[unit.index for unit in streaming if unit.routed],
             )  # fmt: skip
             pins = BackwardPins(self.prefetcher)
             self.gradients = Gradients(
