@@ -287,11 +287,19 @@ class UnitBuilder:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether the module keeps alternatives in a list: two or more of one class, with parameters."""
+    """Whether the module keeps alternatives in a list: two or more of one class, with parameters.
+
+    A list of what has packed experts is one of layers, not of alternatives.
+    """
     lists = (list(each) for each in module.modules() if isinstance(each, nn.ModuleList))
     return any(
         len(items) > 1
         and len({type(item) for item in items}) == 1
         and any(True for item in items for _ in item.parameters())
+        and not any(_packs_experts(each) for item in items for each in item.modules())
         for items in lists
     )
+
+
+def _packs_experts(module: nn.Module) -> bool:
+    return any(param is not None and is_packed(module, param) for param in module._parameters.values())
