@@ -1,26 +1,30 @@
 """Parameters in tiles: never gathered whole, and the bits of those that are."""
 
-import functools
+import os
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import infinity
 from infinity.engine.runtime import runtime_of
-from tests.helpers import models, zoo
+from tests.helpers import models, quantized, zoo
 from tests.helpers.launch import run_ranks
-from tests.helpers.reference import Rule
+from tests.helpers.reference import Reference, Rule
 from tests.helpers.training import (
-    Trained,
     assert_bitwise,
     build,
     optimizer_for,
+    recipe,
     reference,
+    small_units,
     streaming,
     train,
 )
+from tests.shards.test_mapped import loaded, mapped
+from tests.shards.test_mapped import train as adapters
 
 #: Tiles of one or two experts of the tiny models; their heads and embeddings are smaller.
 TILED = {"bf16": "partition.tile=7KiB", "fp32": "partition.tile=14KiB"}
@@ -76,8 +80,6 @@ def test_experts_in_tiles_give_the_plain_loops_bits(tmp_path, case):
 
 def ranks_in_tiles(folder: str, case: str) -> list[tuple[Any, ...]]:
     """Losses, norms and weights of a rank, with whole experts and with tiles."""
-    import os
-
     rank, found = int(os.environ["RANK"]), []
     factory, batch = zoo.build(case.split()[0], seed=4)
     options = {"steps": 3, **CASES[case]}
@@ -93,6 +95,69 @@ def test_two_ranks_in_tiles_give_the_bits_of_whole_experts(tmp_path, case):
         assert tiled[0] == whole[0]
         assert tiled[1] == pytest.approx(whole[1], rel=1e-12)
         assert [name for name in whole[2] if not torch.equal(whole[2][name], tiled[2][name])] == []
+
+
+# --- linear layers, heads and embeddings -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+@pytest.mark.parametrize("change", [lambda model: None, recompute])
+def test_linear_layers_in_tiles_give_the_plain_outputs_and_gradients_within_rounding(tmp_path, name, change):
+    if name == "gpt" and change is recompute:
+        pytest.skip("its blocks are not recomputed")
+    factory, batch = models.build(name, seed=4)
+    options = {"dtype": "fp32", "steps": 5, "change": change}
+    plain = reference(factory, batch, **options)
+    ours = train(factory, batch, streaming(tmp_path, "partition.tile=1KiB"), **options)
+    assert ours.losses[0] == plain.losses[0]
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
+    for key, weight in plain.weights.items():
+        assert torch.allclose(ours.weights[key], weight, rtol=1e-3, atol=2e-4), key
+
+
+class Wide(nn.Module):
+    """Two layers, each larger than the device; tied to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4096, 64, padding_idx=3)
+        self.up = nn.Linear(64, 16384)
+        self.down = nn.Linear(16384, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.rows(tokens)
+        return (hidden + self.down(torch.tanh(self.up(hidden)))).square().mean()
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_linear_layer_larger_than_the_device_trains(tmp_path, clip):
+    def tokens(step: int) -> torch.Tensor:
+        return torch.randint(4096, (4, 8), generator=torch.Generator().manual_seed(step))
+
+    device_nbytes, rule = 2 * 2**20, Rule(max_grad_norm=clip)
+    torch.manual_seed(1)
+    plain, loop = [], Reference(Wide(), torch.float32, rule)
+    for step in range(3):
+        loss = loop.model(tokens(step))
+        loss.backward()
+        plain.append(loss.item())
+        loop.finish([loss])
+    torch.manual_seed(1)
+    model = build(
+        Wide, "fp32", streaming(tmp_path, f"memory.device={device_nbytes}", "memory.host=6MiB")
+    )
+    assert {name.partition(".")[0] for name in tiles_of(model)} == {"rows", "up", "down"}
+    assert model.up.weight.nbytes > device_nbytes
+    optimizer, runtime, losses = optimizer_for(model, rule), runtime_of(model), []
+    for step in range(3):
+        loss = model(tokens(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == plain[0]
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert runtime.peak_nbytes()["device"] <= device_nbytes
+    infinity.close(model)
 
 
 # --- what no batch is routed to ----------------------------------------------------------------------
@@ -138,4 +203,93 @@ def test_a_tile_without_tokens_is_not_read_and_has_a_gradient_of_zeros_if_it_is_
     name = "model.layers.0.mlp.experts.gate_up_proj"
     changed = [not torch.equal(a, b) for a, b in zip(after[name], before[name], strict=True)]
     assert changed == [False] * 4 if frozen else changed == [True] * 4  # decay acts on all
+    infinity.close(model)
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+def test_adapters_on_a_base_in_tiles_train_as_on_a_whole_one(tmp_path, kind):
+    transformers.utils.logging.set_verbosity_error()
+    quantized.write(kind, tmp_path / kind)
+    targets, found = ["q_b_proj", "o_proj"] if kind in ("deepseek_v3", "kimi_k2") else None, []
+    for tile in ("never", "7KiB"):
+        with loaded(
+            tmp_path / kind, tmp_path / "nvme", "memory.device=1MiB", f"partition.tile={tile}"
+        ) as model:
+            runtime = runtime_of(model)
+            assert mapped(model) == list(runtime.units)
+            assert any(unit.routed and unit.stored for unit in runtime.units) == (
+                tile != "never" and kind not in ("qwen3_fp8", "gptq")
+            )
+            found.append((adapters(model, targets=targets), infinity.state_dict(model)))
+    (whole, weights), (tiled, same) = found
+    if kind not in ("qwen3_fp8", "gptq"):
+        assert tiled == whole
+    assert [name for name in weights if not torch.equal(weights[name], same[name])] == []
+
+
+def small_state(model: nn.Module, optimizer: Any) -> Any:
+    return infinity.state_dict(model), optimizer.state_dict()["state"]
+
+
+def in_tiles(nvme: Any, tile: str, *more: str) -> tuple[Any, Any, Any]:
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model = build(factory, "bf16", streaming(nvme, f"partition.tile={tile}", *more))
+    return model, optimizer_for(model, Rule()), batch
+
+
+def test_states_in_tiles_are_saved_loaded_and_exported_by_the_models_own_names(tmp_path):
+    from tests.shards.test_resume import same
+
+    transformers.utils.logging.set_verbosity_error()
+    model, optimizer, batch = in_tiles(tmp_path / "a", "7KiB")
+    assert tiles_of(model)
+    plain = dict(zoo.build("qwen2_moe", seed=4)[0]().named_parameters())
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.items()}
+    for step in range(2):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    weights, state = small_state(model, optimizer)
+    infinity.save_checkpoint(model, optimizer, tmp_path / "portable")
+    infinity.export(model, tmp_path / "model")
+    losses = [model(**batch(9)).loss.item()]
+    infinity.close(model)
+    exported = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16).state_dict()
+    assert [name for name in weights if not torch.equal(weights[name], exported[name])] == []
+    for tile in ("never", "4KiB"):
+        model, optimizer, _ = in_tiles(tmp_path / "b", tile)
+        infinity.load_checkpoint(model, optimizer, tmp_path / "portable")
+        same(small_state(model, optimizer), (weights, state))
+        infinity.close(model)
+        model, optimizer, _ = in_tiles(tmp_path / "b", tile)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        same(small_state(model, optimizer), (weights, state))
+        assert model(**batch(9)).loss.item() == losses[0] or tile == "4KiB"
+        infinity.close(model)
+        with small_units():
+            model = infinity.from_pretrained(
+                tmp_path / "model", recipe("bf16", streaming(tmp_path / "b", f"partition.tile={tile}"))
+            )
+        loaded = infinity.state_dict(model)
+        assert [name for name in weights if not torch.equal(weights[name], loaded[name])] == []
+        infinity.close(model)
+
+
+@pytest.mark.parametrize(("before", "after"), [("7KiB", "7KiB"), ("7KiB", "3KiB"), ("never", "7KiB"), ("7KiB", "never")])
+def test_a_run_goes_on_in_other_tiles(tmp_path, before, after):
+    from tests.shards.test_resume import same
+
+    model, optimizer, batch = in_tiles(tmp_path, before, "run.name=mine")
+    infinity.resume(model, optimizer)
+    for step in range(2):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    was = small_state(model, optimizer)
+    infinity.close(model, keep=True)
+    model, optimizer, batch = in_tiles(tmp_path, after, "run.name=mine")
+    assert infinity.resume(model, optimizer) == 2
+    same(small_state(model, optimizer), was)
     infinity.close(model)
