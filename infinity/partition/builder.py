@@ -84,10 +84,12 @@ class TileSizes:
 
         A linear layer is tiled only where it could not be gathered at all (its gradient and update, and two
         units in flight), because the gradient of its input is rounded otherwise. Experts in tiles give the
-        same bits.
+        same bits. What is no larger than any unit may be is not tiled.
         """
         copies = 2 + (2 if world_size == 1 else 4)  # as infinity.core.budget counts them
-        return cls(device_nbytes // 32, device_nbytes // copies, device_nbytes // (2 * copies))
+        least = TARGET_SHARD_NBYTES * world_size
+        sizes = (device_nbytes // 32, device_nbytes // copies, device_nbytes // (2 * copies))
+        return cls(*(max(least, nbytes) for nbytes in sizes))
 
     def rows(self, module: nn.Module, param: nn.Parameter, itemsize: int) -> int:
         """Rows of a tile of a parameter of ``module``; 0: it is not tiled."""
