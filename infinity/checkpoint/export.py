@@ -149,8 +149,8 @@ def plan_export(
     tiles: dict[int, list[_Location]] = {}  # in order, by id of the parameter
     for unit in units:
         for s in unit.segments:
-            place = _Location(unit.index, s.offset, s.first, s.first + s.numel)
-            tiles.setdefault(id(s.whole), []).append(place)
+            home = _Location(unit.index, s.offset, s.first, s.first + s.numel)
+            tiles.setdefault(id(s.whole), []).append(home)
     places_of = {
         name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()
     }

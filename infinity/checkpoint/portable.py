@@ -150,7 +150,8 @@ class Contents:
             if id(segment.whole) in name_of and (segment.whole.requires_grad or segment.steps):
                 path = OPTIMIZER, "state", name_of[id(segment.whole)]
                 self._moments[id(segment.whole)] = tuple(
-                    self._add_tensor(torch.float32, segment.whole_shape, (*path, moment)) for moment in MOMENTS
+                    self._add_tensor(torch.float32, segment.whole_shape, (*path, moment))
+                    for moment in MOMENTS
                 )
                 steps.setdefault(segment.steps, []).append((*path, "step"))
         for count, paths in steps.items():

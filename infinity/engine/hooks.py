@@ -32,10 +32,10 @@ complete, which with tied weights would be the whole backward pass. Then what a 
 for whole logits, and ranks may differ: with ``auto`` their batches decide.
 
 [Note: tiles]
-Operators on a parameter in tiles use one tile after the other (:mod:`infinity.partition.tiles`), and what they
-save of it becomes a handle also where another part has opened hooks of its own: ``torch.utils.checkpoint``. So
-a tile need not stay in memory until the backward pass of a recomputed forward. A trained parameter of which some
-tile has a gradient has one of zeros in the others, as a whole one would.
+Operators on a parameter in tiles use one tile after the other (:mod:`infinity.partition.tiles`), and what
+they save of it becomes a handle also where another part has opened hooks of its own:
+``torch.utils.checkpoint``. So a tile need not stay in memory until the backward pass of a recomputed forward.
+A trained parameter of which some tile has a gradient has one of zeros in the others, as a whole one would.
 
 [Note: hooks of tensors]
 Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
@@ -292,7 +292,7 @@ class Hooks:
                 self.prefetcher.end_inference()
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
-        """Context in which a saved tensor of a unit becomes a handle, and others go where they went before."""
+        """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not torch.is_grad_enabled() or (outer is not None and outer[0] == self.pack):
             return nullcontext()

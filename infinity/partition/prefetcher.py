@@ -24,7 +24,8 @@ the plan of the next pass.
 [Note: routed units]
 Which tiles of experts a step uses depends on its batch, so no plan has them, and none is brought that is not
 used. When a use of one comes, those that follow it are known (:mod:`infinity.partition.tiles`) and begin to
-arrive, as far as there is room; in backward, those before it. They are the first to go. Plans leave room for two.
+arrive, as far as there is room; in backward, those before it. They are the first to go. Plans leave room for
+two.
 """
 
 from bisect import bisect_left
@@ -162,6 +163,7 @@ class Prefetcher:
         self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
         self.can_stay, self.order = can_stay, order or StepOrder()
         self.routed = frozenset(routed)
+        self.routed_used: set[int] = set()  # in this training pass
         self._before: dict[int, int | None] = {}  # of a routed unit, the one that was used before it
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
@@ -232,6 +234,7 @@ class Prefetcher:
         """An optimizer step: from the next event on, a new pass; its first units go out now."""
         self._conclude(self.training)
         self.on_demand = 0
+        self.routed_used.clear()
         self.planned = [] if self.training.plan else None
         if self.running is self.training:
             self._begin()
@@ -293,6 +296,8 @@ class Prefetcher:
 
     def _use_routed(self, unit: int, following: Sequence[int] | None) -> None:
         """See [Note: routed units]."""
+        if self.running is self.training:
+            self.routed_used.add(unit)
         if following is None:
             following, before = [], self._before.get(unit)
             while before is not None and len(following) < len(self.routed):
@@ -302,8 +307,7 @@ class Prefetcher:
             self._before.update(zip(following, (unit, *following[:-1]), strict=True))
         if unit not in self.present:
             self._make_room(unit)
-            self._expect(unit)
-            self._start(unit)
+            self._start_routed(unit)
         self._unforeseen[unit] = None
         self.present.move_to_end(unit)
         for coming in following:
@@ -312,10 +316,15 @@ class Prefetcher:
             self._evict([u for u in self._unforeseen if u != unit and u not in following], coming)
             if not self._fits(coming):
                 break
-            self._expect(coming)
-            self._start(coming)
-            self._unforeseen[coming] = None
+            self._start_routed(coming)
         self.mover.finish(unit)
+
+    def _start_routed(self, unit: int) -> None:
+        if self.running is self.visit:
+            self.planned = None
+        self._expect(unit)
+        self._start(unit)
+        self._unforeseen[unit] = None
 
     def _begin(self) -> None:
         """Before the first event of a pass: bring in its nearest future."""

@@ -1,8 +1,8 @@
 """Parameters in tiles: operators that read one are computed tile by tile, in unmodified models.
 
-A parameter that is too large to be gathered whole is divided by rows over several units (see [Note: tiles] in
-:mod:`infinity.partition.unit`). It becomes a :class:`TiledParameter`. What the model's own forward does with it
-comes to ``__torch_function__``, which gathers one tile after the other:
+A parameter that is too large to be gathered whole is divided by rows over several units (see [Note: tiles]
+in :mod:`infinity.partition.unit`). It becomes a :class:`TiledParameter`. What the model's own forward does
+with it comes to ``__torch_function__``, which gathers one tile after the other:
 
     linear layers, heads    an output for each tile, which are joined: ``F.linear``
     embeddings              the rows of each tile, which are put in order: ``F.embedding``
@@ -42,12 +42,17 @@ Unite = Callable[[Sequence[bool]], Sequence[bool]]
 
 #: What may be asked of a tiled parameter: nothing that reads its values, but of its placeholder.
 _PLAIN = frozenset(
-    "__get__ __set__ __len__ __hash__ __repr__ __format__ size dim ndimension numel nelement stride element_size "
-    "storage_offset untyped_storage data_ptr get_device is_floating_point is_complex is_contiguous is_pinned "
-    "is_shared is_inference is_conj is_neg requires_grad_ register_hook register_post_accumulate_grad_hook detach "
-    "detach_ to cpu cuda type has_names _is_view _has_compatible_shallow_copy_type _has_symbolic_sizes_strides "
-    "empty_like zeros_like ones_like is_tensor".split()
-)
+    [
+        "__get__", "__set__", "__len__", "__hash__", "__repr__", "__format__", "size", "dim",
+        "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset",
+        "untyped_storage", "data_ptr", "get_device", "is_floating_point", "is_complex",
+        "is_contiguous", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg",
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "detach",
+        "detach_", "to", "cpu", "cuda", "type", "has_names", "_is_view",
+        "_has_compatible_shallow_copy_type", "_has_symbolic_sizes_strides", "empty_like",
+        "zeros_like", "ones_like", "is_tensor",
+    ]
+)  # fmt: skip
 _TRANSPOSED = ("T", "mT", "H", "mH")
 
 
@@ -122,7 +127,7 @@ class TiledWeight:
         hit = self.unite([begin < end for begin, end in zip(begins, ends, strict=True)])
         used = [i for i in range(len(ends)) if hit[i]] or [0]
         numels = [ends[i] - begins[i] for i in used]
-        *parts, rest = inputs.split([*numels, len(inputs) - sum(numels)])
+        *parts, rest = torch.split(inputs, [*numels, len(inputs) - sum(numels)])
         outputs = []
         for at, (i, part) in enumerate(zip(used, parts, strict=True)):
             unit, segment = self.places[i]
@@ -219,7 +224,7 @@ class TileView:
         view = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
         assert view is not None, "torch found it"
         if len(args) > 1 and args[1] is view and isinstance(args[0], Tensor):
-            inputs, *rest = args[0], *args[2:]
+            inputs, rest = args[0], args[2:]
             if view.row is None and "grouped_mm" in name:
                 options = dict(kwargs)
                 offs = options.pop("offs", None)

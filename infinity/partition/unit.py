@@ -19,8 +19,8 @@ from all ranks is decoded into the flat buffer.
 
 [Note: tiles]
 A parameter that is too large to be gathered whole is divided by rows (dimension 0) over several units, its
-tiles (:mod:`infinity.partition.tiles`). Autograd sees a parameter for each tile, the only one of its unit. The
-model's own parameter stays what it is by name and shape, and always a placeholder.
+tiles (:mod:`infinity.partition.tiles`). Autograd sees a parameter for each tile, the only one of its unit.
+The model's own parameter stays what it is by name and shape, and always a placeholder.
 """
 
 import functools
@@ -369,7 +369,7 @@ class UnitIndex(Sequence[Unit]):
             self.add(unit)
 
     def find(self, param: nn.Parameter) -> tuple[Unit, Segment] | None:
-        """Return the unit and the segment of ``param``; None when no unit holds it, or several hold its tiles."""
+        """Return the unit and the segment of ``param``; None when no unit holds it, or it is in tiles."""
         return self._places.get(id(param))
 
     def places(self, param: nn.Parameter) -> Sequence[tuple[Unit, Segment]]:

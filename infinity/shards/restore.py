@@ -28,7 +28,6 @@ from infinity.shards.store import ShardStore, Version, versions_of_plain, versio
 from infinity.shards.tiers import Tiers
 from infinity.shards.verified import BlockSums, load_sums
 
-
 #: The name of a tile: that of its parameter, and its rows.
 _TILE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
