@@ -488,8 +488,8 @@ class CheckpointValues:
             if not torch.equal(other.view(torch.uint8), out.view(torch.uint8)):
                 raise CheckpointError(
                     f"{self._checkpoint.path}: {name} and {segment.whole_name} are one parameter of the "
-                    "model, but the checkpoint has different values for them. If they should be two, override "
-                    "the config: tie_word_embeddings=False"
+                    "model, but the checkpoint has different values for them. If they should be two, "
+                    "override the config: tie_word_embeddings=False"
                 )
 
     def _show_progress(self, done_nbytes: int) -> None:

@@ -283,7 +283,8 @@ class Hooks:
             self.prefetcher.begin_visit()
         self.prefetcher.use(unit.index, [each.index for each in following])
         try:
-            unit.check_all_attached()
+            for segment in unit.segments:
+                self._check_attached(unit, segment)
             with self._saving_handles():
                 yield
         finally:
@@ -298,14 +299,16 @@ class Hooks:
             return nullcontext()
 
         def pack(tensor: Tensor) -> Any:
-            if self.unit_of(tensor) is not None:
-                return self.pack(tensor)
-            return tensor if outer is None else outer[0](tensor)
+            ours = self.unit_of(tensor) is not None
+            if ours:
+                return ours, self.pack(tensor)
+            return ours, tensor if outer is None else outer[0](tensor)
 
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Handle):
-                return self.unpack(packed)
-            return packed if outer is None else outer[1](packed)
+        def unpack(packed: Any) -> Any:
+            ours, value = packed
+            if ours:
+                return self.unpack(value)
+            return value if outer is None else outer[1](value)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

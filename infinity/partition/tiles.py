@@ -63,12 +63,14 @@ class TiledWeight:
     Attributes:
         places: Unit and segment of each tile, in order.
         several_ranks: Other ranks have the same units.
+        without_values: Tensors have none: tokens are divided equally.
     """
 
     places: Sequence[tuple[Unit, Segment]]
     using: Using
     unite: Unite
-    several_ranks: bool
+    several_ranks: bool = False
+    without_values: bool = False
 
     @property
     def name(self) -> str:
@@ -94,9 +96,13 @@ class TiledWeight:
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self.places[0][1].whole_shape[0]
         rows, order = [], []
-        for unit, segment in self.places:
+        for number, (unit, segment) in enumerate(self.places):
             first, stop = segment.rows.start, segment.rows.stop
-            here = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
+            if self.without_values:
+                parts = [len(flat) * each // len(self.places) for each in (number, number + 1)]
+                here = torch.arange(*parts, device=flat.device)
+            else:
+                here = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
             padding = None
             if padding_idx is not None and first <= padding_idx < stop:
                 padding = padding_idx - first
@@ -121,7 +127,10 @@ class TiledWeight:
             offs: Where each expert's tokens end.
             transposed: Whether the last two dimensions of the weight are.
         """
-        stops: list[int] = offs.tolist()
+        if self.without_values:
+            stops = [len(inputs) * (each + 1) // len(offs) for each in range(len(offs))]
+        else:
+            stops = offs.tolist()
         ends = [stops[segment.rows.stop - 1] for _, segment in self.places]
         begins = [0, *ends[:-1]]
         hit = self.unite([begin < end for begin, end in zip(begins, ends, strict=True)])
@@ -206,6 +215,15 @@ class TileView:
             self.weight.refuse("transposing experts")
         return replace(self, transposed=not self.transposed)
 
+    def __getitem__(self, index: Any) -> "TileView":
+        row = _row(index)
+        if row is None or self.row is not None or self.transposed or self.ndim != 3:
+            self.weight.refuse("indexing")
+        return replace(self, row=row)
+
+    def is_floating_point(self) -> bool:
+        return True
+
     @property
     def mT(self) -> "TileView":  # noqa: N802  (torch's name)
         return self.transpose(-2, -1)
@@ -230,6 +248,10 @@ class TileView:
                 offs = options.pop("offs", None)
                 if offs is not None and not rest:
                     return view.weight.grouped(func, inputs, offs, view.transposed, **options)
+            elif view.row is None and name in ("linear", "embedding") and not view.transposed:
+                return getattr(view.weight, name)(inputs, *rest, **kwargs)
+            elif view.row is None and name in ("matmul", "mm") and view.transposed and view.ndim == 2:
+                return view.weight.linear(inputs)
             elif view.row is not None and name in ("linear", "matmul", "mm"):
                 return view.weight.with_expert(
                     view.row, lambda values: func(inputs, view._oriented(values), *rest, **kwargs)
@@ -254,20 +276,13 @@ class TiledParameter(nn.Parameter):
         if name in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is functional.linear and len(args) > 1 and isinstance(args[1], cls):
-            return args[1].tiled.linear(args[0], *args[2:], **kwargs)
-        if func is functional.embedding and len(args) > 1 and isinstance(args[1], cls):
-            return args[1].tiled.embedding(args[0], *args[2:], **kwargs)
         own = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
         if own is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         whole = TileView(own.tiled)
-        if args and args[0] is own and own.dim() == 3:
-            if name in ("transpose", "t"):
-                return getattr(whole, name)(*args[1:], **kwargs)
-            if name == "__getitem__" and (row := _row(args[1])) is not None:
-                return replace(whole, row=row)
+        if args and args[0] is own and name in ("transpose", "t", "__getitem__"):
+            return getattr(whole, name)(*args[1:], **kwargs)
         if len(args) > 1 and args[1] is own:
             return TileView.__torch_function__(func, types, (args[0], whole, *args[2:]), kwargs)
         return own.tiled.refuse(name)
