@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 import infinity
+from infinity import StateError
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models, quantized, zoo
 from tests.helpers.launch import run_ranks
@@ -25,6 +26,7 @@ from tests.helpers.training import (
 )
 from tests.shards.test_mapped import loaded, mapped
 from tests.shards.test_mapped import train as adapters
+from tests.shards.test_resume import same
 
 #: Tiles of one or two experts of the tiny models; their heads and embeddings are smaller.
 TILED = {"bf16": "partition.tile=7KiB", "fp32": "partition.tile=14KiB"}
@@ -78,33 +80,111 @@ def test_experts_in_tiles_give_the_plain_loops_bits(tmp_path, case):
     assert_bitwise(train(factory, batch, ["memory.host=1GiB", tiled], **options), plain)
 
 
-def ranks_in_tiles(folder: str, case: str) -> list[tuple[Any, ...]]:
-    """Losses, norms and weights of a rank, with whole experts and with tiles."""
-    rank, found = int(os.environ["RANK"]), []
-    factory, batch = zoo.build(case.split()[0], seed=4)
-    options = {"steps": 3, **CASES[case]}
-    for tile in ("partition.tile=never", TILED[options["dtype"]]):
-        ours = train(factory, batch, streaming(folder, tile), rank=rank, world=2, **options)
-        found.append((ours.losses, ours.norms, ours.weights))
+RANKS = ("qwen2_moe", "deepseek_v3", "qwen2_moe frozen")
+
+
+def ranks_in_tiles(folder: str) -> list[list[tuple[Any, ...]]]:
+    """Losses, norms and weights of a rank, with whole experts and with tiles, by case."""
+    rank = int(os.environ["RANK"])
+    found = []
+    for case in RANKS:
+        factory, batch = zoo.build(case.split()[0], seed=4)
+        options = {**CASES[case], "steps": 3}
+        trained = [
+            train(factory, batch, streaming(folder, tile), rank=rank, world=2, **options)
+            for tile in ("partition.tile=never", TILED[options["dtype"]])
+        ]
+        found.append([(each.losses, each.norms, each.weights) for each in trained])
     return found
 
 
-@pytest.mark.parametrize("case", ["qwen2_moe", "deepseek_v3", "qwen2_moe frozen"])
-def test_two_ranks_in_tiles_give_the_bits_of_whole_experts(tmp_path, case):
-    for whole, tiled in run_ranks(ranks_in_tiles, 2, str(tmp_path), case):
-        assert tiled[0] == whole[0]
-        assert tiled[1] == pytest.approx(whole[1], rel=1e-12)
-        assert [name for name in whole[2] if not torch.equal(whole[2][name], tiled[2][name])] == []
+def test_two_ranks_in_tiles_give_the_bits_of_whole_experts(tmp_path):
+    for cases in run_ranks(ranks_in_tiles, 2, str(tmp_path)):
+        for whole, tiled in cases:
+            assert tiled[0] == whole[0]
+            assert tiled[1] == pytest.approx(whole[1], rel=1e-12)
+            assert [name for name in whole[2] if not torch.equal(whole[2][name], tiled[2][name])] == []
+
+
+def one_by_one(folder: str) -> str:
+    """What a rank is told whose experts run in a loop."""
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model = build(factory, "bf16", streaming(folder, TILED["bf16"]))
+    eager(model)
+    with pytest.raises(StateError) as raised:
+        model(**batch(0))
+    infinity.close(model)
+    return str(raised.value)
+
+
+def test_several_ranks_refuse_experts_one_by_one_and_say_what_can_be(tmp_path):
+    for text in run_ranks(one_by_one, 2, str(tmp_path)):
+        assert "grouped_mm implementation, or eager with one rank" in text
+        assert "partition.tile=never" in text
+
+
+WAYS: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "recomputed": ("memory.activations=recompute",),
+    "offloaded": ("memory.activations=offload",),
+    "planned": ("memory.activations=plan", "memory.device=3MiB"),
+}
+
+
+def losses_by(way: str, folder: Any, tile: str, change: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model = build(factory, "bf16", streaming(folder, tile, *WAYS[way]))
+    change(model)
+    optimizer, losses = optimizer_for(model, Rule(max_grad_norm=None)), []
+    runs: Any = infinity.layer_schedule(model, micro_batches=4) if way == "layers" else model
+    for step in range(4):
+        loss = runs(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    weights = infinity.state_dict(model)
+    infinity.close(model)
+    return losses, weights
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [lambda model: None, freeze_experts], ids=["trained", "frozen"])
+def test_activations_and_schedules_of_tiles_are_those_of_whole_experts(tmp_path, way, change):
+    whole, weights = losses_by(way, tmp_path, "partition.tile=never", change)
+    tiled, same = losses_by(way, tmp_path, TILED["bf16"], change)
+    assert tiled == whole
+    assert [name for name in weights if not torch.equal(weights[name], same[name])] == []
+
+
+def test_an_operator_that_reads_a_tiled_parameter_as_a_whole_is_refused_by_name(tmp_path):
+    factory, _ = zoo.build("qwen2_moe", seed=4)
+    model: Any = build(factory, "bf16", streaming(tmp_path, TILED["bf16"]))
+    experts = model.model.layers[0].mlp.experts
+    with pytest.raises(StateError, match=r"abs on model\.layers\.0\.mlp\.experts\.gate_up_proj, .* tiles"):
+        experts.gate_up_proj.abs()
+    with pytest.raises(StateError, match="indexing on"):
+        experts.gate_up_proj[torch.tensor([0, 1])]
+    assert experts.gate_up_proj.shape == (4, 48, 32)
+    with infinity.gathered([experts.gate_up_proj], modify=True):
+        experts.gate_up_proj.mul_(2)
+        doubled = experts.gate_up_proj.detach().clone()
+    assert torch.equal(infinity.state_dict(model)["model.layers.0.mlp.experts.gate_up_proj"], doubled)
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("tile", ["0", "some", "-1MiB"])
+def test_a_wrong_size_of_tiles_is_refused(tile):
+    with pytest.raises(infinity.RecipeError, match="auto, never, or a size such as 64MiB"):
+        infinity.load_recipe(overrides=[f"partition.tile={tile}"])
 
 
 # --- linear layers, heads and embeddings -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt"])
-@pytest.mark.parametrize("change", [lambda model: None, recompute])
+@pytest.mark.parametrize(
+    ("name", "change"), [("llama", lambda model: None), ("gpt", lambda model: None), ("llama", recompute)]
+)
 def test_linear_layers_in_tiles_give_the_plain_outputs_and_gradients_within_rounding(tmp_path, name, change):
-    if name == "gpt" and change is recompute:
-        pytest.skip("its blocks are not recomputed")
     factory, batch = models.build(name, seed=4)
     options = {"dtype": "fp32", "steps": 5, "change": change}
     plain = reference(factory, batch, **options)
@@ -225,10 +305,10 @@ def test_adapters_on_a_base_in_tiles_train_as_on_a_whole_one(tmp_path, kind):
                 tile != "never" and kind not in ("qwen3_fp8", "gptq")
             )
             found.append((adapters(model, targets=targets), infinity.state_dict(model)))
-    (whole, weights), (tiled, same) = found
+    (whole, weights), (tiled, loaded_weights) = found
     if kind not in ("qwen3_fp8", "gptq"):
         assert tiled == whole
-    assert [name for name in weights if not torch.equal(weights[name], same[name])] == []
+    assert [name for name in weights if not torch.equal(weights[name], loaded_weights[name])] == []
 
 
 def small_state(model: nn.Module, optimizer: Any) -> Any:
@@ -242,8 +322,6 @@ def in_tiles(nvme: Any, tile: str, *more: str) -> tuple[Any, Any, Any]:
 
 
 def test_states_in_tiles_are_saved_loaded_and_exported_by_the_models_own_names(tmp_path):
-    from tests.shards.test_resume import same
-
     transformers.utils.logging.set_verbosity_error()
     model, optimizer, batch = in_tiles(tmp_path / "a", "7KiB")
     assert tiles_of(model)
@@ -283,8 +361,6 @@ def test_states_in_tiles_are_saved_loaded_and_exported_by_the_models_own_names(t
     ("before", "after"), [("7KiB", "7KiB"), ("7KiB", "3KiB"), ("never", "7KiB"), ("7KiB", "never")]
 )
 def test_a_run_goes_on_in_other_tiles(tmp_path, before, after):
-    from tests.shards.test_resume import same
-
     model, optimizer, batch = in_tiles(tmp_path, before, "run.name=mine")
     infinity.resume(model, optimizer)
     for step in range(2):

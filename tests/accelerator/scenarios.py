@@ -82,12 +82,8 @@ SLOW: dict[str, Scenario] = {
     "two ranks, experts": Scenario(
         model="mixtral", world=2, steps=2, more=("partition.leaf=[MixtralExperts]",)
     ),
-    "two ranks, experts in tiles": Scenario(
-        model="mixtral", world=2, steps=2, more=("partition.tile=7KiB",)
-    ),
-    "base in MXFP4 in tiles": Scenario(
-        base="gpt_oss", lora=4, steps=2, more=("partition.tile=7KiB",)
-    ),
+    "two ranks, experts in tiles": Scenario(model="mixtral", world=2, steps=2, more=("partition.tile=7KiB",)),
+    "base in MXFP4 in tiles": Scenario(base="gpt_oss", lora=4, steps=2, more=("partition.tile=7KiB",)),
     "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
