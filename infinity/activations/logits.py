@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -59,6 +60,8 @@ def find_head(model: nn.Module) -> nn.Module | None:
             return None
         if hasattr(module, "get_output_embeddings"):
             head = module.get_output_embeddings()
+            if head is not None and any(map(has_torch_function_unary, head._parameters.values())):
+                return None  # computed in tiles
             if head is not None:
                 head = vars(head).get("module", head)  # a stand-in of the layer schedule is in its place
             sized = isinstance(getattr(head, "in_features", None), int) and hasattr(head, "out_features")

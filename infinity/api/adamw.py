@@ -81,7 +81,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             _check_numbers(self.param_groups[-1])
             for param in self.param_groups[-1]["params"]:
-                if param.requires_grad and self.runtime.units.find(param) is None:
+                if param.requires_grad and not self.runtime.units.places(param):
                     raise StateError(
                         f"a parameter of shape {tuple(param.shape)} in a parameter group is not one of this "
                         "model's that were made under infinity.Init, so no tier holds it"
@@ -218,7 +218,8 @@ class AdamW(torch.optim.Optimizer):
             planned_nbytes_written=planned[1] if planned else None,
             on_demand=executor.on_demand, speculated=executor.updates.speculated,
             rolled_back=executor.updates.rolled_back,
-            spilled_nbytes=executor.updates.spilled_nbytes, peak_nbytes=runtime.peak_nbytes(),
+            spilled_nbytes=executor.updates.spilled_nbytes, tiles=len(executor.prefetcher.routed),
+            tiles_used=executor.tiles_used, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property
@@ -308,11 +309,10 @@ class AdamW(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         """Every trainable parameter of the model is in a unit."""
         for name, param in self.model.named_parameters():
-            place = self.runtime.units.find(param)
-            if place is not None:
-                unit, segment = place
+            places = self.runtime.units.places(param)
+            for unit, segment in places:
                 unit.check_data(segment)
-            elif param.requires_grad:
+            if param.requires_grad and not places:
                 raise StateError(
                     f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules "
                     "inside `with infinity.Init(recipe)` or, of a finished model, `with "

@@ -9,7 +9,8 @@ from infinity.engine.runtime import runtime_of
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
     """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
-    All micro-batches of a step go through a block before the next block is read::
+    All micro-batches of a step go through a block before the next block is read (tiles of a parameter that is
+    too large to be gathered whole are read for each micro-batch)::
 
         scheduled = infinity.layer_schedule(model, micro_batches=8)  # once, after the optimizer
         for batch in loader:  # of 8 micro-batches, row after row
@@ -27,8 +28,9 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
         StateError: No blocks were found.
     """
     schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)
-    units = [
-        {u.index for u in runtime.units.holding(block.parameters())} for block in schedule.blocks.modules
+    units = [  # tiles are used one by one
+        {place[0].index for param in block.parameters() if (place := runtime.units.find(param)) is not None}
+        for block in schedule.blocks.modules
     ]
     runtime.executor().hold_blocks(units, str(schedule.blocks))
     return schedule

@@ -208,9 +208,9 @@ def _adapters(model: Any, units: UnitIndex) -> dict[str, torch.Tensor]:
     wanted = {id(param) for param in kept.values()}
     values: dict[str, torch.Tensor] = {}
     for unit in units:
-        inside = {id(s.param) for s in unit.segments} & wanted
+        inside = {id(s.whole) for s in unit.segments} & wanted
         if inside:
-            with gathered([s.param for s in unit.segments]):
+            with gathered([s.whole for s in unit.segments]):
                 values |= {n: p.detach().cpu().clone() for n, p in named.items() if id(p) in inside}
     return values
 

@@ -122,7 +122,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
             runtime.tiers.put(unit, values.master(unit), values.moments(unit))
             unit.updates += 1
             for segment in unit.segments:
-                segment.steps = values.steps.get(id(segment.param), 0)
+                segment.steps = values.steps.get(id(segment.whole), 0)
         values.fill_whole()
         if optimizer is not None:
             scaler = {key: values.extra("loss_scaler", key) for key in ("scale", "good_steps")}

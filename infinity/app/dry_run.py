@@ -43,7 +43,7 @@ from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget
 from infinity.engine.executor import reduction_dtype
-from infinity.partition.builder import UnitBuilder
+from infinity.partition.builder import TileSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.planner.clock import StepSetup
@@ -182,10 +182,18 @@ def dry_run(recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = 
         ranks, dtype, machine.on_accelerator
     ):  # fmt: skip
         same = ("model", "lora", "partition")
-        if all(getattr(recipe, part) == getattr(like.recipe, part) for part in same):
+        alike = all(getattr(recipe, part) == getattr(like.recipe, part) for part in same)
+        if alike and _tile_sizes(recipe, machine, ranks) == like._model.tiles:
             made = like._model
-    made = made or _Model(recipe, machine, ranks, DTYPES[dtype])
+    made = made or _Model(recipe, machine, ranks, DTYPES[dtype], _tile_sizes(recipe, machine, ranks))
     return _Planner(recipe, machine, ranks, dtype, made).result()
+
+
+def _tile_sizes(recipe: Recipe, machine: Machine, ranks: int) -> TileSizes | None:
+    nbytes = recipe.memory.device
+    if nbytes is None and machine.on_accelerator:
+        nbytes = machine.devices.memory
+    return TileSizes.of(recipe.partition.tile, nbytes, ranks)
 
 
 # --- the model ---------------------------------------------------------------------------------------
@@ -238,10 +246,14 @@ class _Model:
         model: With adapters, if the recipe has them.
         notes: Lines for people about what is taken for granted.
         values: Know what of the model travels in its stored form.
+        tiles: Which parameters are tiled.
     """
 
-    def __init__(self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype, tiles: TileSizes | None
+    ) -> None:
         self.notes: list[str] = []
+        self.tiles = tiles
         self.values = _NoValues()
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.construction = Construction(
@@ -251,6 +263,7 @@ class _Model:
                 ranks,
                 close,
                 recipe.partition.leaf,
+                tiles=tiles,
                 without_values=True,
                 on_accelerator=machine.on_accelerator,
             ),
@@ -273,6 +286,8 @@ class _Model:
         self.units = self.construction.builder.units
         self.leaves = self.construction.builder.leaves if ranks > 1 else {}
         self.model.train()
+        if any(unit.routed for unit in self.units):
+            self.notes.append("experts are computed in tiles: planned as if each step used all of them")
         self._records: dict[object, Record] = {}
 
     def record(self, subject: Subject, plan: ActivationPlan) -> Record:
@@ -333,7 +348,8 @@ class _Model:
             segment.param = nn.Parameter(
                 torch.empty(param.shape, dtype=unit.dtype, device="cpu"), param.requires_grad
             )
-            fakes[id(param)] = segment.param
+            if segment.whole is param:
+                segment.whole = fakes[id(param)] = segment.param
         for module in self.model.modules():
             own = {n: p if p is None else fakes.get(id(p), p) for n, p in module._parameters.items()}
             module.__dict__["_parameters"] = own

@@ -34,6 +34,7 @@ from infinity.core.profile import Phase, SlotKey
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.prefetch_plan import Event
 
@@ -324,7 +325,7 @@ class _Uses:
     def holds(self, units: Collection[int]) -> bool:
         return sum(self._nbytes.get(unit, 0) for unit in units) <= self._capacity_nbytes
 
-    def use(self, unit: int) -> None:
+    def use(self, unit: int, following: Sequence[int] | None = None) -> None:
         self._tell(Do.USE, unit)
 
     def unpin(self, unit: int) -> None:
@@ -386,8 +387,11 @@ class _RecordedHooks(Hooks):
     def _check_attached(self, unit: Unit, segment: Segment) -> None:
         """Do nothing: fake parameters view no buffer."""
 
+    def unit_of(self, tensor: Tensor) -> Unit | None:
+        return self.by_storage.get(tensor.untyped_storage()._cdata)
+
     def pack(self, tensor: Tensor) -> Any:
-        unit = self.by_storage.get(tensor.untyped_storage()._cdata)
+        unit = self.unit_of(tensor)
         return cast(Any, self.activations.cache).pack(tensor) if unit is None else _Kept(tensor, unit)
 
     def unpack(self, packed: Any) -> Tensor:
@@ -487,7 +491,7 @@ def _hooked(model: nn.Module, hooks: _RecordedHooks, left_out: Collection[nn.Mod
     before = {module: module._parameters for module in modules}
     handles = []
     for module in modules:
-        module.__dict__["_parameters"] = dict(before[module])
+        module.__dict__["_parameters"] = {n: _read_in_tiles(p, hooks) for n, p in before[module].items()}
         install_parameter_dict(module, lambda param, siblings: hooks.touch(param), _never, lambda param: None)
         handles += register_forward_hooks(module, hooks.enter, hooks.leave)
     try:
@@ -497,6 +501,14 @@ def _hooked(model: nn.Module, hooks: _RecordedHooks, left_out: Collection[nn.Mod
             handle.remove()
         for module, own in before.items():
             module.__dict__["_parameters"] = own
+
+
+def _read_in_tiles(param: nn.Parameter | None, hooks: _RecordedHooks) -> Any:
+    """Return ``param``, or what operators read its tiles through."""
+    places = () if param is None else hooks.units.places(param)
+    if not any(segment.is_tile for _, segment in places):
+        return param
+    return TileView(TiledWeight(places, hooks.using_tile, lambda hit: hit, without_values=True))
 
 
 @contextmanager

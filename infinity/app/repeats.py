@@ -386,15 +386,15 @@ class _Parameters:
         for at, block in enumerate(blocks):
             own: list[tuple[int, int]] = []
             for param in block.module.parameters():
-                found = subject.units.find(param)
-                if found is None:
+                found = subject.units.places(param)
+                if not found:
                     raise UnderivableError("a parameter is in no unit")
-                place = found[0].index, found[1].index
-                if place in self.of_segment:
-                    raise UnderivableError("blocks share a parameter")
-                self.of_segment[place] = at, len(own)
-                self.of_unit[place[0]].append((at, len(own)))
-                own.append(place)
+                for place in ((unit.index, segment.index) for unit, segment in found):
+                    if place in self.of_segment:
+                        raise UnderivableError("blocks share a parameter")
+                    self.of_segment[place] = at, len(own)
+                    self.of_unit[place[0]].append((at, len(own)))
+                    own.append(place)
             self.places.append(own)
         self._leaf_units = leaf_units
 

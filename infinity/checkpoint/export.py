@@ -121,10 +121,15 @@ class ExportPlan:
 
 
 class _Location(NamedTuple):
-    """Where a tensor's values are: in a unit, or (unit -1) whole on every rank."""
+    """Where elements ``[first, stop)`` of a tensor are: in a unit, or (unit -1) whole on every rank.
+
+    Attributes:
+        offset: Of the first one, in the unit's flat buffer.
+    """
 
     unit: int = -1
     offset: int = 0
+    first: int = 0
     stop: int = 0
 
 
@@ -141,8 +146,15 @@ def plan_export(
     Raises:
         CheckpointError: The model cannot be saved.
     """
-    sharded = {id(s.param): _Location(unit.index, s.offset, s.stop) for unit in units for s in unit.segments}
-    homes = {name: sharded.get(id(tensor), _Location()) for name, tensor in named.items()}
+    tiles: dict[int, list[_Location]] = {}  # in order, by id of the parameter
+    for unit in units:
+        for s in unit.segments:
+            home = _Location(unit.index, s.offset, s.first, s.first + s.numel)
+            tiles.setdefault(id(s.whole), []).append(home)
+    places_of = {
+        name: tiles.get(id(tensor), [_Location(stop=tensor.numel())]) for name, tensor in named.items()
+    }
+    homes = {name: found[-1] for name, found in places_of.items()}
     saved = sorted(saved_tensors(model, named), key=lambda item: max(homes[name] for name in item.sources))
     files = plan_files([item.spec for item in saved], max_shard_nbytes)
     places = {
@@ -154,11 +166,14 @@ def plan_export(
     for item in saved:
         place = places[item.spec.key]
         for part in item.parts or ():
-            home = homes[part.source]
-            target = whole.setdefault(part.source, []) if home.unit < 0 else spans[home.unit]
-            start = home.offset + part.offset
-            at = FilePosition(place.file, place.start + part.start * item.spec.dtype.itemsize)
-            target.append(SavedRange(start, start + part.numel, at))
+            for home in places_of[part.source]:
+                low, high = max(part.offset, home.first), min(part.offset + part.numel, home.stop)
+                if low >= high:
+                    continue
+                target = whole.setdefault(part.source, []) if home.unit < 0 else spans[home.unit]
+                begin = place.start + (part.start + low - part.offset) * item.spec.dtype.itemsize
+                shift = home.offset - home.first
+                target.append(SavedRange(low + shift, high + shift, FilePosition(place.file, begin)))
     members, groups = _conversions(saved, homes, len(units))
     of_units = zip(spans, members[:-1], groups[:-1], strict=True)
     plans = (UnitPlan(tuple(sorted(s)), tuple(m), tuple(g)) for s, m, g in of_units)

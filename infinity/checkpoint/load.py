@@ -347,7 +347,7 @@ class CheckpointValues:
         return lines
 
     def counts(self, unit: Unit) -> bool:
-        return any(id(s.param) in self._initializing for s in unit.segments)
+        return any(id(s.whole) in self._initializing for s in unit.segments)
 
     def fill(self, units: UnitIndex, masters: Masters) -> None:
         """Give every unit, buffer and parameter its values; see [Note: one pass, one chunk].
@@ -362,7 +362,7 @@ class CheckpointValues:
             done_nbytes += self._nbytes(unit)
             if self._done_nbytes < done_nbytes:  # it is read where it lies
                 self._show_progress(done_nbytes)
-        in_units = {id(segment.param) for _, segment in units.segments()}
+        in_units = {id(segment.whole) for _, segment in units.segments()}
         with torch.no_grad():
             for _, tensor in named_targets(self._model):
                 if id(tensor) in self._values and id(tensor) not in in_units:
@@ -375,8 +375,8 @@ class CheckpointValues:
     def freeze(self, units: UnitIndex) -> None:
         """Freeze the parameters that the checkpoint gives."""
         for _, segment in units.segments():
-            if id(segment.param) in self._values:
-                segment.param.requires_grad_(False)
+            if id(segment.whole) in self._values:
+                segment.whole.requires_grad_(False)
 
     def master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the unit's full flat buffer, gaps as zeros; until the next call.
@@ -388,9 +388,9 @@ class CheckpointValues:
         out = self._scratch.view(self._dtype(unit))[: stop - start].zero_()
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
-            if low < high and id(s.param) in self._values:
+            if low < high and id(s.whole) in self._values:
                 part = out[low - start : high - start]
-                self._read(s, low - s.offset, part)
+                self._read(s, s.first + low - s.offset, part)
                 self._done_nbytes += len(part) * self._itemsize(s)
         self._show_progress(self._done_nbytes)
         return out
@@ -400,7 +400,7 @@ class CheckpointValues:
     def why_not_mapped(self, unit: Unit) -> str:
         """Why values of ``unit`` cannot be read where they lie; empty: they can."""
         for s in unit.segments:
-            given = self._values.get(id(s.param), [])
+            given = self._values.get(id(s.whole), [])
             if not given:
                 return f"{s.name} is not in the checkpoint"
             if len(given) > 1:
@@ -467,9 +467,9 @@ class CheckpointValues:
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high:
-                [(_, values)] = self._values[id(s.param)]
+                [(_, values)] = self._values[id(s.whole)]
                 assert isinstance(values, Traced)
-                for part in values.cut(low - s.offset, high - low):
+                for part in values.cut(s.first + low - s.offset, high - low):
                     yield low + part.start, part
 
     def close(self) -> None:
@@ -480,16 +480,16 @@ class CheckpointValues:
 
     def _read(self, segment: Segment, start: int, out: Tensor) -> None:
         """Read elements of a parameter; a tied weight that the files have twice must be twice the same."""
-        (_, values), *others = self._values[id(segment.param)]
+        (_, values), *others = self._values[id(segment.whole)]
         values.fill(start, out)
         for name, twin in others:
             other = torch.empty_like(out)
             twin.fill(start, other)
             if not torch.equal(other.view(torch.uint8), out.view(torch.uint8)):
                 raise CheckpointError(
-                    f"{self._checkpoint.path}: {name} and {segment.name} are one parameter of the model, but "
-                    "the checkpoint has different values for them. If they should be two, override the "
-                    "config: tie_word_embeddings=False"
+                    f"{self._checkpoint.path}: {name} and {segment.whole_name} are one parameter of the "
+                    "model, but the checkpoint has different values for them. If they should be two, "
+                    "override the config: tie_word_embeddings=False"
                 )
 
     def _show_progress(self, done_nbytes: int) -> None:
@@ -503,7 +503,7 @@ class CheckpointValues:
         return torch.bfloat16 if half else torch.float32
 
     def _stored_dtypes(self, unit: Unit) -> set[torch.dtype]:
-        every = (v for s in unit.segments for _, v in self._values.get(id(s.param), ()))
+        every = (v for s in unit.segments for _, v in self._values.get(id(s.whole), ()))
         return {dtype for values in every for dtype in values.dtypes}
 
     def _nbytes(self, unit: Unit) -> int:
@@ -512,12 +512,12 @@ class CheckpointValues:
         return sum(
             max(0, min(last, s.stop) - max(first, s.offset)) * self._itemsize(s)
             for s in unit.segments
-            if id(s.param) in self._values
+            if id(s.whole) in self._values
         )
 
     def _itemsize(self, segment: Segment) -> int:
         """Bytes that are read for an element, of all its names together."""
-        return sum(max(d.itemsize for d in values.dtypes) for _, values in self._values[id(segment.param)])
+        return sum(max(d.itemsize for d in values.dtypes) for _, values in self._values[id(segment.whole)])
 
     def _initialize(self) -> None:
         """See [Note: what the checkpoint lacks]; also buffers that no checkpoint holds."""

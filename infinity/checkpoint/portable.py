@@ -115,7 +115,7 @@ class Contents:
         self.units = units
         self._weights: dict[int, tuple[str, ...]] = {}  # keys by id of the parameter
         self._moments: dict[int, tuple[tuple[str, ...], ...]] = {}
-        sharded = {id(s.param): s for unit in units for s in unit.segments}
+        sharded = {id(s.whole): s for unit in units for s in unit.segments}
         names = tensor_names(model)
         for tensor, (first, *others) in names:
             exact = id(tensor) in sharded
@@ -139,18 +139,19 @@ class Contents:
 
     def keys(self, segment: Segment) -> list[tuple[str, ...]]:
         """The keys of a parameter's exact weight and, if it has an optimizer's state, of its moments."""
-        if id(segment.param) not in self._weights:  # the model is a part of another
+        if id(segment.whole) not in self._weights:  # the model is a part of another
             return []
-        return [self._weights[id(segment.param)], *self._moments.get(id(segment.param), ())]
+        return [self._weights[id(segment.whole)], *self._moments.get(id(segment.whole), ())]
 
     def _add_state(self, segments: Sequence[Segment], name_of: Mapping[int, str]) -> None:
         """Add moments and step counts of what is trained now, or was."""
         steps: dict[int, list[Place]] = {}
         for segment in segments:
-            if id(segment.param) in name_of and (segment.param.requires_grad or segment.steps):
-                path = OPTIMIZER, "state", name_of[id(segment.param)]
-                self._moments[id(segment.param)] = tuple(
-                    self._add_tensor(torch.float32, segment.shape, (*path, moment)) for moment in MOMENTS
+            if id(segment.whole) in name_of and (segment.whole.requires_grad or segment.steps):
+                path = OPTIMIZER, "state", name_of[id(segment.whole)]
+                self._moments[id(segment.whole)] = tuple(
+                    self._add_tensor(torch.float32, segment.whole_shape, (*path, moment))
+                    for moment in MOMENTS
                 )
                 steps.setdefault(segment.steps, []).append((*path, "step"))
         for count, paths in steps.items():
@@ -199,7 +200,8 @@ class Contents:
         low, high = unit.shard_start, unit.shard_start + unit.shard_numel
         for segment in filter(self.keys, unit.segments):
             start, stop = max(low, segment.offset), min(high, segment.stop)
-            for box in boxes(segment.shape, start - segment.offset, stop - segment.offset, BOX_NUMEL):
+            shift = segment.first - segment.offset
+            for box in boxes(segment.whole_shape, start + shift, stop + shift, BOX_NUMEL):
                 yield segment, box, start - low
                 start += box.numel
 

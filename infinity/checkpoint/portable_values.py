@@ -43,7 +43,7 @@ class PortableValues:
     ) -> None:  # fmt: skip
         self._checkpoint = checkpoint
         self._named = tensor_names(model)
-        self._sharded = {id(s.param): s for unit in units for s in unit.segments}
+        self._sharded = {id(s.whole): s for unit in units for s in unit.segments}
         _require_whole_units(units, {id(tensor) for tensor, _ in self._named})
         self._fields: dict[int, tuple[Stored, ...]] = {}  # by id of the tensor: its values and moments
         self._complaints: list[str] = []
@@ -137,14 +137,14 @@ class PortableValues:
         out = torch.zeros(stop - start, device="cpu")
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
-            fields = self._fields.get(id(s.param), ())
+            fields = self._fields.get(id(s.whole), ())
             if low < high and field < len(fields):
-                fields[field].fill(low - s.offset, out[low - start : high - start])
+                fields[field].fill(s.first + low - s.offset, out[low - start : high - start])
         return out
 
     def holds(self, unit: Unit) -> bool:
         """Whether the model has the parameters of ``unit``."""
-        return any(id(s.param) in self._fields for s in unit.segments)
+        return any(id(s.whole) in self._fields for s in unit.segments)
 
     def fill_whole(self) -> None:
         """Give tensors that every rank has whole their values."""
@@ -163,7 +163,7 @@ def _require_whole_units(units: Iterable[Unit], given: Collection[int]) -> None:
         StateError: It does.
     """
     for unit in units:
-        held = [id(s.param) in given for s in unit.segments]
+        held = [id(s.whole) in given for s in unit.segments]
         if any(held) and not all(held):
             raise StateError(
                 f"{unit.name} has parameters of this model and others: give load_checkpoint the whole model "

@@ -387,6 +387,7 @@ def _indivisible(unit: UnitSizes) -> str:
     if unit.parameter_nbytes <= unit.full / 2:
         return ""
     return (
-        f". {unit.parameter} alone takes {format_nbytes(unit.parameter_nbytes)}: one operator reads it "
-        "whole, so it is gathered whole; only its reads and updates go in pieces"
+        f". {unit.parameter} alone takes {format_nbytes(unit.parameter_nbytes)}, and is gathered whole; "
+        "weights of linear layers, embeddings and packed experts are gathered in tiles with "
+        "partition.tile=64MiB or another size"
     )

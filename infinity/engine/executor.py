@@ -61,6 +61,7 @@ class StepExecutor:
 
     Attributes:
         on_demand: Uses of the last pass that no plan foresaw.
+        tiles_used: Tiles of experts that the last pass used, of those that come and go.
         planned: Bytes that the last pass was to read and to write; None: it had no plan.
         stack: Ends the threads and gives back the device memory; refers to no module.
 
@@ -75,7 +76,7 @@ class StepExecutor:
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
         self.stalls, self.clips = stalls, clips
-        self.on_demand = 0
+        self.on_demand = self.tiles_used = 0
         self.planned: tuple[int, int] | None = None
         self._update_mark = 0, 0
         self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
@@ -114,6 +115,7 @@ class StepExecutor:
             self.prefetcher = Prefetcher(
                 self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},
                 self.budget.division.window, self._can_stay(), order,
+                routed=[unit.index for unit in streaming if unit.routed],
             )  # fmt: skip
             pins = BackwardPins(self.prefetcher)
             self.gradients = Gradients(
@@ -357,6 +359,7 @@ class StepExecutor:
         read, written = self.updates.planned_read, self.updates.planned_written
         before, self._update_mark = self._update_mark, (read, written)
         self.on_demand = self.prefetcher.on_demand
+        self.tiles_used = len(self.prefetcher.routed_used)
         self.planned = None
         fetched = self.prefetcher.planned
         if fetched is not None:

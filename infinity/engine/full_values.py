@@ -18,6 +18,7 @@ from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.errors import StateError
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
+from infinity.partition.tiles import compute_in_tiles, compute_whole
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
 
@@ -58,10 +59,41 @@ class FullValues:
                 self._check_writable(unit)
             self._executor().updates.drain()  # an update in flight would write over them
             self._executor().updates.land_residents()  # whose memory the block writes
+        tiled = {id(s.whole): s.whole for unit in units for s in unit.segments if s.is_tile}
         with contextlib.ExitStack() as stack:
             for unit in units:
-                stack.enter_context(self._full(unit, modify))
+                if not any(segment.is_tile for segment in unit.segments):
+                    stack.enter_context(self._full(unit, modify))
+            for param in tiled.values():
+                stack.enter_context(self._full_tiles(param, modify))
             yield
+
+    @contextlib.contextmanager
+    def _full_tiles(self, param: nn.Parameter, modify: bool) -> Iterator[None]:
+        """Let a parameter in tiles have its full values."""
+        placeholder = param.data
+        param.data = self._joined(param, param.device)
+        compute_whole(param)
+        try:
+            with torch.no_grad():
+                yield
+            self._executor()  # raises if the model was closed meanwhile
+            for unit, segment in self.units.places(param) if modify else ():
+                rows = segment.rows
+                with self._full(unit, modify=True):
+                    segment.param.copy_(param[rows.start : rows.stop])
+        finally:
+            param.data = placeholder
+            compute_in_tiles(param)
+
+    def _joined(self, param: nn.Parameter, device: torch.device) -> Tensor:
+        """The full values of a parameter in tiles, which are gathered one after the other, on ``device``."""
+        places = self.units.places(param)
+        values = torch.empty(places[0][1].whole_shape, dtype=places[0][0].dtype, device=device)
+        for unit, segment in places:
+            with self._full(unit, modify=False):
+                values[segment.rows.start : segment.rows.stop].copy_(segment.param)
+        return values
 
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
@@ -70,7 +102,7 @@ class FullValues:
         if streams:
             outer = prefetcher.running
             prefetcher.begin_visit()
-            prefetcher.use(unit.index)
+            prefetcher.use(unit.index, ())
             prefetcher.running = outer
         assert unit.flat is not None
         unit.check_all_attached()
@@ -133,7 +165,7 @@ class FullValues:
         """Put full values on the CPU in place of placeholders; ranks other than 0 get no entry."""
         for name, param in module._parameters.items():
             key = prefix + name
-            if param is None or key not in state_dict or self.units.find(param) is None:
+            if param is None or key not in state_dict or not self.units.places(param):
                 continue
             keeps_vars = isinstance(state_dict[key], nn.Parameter)
             value = self._value(param, state_dict)
@@ -158,6 +190,9 @@ class FullValues:
         if self.construction.active:
             self.construction.touch(param)
             return param.detach().clone()
+        if self.units.find(param) is None:  # in tiles
+            values = self._joined(param, torch.device("cpu"))
+            return values if self.every_rank or self.ranks.rank == 0 else None
         with self.gathered([param], modify=False):
             return _copy_to_cpu(param) if self.every_rank or self.ranks.rank == 0 else None
 
@@ -191,15 +226,17 @@ class FullValues:
         self._executor().updates.drain()
         out: dict[int, dict[str, Tensor]] = {}
         for unit in self.units:
-            trained = [s for s in unit.segments if s.param.requires_grad or s.steps]
+            trained = [s for s in unit.segments if s.whole.requires_grad or s.steps]
             if not trained:
                 continue
             shards = self.tiers.shard_fields(unit)
             fulls = [self.tiers.gather(unit, shard) for shard in shards]
             for s in trained if self.ranks.rank == 0 else ():
-                values = [full[s.offset : s.stop].view(s.shape).clone() for full in fulls]
-                fields = dict(zip(("master", "exp_avg", "exp_avg_sq"), values, strict=True))
-                out[id(s.param)] = {"step": torch.tensor(float(s.steps), device="cpu"), **fields}
+                fields = out.setdefault(id(s.whole), {"step": torch.tensor(float(s.steps), device="cpu")})
+                for name, full in zip(("master", "exp_avg", "exp_avg_sq"), fulls, strict=True):
+                    if s.first == 0:
+                        fields[name] = torch.empty(s.whole_shape, dtype=full.dtype, device="cpu")
+                    fields[name].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
         return out
 
     def clear_optimizer_fields(self) -> None:
@@ -224,20 +261,21 @@ class FullValues:
         self._executor().updates.drain()
         self._executor().prefetcher.forget()
         for unit in self.units:
-            given = [s for s in unit.segments if id(s.param) in fields]
+            given = [s for s in unit.segments if id(s.whole) in fields]
             if not given:
                 continue
             shards = self.tiers.shard_fields(unit)
             low, high = unit.shard_start, unit.shard_start + unit.shard_numel
             for s in given:
-                s.steps = int(fields[id(s.param)]["step"])
+                saved, shift = fields[id(s.whole)], s.first - s.offset
+                s.steps = int(saved["step"])
                 start, stop = max(low, s.offset), min(high, s.stop)
                 if start < stop:
                     for shard, key in zip(shards, ("master", "exp_avg", "exp_avg_sq"), strict=True):
-                        if key not in fields[id(s.param)]:
+                        if key not in saved:
                             continue  # torch.optim.AdamW has no exact weight beside the model's
-                        values = fields[id(s.param)][key].reshape(-1)
-                        shard[start - low : stop - low].copy_(values[start - s.offset : stop - s.offset])
+                        values = saved[key].reshape(-1)
+                        shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
             self.tiers.set_shard_fields(unit, (shards[0], shards[1], shards[2]))
             unit.updates += 1
 

@@ -249,6 +249,7 @@ class Gradients:
         self._open: dict[int, UnitGradient] = {}
         self._shards: dict[int, ReducedGradient] = {}
         self._delivered: set[int] = set()
+        self._passed: set[int] = set()  # units that are complete in this backward pass
         self._fired = False
         self._leaving: ThreadPoolExecutor | None = None
         self._norms: torch.Stream | None = None
@@ -325,11 +326,24 @@ class Gradients:
         """Complete all gradients at the end of a graph, whatever has not fired."""
         if not self._fired:
             return  # torch.autograd.grad: nothing was accumulated
+        self._fill_tiles()
         for unit in self.units:
             missing = self.syncing and unit.trainable and unit.index not in self._delivered
             if missing or unit.index in self._open:
                 self._complete(unit)
         self.synced, self._fired = self.syncing, False
+        self._passed.clear()
+
+    def _fill_tiles(self) -> None:
+        """Give tiles without a gradient one of zeros, if another tile of their parameter has one."""
+        used = {id(segment.whole) for segment in self._received.values() if segment.is_tile}
+        for unit, segment in self.units.segments() if used else ():
+            waiting = unit.index not in self._open and unit.index not in self._passed
+            if id(segment.whole) in used and segment.is_tile and waiting:
+                self._begin(unit).used[segment.index] = 1
+                self._open[unit.index].flat.zero_()
+                if self.syncing or self.collectives is not None:
+                    self._complete(unit)
 
     def abort_backward(self) -> None:
         """Forget the gradients of this step, whose backward pass raised."""
@@ -352,6 +366,7 @@ class Gradients:
         self._open.clear()
         self._shards.clear()
         delivered, self._delivered = self._delivered, set()
+        self._passed.clear()
         self.synced = self._fired = False
         self._received.clear()
         if not committed:
@@ -363,6 +378,7 @@ class Gradients:
 
     def _complete(self, unit: Unit) -> None:
         """Reduce what this backward pass gave ``unit``; after the last micro-batch hand its gradient over."""
+        self._passed.add(unit.index)
         gradient = self._open.get(unit.index)
         if gradient is None and self.collectives is not None:
             gradient = self._begin(unit)  # another rank may have one
@@ -516,7 +532,7 @@ def _staying(values: Callable[[], Tensor]) -> Callable[[], Weights]:
 
 
 def _check_placeholder(segment: Segment) -> None:
-    grad = segment.param.grad
+    grad = segment.whole.grad
     if type(grad) is not ReleasedGradient:
         raise StateError(
             f"{segment.name}.grad was {'dropped' if grad is None else 'replaced'} after backward(), but the "

@@ -31,6 +31,12 @@ unit is used between them; so a head is kept like what one autograd node reads, 
 complete, which with tied weights would be the whole backward pass. Then what a step does to units is the same
 for whole logits, and ranks may differ: with ``auto`` their batches decide.
 
+[Note: tiles]
+Operators on a parameter in tiles use one tile after the other (:mod:`infinity.partition.tiles`), and what
+they save of it becomes a handle also where another part has opened hooks of its own:
+``torch.utils.checkpoint``. So a tile need not stay in memory until the backward pass of a recomputed forward.
+A trained parameter of which some tile has a gradient has one of zeros in the others, as a whole one would.
+
 [Note: hooks of tensors]
 Torch keeps hooks of tensors, and the nodes that hold a graph's parameters, where Python's collector cannot
 look. So such a hook holds neither a parameter nor us; otherwise a model would live as long as the process.
@@ -43,8 +49,8 @@ of a call opens the saved-tensor hooks and closes them.
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,6 +269,49 @@ class Hooks:
         self.prefetcher.use(unit.index)
         frame.pinned.append(unit.index)
 
+    @contextmanager
+    def using_tile(self, unit: Unit, following: Sequence[Unit]) -> Iterator[None]:
+        """Have a tile gathered; see :data:`infinity.partition.tiles.Using`."""
+        for segment in unit.segments:
+            segment.param.requires_grad_(segment.whole.requires_grad)
+        if not self.prefetcher.streams(unit.index):
+            with self._saving_handles():
+                yield
+            return
+        visit = not self.stack and torch._C._current_graph_task_id() == -1
+        if visit:
+            self.prefetcher.begin_visit()
+        self.prefetcher.use(unit.index, [each.index for each in following])
+        try:
+            for segment in unit.segments:
+                self._check_attached(unit, segment)
+            with self._saving_handles():
+                yield
+        finally:
+            self.prefetcher.unpin(unit.index)
+            if visit:
+                self.prefetcher.end_inference()
+
+    def _saving_handles(self) -> AbstractContextManager[Any]:
+        """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not torch.is_grad_enabled() or (outer is not None and outer[0] == self.pack):
+            return nullcontext()
+
+        def pack(tensor: Tensor) -> Any:
+            ours = self.unit_of(tensor) is not None
+            if ours:
+                return ours, self.pack(tensor)
+            return ours, tensor if outer is None else outer[0](tensor)
+
+        def unpack(packed: Any) -> Any:
+            ours, value = packed
+            if ours:
+                return self.unpack(value)
+            return value if outer is None else outer[1](value)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
     def _open(self, frame: Frame) -> None:
         self.release_unscoped_units()
         if self._in_backward:
@@ -322,8 +371,12 @@ class Hooks:
 
     # --- saved tensors -----------------------------------------------------------------------
 
+    def unit_of(self, tensor: Tensor) -> Unit | None:
+        """Return the unit whose flat buffer ``tensor`` is in."""
+        return self.attached.get(tensor.untyped_storage().data_ptr())
+
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
-        unit = self.attached.get(tensor.untyped_storage().data_ptr())
+        unit = self.unit_of(tensor)
         if unit is None:
             return self.activations.cache.pack(tensor)
         return Handle(
@@ -406,6 +459,7 @@ class Hooks:
     def _hook_parameters(self) -> None:
         """Register gradient hooks of parameters that became trainable."""
         for _, segment in self.units.segments():
+            segment.param.requires_grad_(segment.whole.requires_grad)
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
                 self._hooked.add(id(segment.param))
                 drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(segment.param))
@@ -432,6 +486,10 @@ class Hooks:
 
     def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
         param.grad = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
+        whole = segment.whole
+        if segment.is_tile and type(whole.grad) is not ReleasedGradient:
+            shape = segment.whole_shape
+            whole.grad = placeholder(shape, unit.dtype, whole.device).as_subclass(ReleasedGradient)
 
 
 def _reading_node() -> int | None:

@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,8 +63,9 @@ from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import prepare
-from infinity.partition.builder import UnitBuilder
+from infinity.partition.builder import TileSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
+from infinity.partition.tiles import TiledWeight, compute_in_tiles
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.restore import restore
 from infinity.shards.saved import SavedRun
@@ -153,13 +154,37 @@ class Runtime:
                 ranks.world_size,
                 close,
                 partition.leaf,
+                tiles=self._tile_sizes(),
                 on_accelerator=ranks.on_accelerator,
             ),
             self.tiers,
             self._serve,
             device,
+            self._compute_in_tiles,
         )
         self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
+
+    def _tile_sizes(self) -> TileSizes | None:
+        """Return which parameters are tiled; the same on every rank."""
+        ranks, nbytes = self.ranks, self.config.memory.device
+        if nbytes is None and ranks.on_accelerator:
+            nbytes = memory_nbytes(ranks.device)[1]
+        least = None if nbytes is None else ranks.least(nbytes, "memory.device")
+        return TileSizes.of(self.config.partition.tile, least, ranks.world_size)
+
+    def _compute_in_tiles(self, param: nn.Parameter) -> None:
+        def using(unit: Unit, following: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
+            return self.executor().hooks.using_tile(unit, following)
+
+        places = self.units.places(param)
+        several = self.ranks.world_size > 1
+        compute_in_tiles(param, TiledWeight(places, using, self._unite, several))
+
+    def _unite(self, hit: Sequence[bool]) -> Sequence[bool]:
+        if self.ranks.collectives is None:
+            return hit
+        least = self.ranks.collectives.least([1 - each for each in hit], "tiles of experts")
+        return [not each for each in least]
 
     def _choose_dtype(self) -> None:
         """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
@@ -294,8 +319,9 @@ class Runtime:
     def _check(self, param: nn.Parameter) -> None:
         if self.construction.active:
             self.construction.check(param)
-        elif (place := self.units.find(param)) is not None:
-            place[0].check_place(place[1])
+        else:
+            for unit, segment in self.units.places(param):
+                unit.check_place(segment)
 
     def _deep_copy(self, param: nn.Parameter) -> nn.Parameter:
         if self.construction.active:

@@ -51,6 +51,8 @@ class StepReport:
     speculated: int = 0  # updates that started inside backward, before the norm was known
     rolled_back: int = 0  # those of them that started again, or were forgotten in a skipped step
     spilled_nbytes: int = 0  # of gradients that wait on NVMe until step()
+    tiles: int = 0  # of packed experts, that come and go
+    tiles_used: int = 0  # those of them that some rank's batches were routed to
     peak_nbytes: dict[str, int] = field(default_factory=dict)  # by tier: device, host, nvme
 
     @property

@@ -80,6 +80,8 @@ class Summary:
     steps_off_plan: int  # steps with uses that the plan did not foresee
     steps_rolled_back: int  # steps whose updates had started before they were known to be clipped
     spilled_nbytes: int = 0  # of gradients that waited on NVMe in the last step
+    tiles: int = 0  # of packed experts, that come and go
+    tiles_used: int = 0  # those of them that were read or uploaded in a step; the mean
     peak_nbytes: dict[str, int]
     budgets: dict[str, int | None] = field(default_factory=dict)
     stall_s: dict[str, float]  # whole run, by cause
@@ -122,7 +124,7 @@ class SummaryBuilder:
         self._peak: dict[str, int] = {}
         self._losses: list[float] = []
         self._held_out: list[float] = []
-        self._skipped = self._rolled_back = self._spilled_nbytes = 0
+        self._skipped = self._rolled_back = self._spilled_nbytes = self._tiles = self._tiles_used = 0
         self._first_step = 1
 
     def step(self, report: StepReport) -> None:
@@ -136,7 +138,8 @@ class SummaryBuilder:
             self._planned.append(figures)
         self._stall_s.update(report.stall_s)
         self._skipped += report.skipped
-        self._spilled_nbytes = report.spilled_nbytes
+        self._spilled_nbytes, self._tiles = report.spilled_nbytes, report.tiles
+        self._tiles_used += report.tiles_used
         self._rolled_back += report.rolled_back > 0 and not report.skipped
         for tier, nbytes in report.peak_nbytes.items():
             self._peak[tier] = max(nbytes, self._peak.get(tier, 0))
@@ -190,6 +193,8 @@ class SummaryBuilder:
             steps_off_plan=sum(figures.off_plan for figures in steps),
             steps_rolled_back=self._rolled_back,
             spilled_nbytes=self._spilled_nbytes,
+            tiles=self._tiles,
+            tiles_used=round(self._tiles_used / max(1, len(self._all))),
             peak_nbytes=dict(self._peak),
             budgets=dict(budgets),
             stall_s=dict(self._stall_s),
@@ -245,6 +250,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("speculation", f"steps redone with clipped gradients: {summary.steps_rolled_back}"))
     if summary.spilled_nbytes:
         rows.append(("gradients", f"{summary.spilled_nbytes:,} bytes wait on NVMe in each step"))
+    if summary.tiles:
+        rows.append(("experts", f"{summary.tiles_used} of {summary.tiles} tiles used in a step"))
     for tier, nbytes in summary.peak_nbytes.items():
         budget = summary.budgets.get(tier)
         beside = "no budget" if budget is None else f"budget {format_nbytes(budget)}"

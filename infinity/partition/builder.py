@@ -14,19 +14,26 @@ So the module that holds them is a *leaf*: with several ranks all its units are 
 used, and reduced when its backward has passed. Its units are cut at its own bounds. Which classes are
 leaves is known before the first is built, from ``partition.leaf`` or from the name; whether one that
 only has the name really keeps its experts in a list is seen when it is complete.
+
+[Note: what is tiled]
+Parameters of experts that are packed (``[experts, out, in]``, as transformers has them), of linear layers and
+of embeddings, if they are larger than :class:`TileSizes` allows. Each tile is a unit.
 """
 
 import difflib
 import re
 import weakref
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from infinity.core.errors import RecipeError, StateError
-from infinity.partition.unit import Segment, Unit, UnitIndex, layout
+from infinity.core.nbytes import parse_nbytes
+from infinity.partition.unit import Segment, Unit, UnitIndex, layout, layout_tiles
 
 #: A unit is full when a rank's shard of it holds this much: several requests of the size at
 #: which drives reach their full speed (bytes).
@@ -41,6 +48,90 @@ Close = Callable[[Unit], None]
 _EXPERTS = re.compile(r"moe(?![a-z])|MoE|Moe|Expert|Mixture")
 
 
+#: Tiles are whole numbers of these rows, if one has as many: blocks of quantized weights end there.
+_BLOCK_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TileSizes:
+    """Which parameters are tiled, and how large a tile is (bytes, in the compute dtype).
+
+    Attributes:
+        tile_nbytes: A tile takes at most as much, or is one row.
+        most_nbytes: A weight of a linear layer or an embedding that takes more is tiled.
+        most_experts_nbytes: Packed experts that take more are.
+    """
+
+    tile_nbytes: int
+    most_nbytes: int
+    most_experts_nbytes: int
+
+    @classmethod
+    def of(cls, tile: str, device_nbytes: int | None, world_size: int) -> "TileSizes | None":
+        """Return the sizes of ``partition.tile``; None: nothing is tiled.
+
+        Args:
+            device_nbytes: Of ``memory.device``, or of the device; None: unknown.
+        """
+        if tile == "never" or (tile == "auto" and device_nbytes is None):
+            return None
+        if tile == "auto":
+            assert device_nbytes is not None
+            return cls._fitting(device_nbytes, world_size)
+        nbytes = parse_nbytes(tile)
+        return cls(nbytes, nbytes, nbytes)
+
+    @classmethod
+    def _fitting(cls, device_nbytes: int, world_size: int) -> "TileSizes":
+        """What ``device_nbytes`` of ``memory.device`` require.
+
+        A linear layer is tiled only where it could not be gathered at all (its gradient and update, and two
+        units in flight), because the gradient of its input is rounded otherwise. Experts in tiles give the
+        same bits. What is no larger than any unit may be is not tiled.
+        """
+        copies = 2 + (2 if world_size == 1 else 4)  # as infinity.core.budget counts them
+        least = TARGET_SHARD_NBYTES * world_size
+        sizes = (device_nbytes // 32, device_nbytes // copies, device_nbytes // (2 * copies))
+        return cls(*(max(least, nbytes) for nbytes in sizes))
+
+    def rows(self, module: nn.Module, param: nn.Parameter, itemsize: int) -> int:
+        """Rows of a tile of a parameter of ``module``; 0: it is not tiled."""
+        experts = is_packed(module, param)
+        linear = isinstance(module, nn.Linear) or (
+            isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+        )
+        nbytes = param.numel() * itemsize
+        most = self.most_experts_nbytes if experts else self.most_nbytes
+        if nbytes <= most or not (experts or (linear and param.ndim == 2)):
+            return 0
+        rows = max(1, self.tile_nbytes * len(param) // nbytes)
+        if not experts and rows > _BLOCK_ROWS:
+            rows = rows // _BLOCK_ROWS * _BLOCK_ROWS
+        return rows if rows < len(param) else 0
+
+
+def is_packed(module: nn.Module, param: nn.Parameter) -> bool:
+    """Whether ``param`` has the weights of all experts of ``module``, as transformers packs them."""
+    known = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+    return known and param.ndim == 3 and len(param) == getattr(module, "num_experts", None)
+
+
+class _Joined(NamedTuple):
+    """A parameter of the open unit.
+
+    Attributes:
+        made_for: Its module; None: it has another one now.
+        rows: Of a tile; 0: it is not tiled.
+        routed: It has packed experts.
+    """
+
+    name: str
+    param: nn.Parameter
+    made_for: weakref.ref[nn.Module] | None
+    rows: int
+    routed: bool
+
+
 class UnitBuilder:
     """Collects parameters in order of construction and closes units.
 
@@ -53,6 +144,7 @@ class UnitBuilder:
         world_size: Ranks that share each unit.
         close: Called with each unit when it closes, its parameters still whole.
         leaf: Names of classes whose modules are leaves.
+        tiles: Which parameters are tiled; None: none.
         without_values: Parameters are on the meta device: only their places are wanted.
         on_accelerator: Units are used there.
 
@@ -63,20 +155,19 @@ class UnitBuilder:
 
     def __init__(
         self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = (),
-        *, without_values: bool = False, on_accelerator: bool = False,
+        *, tiles: TileSizes | None = None, without_values: bool = False, on_accelerator: bool = False,
     ) -> None:  # fmt: skip
         self.on_accelerator = on_accelerator
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         self._close = close
         self.units = UnitIndex()
         self._known: set[int] = set()  # ids of parameters that joined; units hold the references
-        #: Name, parameter, and the module that it was made for.
-        self._open: dict[int, tuple[str, nn.Parameter, weakref.ref[nn.Module] | None]] = {}
+        self._open: dict[int, _Joined] = {}
         self._open_nbytes = 0
         self._blocks: set[type[nn.Module]] = set()
         self._stack: list[nn.Module] = []
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
-        self._leaf, self._without_values = tuple(leaf), without_values
+        self._leaf, self._tiles, self._without_values = tuple(leaf), tiles, without_values
         self._in_leaf: tuple[nn.Module, int] | None = None  # the outermost that is built, its first unit
         self._classes: set[str] = set()
 
@@ -109,7 +200,7 @@ class UnitBuilder:
         self._in_leaf = None
         self.close()
         if type(module).__name__ in self._leaf or _has_experts(module):
-            self.leaves[module] = tuple(self.units[first:])
+            self.leaves[module] = tuple(unit for unit in self.units[first:] if not unit.routed)
 
     def check_leaf(self) -> None:
         """Every class that was named a leaf was built.
@@ -136,11 +227,13 @@ class UnitBuilder:
                     "from_pretrained of transformers does: inside infinity.Init build the model from its "
                     "config; load a checkpoint with infinity.from_pretrained(directory, recipe), outside"
                 )
-            nbytes = param.numel() * self.dtype.itemsize
+            rows = 0 if self._tiles is None else self._tiles.rows(module, param, self.dtype.itemsize)
+            nbytes = 0 if rows else param.numel() * self.dtype.itemsize
             if self._open_nbytes >= self.target_nbytes and nbytes > self.target_nbytes / 8:
                 self.close()
             self._known.add(id(param))
-            self._open[id(param)] = (f"{type(module).__name__}.{name}", param, weakref.ref(module))
+            full_name, routed = f"{type(module).__name__}.{name}", is_packed(module, param)
+            self._open[id(param)] = _Joined(full_name, param, weakref.ref(module), rows, routed)
             self._open_nbytes += nbytes
 
     def has(self, param: nn.Parameter) -> bool:
@@ -149,9 +242,10 @@ class UnitBuilder:
 
     def rejoin(self, unit: Unit, segment: Segment) -> None:
         """Take a parameter, which has another shape now, out of its closed unit into the open one."""
-        param = segment.param
-        self.units.drop(unit, segment)
-        self._open[id(param)] = (segment.name, param, None)
+        param = segment.whole
+        for each in [*self.units.places(param)]:
+            self.units.drop(*each)
+        self._open[id(param)] = _Joined(segment.whole_name, param, None, 0, False)
         self._open_nbytes += param.numel() * self.dtype.itemsize
 
     def close(self, used: Container[int] | None = None) -> None:
@@ -161,19 +255,30 @@ class UnitBuilder:
             used: Ids of the parameters that a model has, at the end; those whose module was dropped may have
                 found another one.
         """
-        params = [
-            (name, param)
-            for name, param, made_for in self._open.values()
-            if (made_for is None or made_for() is not None if used is None else id(param) in used)
+        kept = [
+            each
+            for each in self._open.values()
+            if (
+                each.made_for is None or each.made_for() is not None
+                if used is None
+                else id(each.param) in used
+            )
         ]
-        self._known -= self._open.keys() - {id(param) for _, param in params}  # ids are used again
+        self._known -= self._open.keys() - {id(each.param) for each in kept}  # ids are used again
         self._open, self._open_nbytes = {}, 0
-        if params:
-            segments = layout(params, self.dtype.itemsize)
-            unit = Unit(len(self.units), segments, self.dtype, self.rank, self.world_size)
-            unit.rename({})
-            self.units.add(unit)
-            self._close(unit)
+        if params := [(each.name, each.param) for each in kept if not each.rows]:
+            self._add(layout(params, self.dtype.itemsize))
+        for each in kept:
+            tiles = layout_tiles(each.name, each.param, each.rows, self.dtype) if each.rows else []
+            for tile in tiles:
+                self._add([tile], routed=each.routed)
+
+    def _add(self, segments: list[Segment], *, routed: bool = False) -> None:
+        unit = Unit(len(self.units), segments, self.dtype, self.rank, self.world_size)
+        unit.routed = routed
+        unit.rename({})
+        self.units.add(unit)
+        self._close(unit)
 
     def adopt(self, roots: list[nn.Module]) -> None:
         """At the end: take in what never saw an ``__init__`` of its own, drop what was replaced."""
@@ -190,11 +295,19 @@ class UnitBuilder:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether the module keeps alternatives in a list: two or more of one class, with parameters."""
+    """Whether the module keeps alternatives in a list: two or more of one class, with parameters.
+
+    A list of what has packed experts is one of layers, not of alternatives.
+    """
     lists = (list(each) for each in module.modules() if isinstance(each, nn.ModuleList))
     return any(
         len(items) > 1
         and len({type(item) for item in items}) == 1
         and any(True for item in items for _ in item.parameters())
+        and not any(_packs_experts(each) for item in items for each in item.modules())
         for items in lists
     )
+
+
+def _packs_experts(module: nn.Module) -> bool:
+    return any(param is not None and is_packed(module, param) for param in module._parameters.values())

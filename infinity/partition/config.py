@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from infinity.core.config import Valid, check, setting
+from infinity.core.config import SettingError, Valid, check, setting
+from infinity.core.nbytes import parse_nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,11 @@ class PartitionConfig:
         "classes gathered as one: ranks may use different parts of them; lists of experts are found",
         numeric=False,
     )
+    tile: str = setting(
+        "auto",
+        "gather weights of experts, linear layers and embeddings in tiles; auto: where memory.device cannot "
+        "hold them whole; never; or a size such as 64MiB: all that are larger, in tiles of that size",
+    )
     timeout_s: float = setting(
         300.0,
         "a rank that is silent for this long ends the run (s)",
@@ -29,3 +35,15 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.tile not in ("auto", "never"):
+            try:
+                valid = self.tile_nbytes > 0
+            except ValueError:
+                valid = False
+            if not valid:
+                raise SettingError("tile", self.tile, "auto, never, or a size such as 64MiB")
+
+    @property
+    def tile_nbytes(self) -> int:
+        """The size of ``tile``, where it is one."""
+        return parse_nbytes(self.tile)

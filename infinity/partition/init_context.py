@@ -50,6 +50,7 @@ from torch import Tensor, nn
 
 from infinity.core.errors import StateError
 from infinity.partition.builder import UnitBuilder
+from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
 #: Called with a parameter and with all parameters that its module itself has.
@@ -144,12 +145,16 @@ class LateValues(Protocol):
 class Construction:
     """One ``with`` block in which models are built.
 
+    It has more attributes than other classes: what it was given, and what an initializer of a whole model may
+    ask of it at any time.
+
     Args:
         make_builder: Makes the builder that cuts units, given what to call with a closed one.
         masters: Where values go.
         serve: Called once with every finished module: puts :class:`ServedParameters` and hooks in, and
             returns what takes them out again.
         device: Where the finished model computes; its buffers go there whole.
+        tile: Called at the end of the block with each parameter in tiles: lets operators on it read them.
 
     Attributes:
         late: Gives values when the block ends; None: parameters have them when they are created.
@@ -163,7 +168,9 @@ class Construction:
         masters: Masters,
         serve: Callable[[nn.Module], Callable[[nn.Module], None]],
         device: torch.device,
+        tile: Callable[[nn.Parameter], None] = lambda _: None,
     ) -> None:
+        self._tile = tile
         self.builder = make_builder(self.close_unit)
         self.masters, self._serve, self.device = masters, serve, device
         self.late: LateValues | None = None
@@ -204,6 +211,9 @@ class Construction:
                 "it outside)"
             )
         Construction._open = self
+        for _, segment in self.builder.units.segments():
+            if segment.is_tile:
+                compute_whole(segment.whole)
         self._patch_all()
         return self
 
@@ -232,21 +242,25 @@ class Construction:
         Args:
             siblings: The other parameters of the module that was asked for it.
         """
-        place = self.builder.units.find(param)
-        if place is None:
+        units = self.builder.units.holding([param])  # one, or those of its tiles
+        if not units:
             return
-        unit = place[0]
-        if unit not in self._whole:
-            keep = {*self.builder.units.holding(p for p in siblings if p is not None), *[*self._whole][-1:]}
-            self._stow(OPEN_UNITS * self.builder.target_nbytes - _created_nbytes(unit), keep)
-            self._materialize(unit)
-        self._whole[unit] = self._whole.pop(unit, None)
+        if units[0] not in self._whole:
+            last = [s.whole for unit in [*self._whole][-1:] for s in unit.segments]
+            keep = self.builder.units.holding([*last, *(p for p in siblings if p is not None)])
+            needed_nbytes = sum(map(_created_nbytes, units))
+            self._stow(OPEN_UNITS * self.builder.target_nbytes - needed_nbytes, keep)
+            for unit in units:
+                self._materialize(unit)
+        for unit in units:
+            self._whole[unit] = self._whole.pop(unit, None)
 
     def check(self, param: nn.Parameter) -> None:
         """Cast the stored values of ``param`` if it was cast: see [Note: casts]."""
-        place = self.builder.units.find(param)
-        if place is not None and param.dtype != self._dtype(*place):
-            place[1].created_dtype = param.dtype
+        places = self.builder.units.places(param)
+        if places and param.dtype != self._dtype(*places[0]):
+            for _, segment in places:
+                segment.created_dtype = param.dtype
             self.touch(param)
 
     def _dtype(self, unit: Unit, segment: Segment) -> torch.dtype:
@@ -263,17 +277,21 @@ class Construction:
         if self._counts(unit):
             master = self.masters.get(unit)
             for s in unit.segments:
-                values = master.narrow(0, s.offset, s.numel).view(s.shape)
-                s.param.data = values.to(s.param.device, s.created_dtype, copy=True)
+                if s.first == 0:
+                    s.whole.data = torch.empty(s.whole_shape, dtype=s.created_dtype, device=s.whole.device)
+                values = master.narrow(0, s.offset, s.numel)
+                s.whole.data.view(-1).narrow(0, s.first, s.numel).copy_(values)
         else:
             for s in unit.segments:
-                s.param.data = torch.empty(s.shape, dtype=s.created_dtype, device=s.param.device)
+                if s.first == 0:
+                    s.whole.data = torch.empty(s.whole_shape, dtype=s.created_dtype, device=s.whole.device)
 
     def _stow(self, room_nbytes: int = 0, keep: Container[Unit] = ()) -> None:
         """Store units again, as they may have been written, until the rest takes at most ``room_nbytes``."""
         whole_nbytes = sum(_created_nbytes(unit) for unit in self._whole)
         for unit in [unit for unit in self._whole if unit not in keep]:
-            if whole_nbytes <= room_nbytes:
+            begun = any(segment.first for segment in unit.segments)  # tiles go together
+            if whole_nbytes <= room_nbytes and not begun:
                 return
             del self._whole[unit]
             whole_nbytes -= _created_nbytes(unit)
@@ -287,12 +305,13 @@ class Construction:
 
         A parameter that was given another shape (``resize_token_embeddings``) joins the open unit.
         """
-        for segment in [s for s in unit.segments if s.param.shape != s.shape]:
+        for segment in [s for s in unit.segments if s.whole.shape != s.whole_shape]:
             self.builder.rejoin(unit, segment)
         if self._counts(unit):
             self.masters.put(unit, functools.partial(_master_range, unit.segments))
         for s in unit.segments:
-            s.param.data = placeholder(s.shape, self._dtype(unit, s), s.param.device)
+            if s.is_last:
+                s.whole.data = placeholder(s.whole_shape, self._dtype(unit, s), s.whole.device)
 
     # --- modules -------------------------------------------------------------------------
 
@@ -378,6 +397,9 @@ class Construction:
             unit.device = self.device
             for s in unit.segments:
                 s.param.data = placeholder(s.shape, unit.dtype, self.device)
+                if s.is_tile and s.is_last:
+                    s.whole.data = placeholder(s.whole_shape, unit.dtype, self.device)
+                    self._tile(s.whole)
         self._finished = len(self.builder.units)
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
@@ -391,10 +413,12 @@ class Construction:
         used = {id(p) for root in roots for p in root.parameters()}
         kept: list[Unit] = []
         for unit in self.builder.units:
-            params = [(s.name, s.param) for s in unit.segments if id(s.param) in used]
+            params = [(s.name, s.param) for s in unit.segments if id(s.whole) in used]
             if params:
-                segments = layout(params, unit.dtype.itemsize)
+                tiles = [s for s in unit.segments if s.is_tile]
+                segments = tiles or layout(params, unit.dtype.itemsize)
                 kept.append(Unit(len(kept), segments, unit.dtype, unit.rank, unit.world_size))
+                kept[-1].routed = unit.routed
         self.builder.units.replace(kept)
 
     def _true_roots(self) -> list[nn.Module]:
@@ -419,8 +443,9 @@ def _master_range(segments: list[Segment], start: int, stop: int) -> Tensor:
     for s in segments:
         low, high = max(start, s.offset), min(stop, s.stop)
         if low < high:
-            if s.param.device.type == "meta":
+            if s.whole.device.type == "meta":
                 raise StateError(f"{s.name} is on the meta device; infinity.Init needs real values")
-            values = s.param.detach().reshape(-1)[low - s.offset : high - s.offset]
+            shift = s.first - s.offset
+            values = s.whole.detach().reshape(-1)[low + shift : high + shift]
             out[low - start : high - start].copy_(values)
     return out

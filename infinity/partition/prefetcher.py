@@ -20,6 +20,12 @@ An event that is not the plan's next one is served on demand, and the plan waits
 added, and the plan goes on with the event after it. Where the last few events are found together
 later in the plan, something was left out, and the plan goes on from there. The new trace becomes
 the plan of the next pass.
+
+[Note: routed units]
+Which tiles of experts a step uses depends on its batch, so no plan has them, and none is brought that is not
+used. When a use of one comes, those that follow it are known (:mod:`infinity.partition.tiles`) and begin to
+arrive, as far as there is room; in backward, those before it. They are the first to go. Plans leave room for
+two.
 """
 
 from bisect import bisect_left
@@ -147,14 +153,18 @@ class Prefetcher:
         capacity_nbytes: What all full buffers together may take.
         can_stay: Units that may be updated where they are.
         order: Learns the order of training steps.
+        routed: Units that no plan foresees: see [Note: routed units].
     """
 
     def __init__(
         self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int,
-        can_stay: Collection[int] = (), order: StepOrder | None = None,
+        can_stay: Collection[int] = (), order: StepOrder | None = None, routed: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
         self.can_stay, self.order = can_stay, order or StepOrder()
+        self.routed = frozenset(routed)
+        self.routed_used: set[int] = set()  # in this training pass
+        self._before: dict[int, int | None] = {}  # of a routed unit, the one that was used before it
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
         self.pins: dict[int, int] = {}
@@ -166,10 +176,17 @@ class Prefetcher:
 
     # --- events ------------------------------------------------------------------------------
 
-    def use(self, unit: int) -> None:
-        """Have ``unit`` gathered and pinned when this returns; then look ahead."""
+    def use(self, unit: int, following: Sequence[int] | None = None) -> None:
+        """Have ``unit`` gathered and pinned when this returns; then look ahead.
+
+        Args:
+            following: Of a routed unit, those that are used next; None: those that were used before it.
+        """
         self.pins[unit] = self.pins.get(unit, 0) + 1
         self._begin()
+        if unit in self.routed:
+            self._use_routed(unit, following)
+            return
         if unit in self.staying:
             self._release(unit)  # its buffer will hold the next version; the committed one is wanted
         over = self.running.align(Event(Kind.USE, unit))
@@ -190,7 +207,8 @@ class Prefetcher:
         """Take back one pin of ``unit``."""
         if self.pins.get(unit, 0):
             self.pins[unit] -= 1
-            self._advance(Event(Kind.UNPIN, unit))
+            if unit not in self.routed:
+                self._advance(Event(Kind.UNPIN, unit))
 
     def stays(self, unit: int) -> bool:
         """Whether ``unit``, whose gradients are complete now, is to be updated where it is."""
@@ -207,7 +225,8 @@ class Prefetcher:
         else:
             self.present.pop(unit, None)
             self._unforeseen.pop(unit, None)
-        self._advance(Event(Kind.DONE, unit))
+        if unit not in self.routed:
+            self._advance(Event(Kind.DONE, unit))
 
     # --- passes ------------------------------------------------------------------------------
 
@@ -215,6 +234,7 @@ class Prefetcher:
         """An optimizer step: from the next event on, a new pass; its first units go out now."""
         self._conclude(self.training)
         self.on_demand = 0
+        self.routed_used.clear()
         self.planned = [] if self.training.plan else None
         if self.running is self.training:
             self._begin()
@@ -263,10 +283,48 @@ class Prefetcher:
     def _conclude(self, ended: Pass) -> None:
         events = tuple(ended.trace)
         if events and (ended.plan is None or ended.plan.events != events):
-            ended.follow(make_plan(events, self.nbytes, self.capacity_nbytes, can_stay=self.can_stay))
+            ended.follow(make_plan(events, self.nbytes, self._planned_nbytes(), can_stay=self.can_stay))
             if ended is self.training:
                 self.order.learn(events)
         ended.restart()
+
+    def _planned_nbytes(self) -> int:
+        """What plans may take: all but room for two routed units, unless other units need it."""
+        routed = max((self.nbytes[unit] for unit in self.routed if unit in self.nbytes), default=0)
+        others = max((self.nbytes[unit] for unit in self.nbytes.keys() - self.routed), default=0)
+        return max(self.capacity_nbytes - 2 * routed, min(2 * others, self.capacity_nbytes))
+
+    def _use_routed(self, unit: int, following: Sequence[int] | None) -> None:
+        """See [Note: routed units]."""
+        if self.running is self.training:
+            self.routed_used.add(unit)
+        if following is None:
+            following, before = [], self._before.get(unit)
+            while before is not None and len(following) < len(self.routed):
+                following.append(before)
+                before = self._before.get(before)
+        elif following:
+            self._before.update(zip(following, (unit, *following[:-1]), strict=True))
+        if unit not in self.present:
+            self._make_room(unit)
+            self._start_routed(unit)
+        self._unforeseen[unit] = None
+        self.present.move_to_end(unit)
+        for coming in following:
+            if coming in self.present:
+                continue
+            self._evict([u for u in self._unforeseen if u != unit and u not in following], coming)
+            if not self._fits(coming):
+                break
+            self._start_routed(coming)
+        self.mover.finish(unit)
+
+    def _start_routed(self, unit: int) -> None:
+        if self.running is self.visit:
+            self.planned = None
+        self._expect(unit)
+        self._start(unit)
+        self._unforeseen[unit] = None
 
     def _begin(self) -> None:
         """Before the first event of a pass: bring in its nearest future."""

@@ -16,6 +16,11 @@ raises, because the elements share one place in memory.
 The weights of a frozen unit may travel as they are stored (quantized, say), and be decoded where they are
 used. Rank r's shard is then slice r of the stored bytes, whatever values they stand for, and what is gathered
 from all ranks is decoded into the flat buffer.
+
+[Note: tiles]
+A parameter that is too large to be gathered whole is divided by rows (dimension 0) over several units, its
+tiles (:mod:`infinity.partition.tiles`). Autograd sees a parameter for each tile, the only one of its unit.
+The model's own parameter stays what it is by name and shape, and always a placeholder.
 """
 
 import functools
@@ -45,6 +50,9 @@ class Segment:
     Attributes:
         index: Position among the unit's segments. An offset does not identify a segment: the next one of a
             parameter without elements has the same.
+        whole: The model's own parameter: ``param``, or what it is a tile of.
+        whole_shape: Its shape.
+        first: The first element of ``whole`` that is here.
         writes: Autograd's count of writes to the parameter when it was attached.
         steps: Updates that the parameter has had.
     """
@@ -56,12 +64,35 @@ class Segment:
     numel: int
     shape: torch.Size
     created_dtype: torch.dtype
+    whole: nn.Parameter
+    whole_shape: torch.Size
+    first: int = 0
     writes: int = 0
     steps: int = 0
 
     @property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    @property
+    def is_tile(self) -> bool:
+        return self.param is not self.whole
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no tile of the parameter follows."""
+        return self.first + self.numel == self.whole_shape.numel()
+
+    @property
+    def rows(self) -> range:
+        """Rows of the model's parameter that a tile holds."""
+        width = self.whole_shape[1:].numel()
+        return range(self.first // width, (self.first + self.numel) // width)
+
+    @property
+    def whole_name(self) -> str:
+        """Name of the model's parameter."""
+        return self.name.rpartition("[")[0] if self.is_tile else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +124,7 @@ class Unit:
         home: The tier where the shard lives between uses.
         stored: The form in which shards travel; None: the compute dtype.
         device: Where the flat buffer and its placeholders are.
+        routed: A tile of experts: used where a batch is routed to one of them, which no plan foresees.
         version: Which of the two places on NVMe is the committed one.
         updates: How many committed updates the weights carry; a handle packed under another
             count is stale.
@@ -111,6 +143,7 @@ class Unit:
         self.home = Tier.NVME
         self.stored: StoredForm | None = None
         self.device = torch.device("cpu")
+        self.routed = False
         self.lifecycle: Lifecycle[UnitState] = Lifecycle(f"unit {index}", UnitState.ON_NVME)
         self.version = 0
         self.updates = 0
@@ -155,7 +188,7 @@ class Unit:
 
     @property
     def trainable(self) -> list[Segment]:
-        return [s for s in self.segments if s.param.requires_grad]
+        return [s for s in self.segments if s.whole.requires_grad]
 
     def shard_of(self, flat: Tensor) -> Tensor:
         """This rank's slice of a full flat tensor, ``(shard_numel,)``."""
@@ -164,7 +197,9 @@ class Unit:
     def rename(self, names: dict[int, str]) -> None:
         """Name the segments after the model's own names, by parameter identity."""
         for segment in self.segments:
-            segment.name = names.get(id(segment.param), segment.name)
+            name = names.get(id(segment.whole), segment.whole_name)
+            rows = segment.rows if segment.is_tile else range(0)
+            segment.name = f"{name}[{rows.start}:{rows.stop}]" if segment.is_tile else name
         if self.segments:
             self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
 
@@ -320,6 +355,7 @@ class UnitIndex(Sequence[Unit]):
     def __init__(self) -> None:
         self._units: list[Unit] = []
         self._places: dict[int, tuple[Unit, Segment]] = {}  # by id; the segments keep the parameters alive
+        self._tiles: dict[int, list[tuple[Unit, Segment]]] = {}  # by id of the model's parameter
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units)
@@ -338,27 +374,37 @@ class UnitIndex(Sequence[Unit]):
         """Append ``unit``, whose index is the number of units before it."""
         self._units.append(unit)
         self._places.update((id(segment.param), (unit, segment)) for segment in unit.segments)
+        for segment in unit.segments:
+            if segment.is_tile:
+                self._tiles.setdefault(id(segment.whole), []).append((unit, segment))
 
     def drop(self, unit: Unit, segment: Segment) -> None:
-        """Forget a parameter, whose place in ``unit`` stays empty."""
+        """Forget a parameter, or a tile, whose place in ``unit`` stays empty."""
         unit.segments.remove(segment)
+        if segment.is_tile:
+            self._tiles[id(segment.whole)].remove((unit, segment))
         for index, other in enumerate(unit.segments):
             other.index = index
         del self._places[id(segment.param)]
 
     def replace(self, units: Iterable[Unit]) -> None:
         """Hold ``units`` in place of those from before."""
-        self._units, self._places = [], {}
+        self._units, self._places, self._tiles = [], {}, {}
         for unit in units:
             self.add(unit)
 
     def find(self, param: nn.Parameter) -> tuple[Unit, Segment] | None:
-        """Return the unit and the segment of ``param``; None when no unit holds it."""
+        """Return the unit and the segment of ``param``; None when no unit holds it, or it is in tiles."""
         return self._places.get(id(param))
+
+    def places(self, param: nn.Parameter) -> Sequence[tuple[Unit, Segment]]:
+        """Return the unit and the segment of ``param``, or those of all its tiles, in order."""
+        place = self.find(param)
+        return self._tiles.get(id(param), ()) if place is None else (place,)
 
     def holding(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units that hold any of ``params``, each once, in order."""
-        found = {place[0].index for param in params if (place := self.find(param)) is not None}
+        found = {unit.index for param in params for unit, _ in self.places(param)}
         return [self._units[index] for index in sorted(found)]
 
     def segments(self) -> Iterator[tuple[Unit, Segment]]:
@@ -384,9 +430,25 @@ def layout(params: Iterable[tuple[str, nn.Parameter]], itemsize: int) -> list[Se
     offset = 0
     for name, param in sorted(params, key=lambda item: item[1].ndim < 2):
         index, numel = len(segments), param.numel()
-        segments.append(Segment(param, name, index, offset, numel, param.shape, param.dtype))
+        shape = param.shape
+        segments.append(Segment(param, name, index, offset, numel, shape, param.dtype, param, shape))
         offset += math.ceil(numel / align) * align
     return segments
+
+
+def layout_tiles(name: str, param: nn.Parameter, rows: int, dtype: torch.dtype) -> list[Segment]:
+    """Places for the tiles of ``param``, ``rows`` rows each, every one in a unit of its own."""
+    tiles, width = [], param.shape[1:].numel()
+    for first in range(0, len(param), rows):
+        shape = torch.Size((min(rows, len(param) - first), *param.shape[1:]))
+        tile = nn.Parameter(placeholder(shape, dtype, param.device), requires_grad=param.requires_grad)
+        called = f"{name}[{first}:{first + shape[0]}]"
+        tiles.append(
+            Segment(
+                tile, called, 0, 0, shape.numel(), shape, param.dtype, param, param.shape, first * width
+            )
+        )  # fmt: skip
+    return tiles
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

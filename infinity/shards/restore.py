@@ -9,6 +9,8 @@ after that stands on all ranks, and until then a crash leaves them as they were.
 """
 
 import contextlib
+import math
+import re
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,9 @@ from infinity.shards.saved import SavedRank, SavedRun
 from infinity.shards.store import ShardStore, Version, versions_of_plain, versions_to_plain
 from infinity.shards.tiers import Tiers
 from infinity.shards.verified import BlockSums, load_sums
+
+#: The name of a tile: that of its parameter, and its rows.
+_TILE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
 
 def _is_there(unit: Unit, tiers: Tiers, unsaved: Container[str]) -> bool:
     """Whether a checkpoint was loaded again that gives the unit's values, as in the interrupted run."""
-    return unit.index in tiers.from_base and all(segment.name in unsaved for segment in unit.segments)
+    return unit.index in tiers.from_base and all(segment.whole_name in unsaved for segment in unit.segments)
 
 
 @dataclass(slots=True)
@@ -92,7 +97,10 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     mine = None if saved.own is None else _Source(saved.own, 0)
     likes = {u.index for u in units if mine is not None and mine.is_like(u, tiers.chunk_numel)}
     unsaved = {
-        segment[0] for unit in layout["units"] if unit["versions"] is None for segment in unit["segments"]
+        _Place.of(segment[0], 0, 0, (), 0)[0]
+        for unit in layout["units"]
+        if unit["versions"] is None
+        for segment in unit["segments"]
     }
     left, restored = Restored(likes), [u for u in units if not _is_there(u, tiers, unsaved)]
     if len(restored) < len(units):
@@ -221,11 +229,15 @@ def _adopt(unit: Unit, source: _Source, tiers: Tiers) -> None:
 
 def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
     """Make a unit's states from the saved shards, wherever they are."""
-    places = {s.name: reader.find(s) for s in unit.segments}
+    spans: list[Span] = []
+    old: dict[Hashable, tuple[int, int]] = {}
     for s in unit.segments:
-        s.steps = places[s.name].steps
-    spans = [Span(s.name, s.offset, s.stop) for s in unit.segments]
-    old: dict[Hashable, tuple[int, int]] = {n: (place.unit, place.offset) for n, place in places.items()}
+        for place in reader.find(s):
+            s.steps = place.steps
+            start, stop = max(s.first, place.first), min(s.first + s.numel, place.stop)
+            source, shift = (s.whole_name, start), s.offset - s.first
+            spans.append(Span(source, start + shift, stop + shift))
+            old[source] = (place.unit, place.offset + start - place.first)
     for start, weight, state in tiers.make_anew(unit):
         fields = (weight, *state)
         for values in fields:
@@ -238,12 +250,30 @@ def _make_anew(unit: Unit, tiers: Tiers, reader: "_Reader") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter was: index of the unit, offset in it, shape; and its step count."""
+    """Where a parameter, or a tile of it, was: index of the unit, offset in it; and its step count.
+
+    Attributes:
+        shape: Of the parameter without its first dimension, if it has any.
+        first: The first element of the parameter that was there.
+        stop: The one after the last.
+    """
 
     unit: int
     offset: int
     shape: tuple[int, ...]
     steps: int
+    first: int
+    stop: int
+
+    @classmethod
+    def of(
+        cls, name: str, unit: int, offset: int, shape: tuple[int, ...], steps: int
+    ) -> tuple[str, "_Place"]:
+        """The name of a parameter, and where it was; ``name`` may be that of a tile."""
+        tile, width = _TILE.fullmatch(name), math.prod(shape[1:])
+        first = 0 if tile is None else int(tile[2]) * width
+        place = cls(unit, offset, shape[1:], steps, first, first + math.prod(shape))
+        return (name if tile is None else tile[1]), place
 
 
 class _Reader:
@@ -260,22 +290,33 @@ class _Reader:
         self._tiers, self._sources = tiers, sources
         any_rank = next(iter(sources.values()))
         self.shard_numels = [unit["numel"] // world_size for unit in any_rank.units]
-        self._places = {place[0]: _Place(*place[1:]) for place in any_rank.segments()}
+        self._places: dict[str, list[_Place]] = {}
+        for segment in any_rank.segments():
+            name, place = _Place.of(*segment)
+            self._places.setdefault(name, []).append(place)
         self._held = contextlib.ExitStack()
         self._at: tuple[int, int, int] | None = None
         self._fields: tuple[Tensor, ...] = ()
 
-    def find(self, segment: Segment) -> _Place:
-        """Return where a parameter was.
+    def find(self, segment: Segment) -> list[_Place]:
+        """Return where a parameter was, or what has elements of a tile.
 
         Raises:
             StateError: The run has no such parameter.
         """
-        place = self._places.get(segment.name)
-        if place is None or place.shape != tuple(segment.shape):
-            has = f"no {segment.name}" if place is None else f"{segment.name} of shape {place.shape}"
-            raise StateError(_differs(f"has {has}; this one has shape {tuple(segment.shape)}"))
-        return place
+        name, shape = segment.whole_name, tuple(segment.whole_shape)
+        places = self._places.get(name, [])
+        numel = sum(place.stop - place.first for place in places)
+        was = shape
+        if places and shape and (inner := math.prod(places[0].shape)):
+            was = numel // inner, *places[0].shape
+        if not places or was != shape or numel != math.prod(shape):
+            has = f"{name} of shape {was}" if places else f"no {name}"
+            raise StateError(_differs(f"has {has}; this one has shape {shape}"))
+        if segment.numel == segment.whole_shape.numel():
+            return places
+        stop = segment.first + segment.numel
+        return [place for place in places if place.first < stop and segment.first < place.stop]
 
     def read(self, piece: ShardPiece, into: tuple[Tensor, ...]) -> None:
         """Copy a piece of a saved shard, field by field."""

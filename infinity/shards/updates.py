@@ -233,7 +233,7 @@ class StepHypers:
         with self._lock:
             hyper_of: dict[int, Tensor] = {}
             for segment in used:
-                group = self._group_of.get(id(segment.param))
+                group = self._group_of.get(id(segment.whole))
                 if group is not None:
                     hyper_of[segment.index] = self._tensor(group, segment.steps + 1, grad_scale)
         return runs_of(unit, hyper_of)
@@ -257,7 +257,7 @@ class StepHypers:
     def count(self, used: Iterable[Segment]) -> None:
         """Take note that the update of these parameters is committed; after :meth:`runs`."""
         for segment in used:
-            segment.steps += id(segment.param) in self._group_of
+            segment.steps += id(segment.whole) in self._group_of
 
     @property
     def changed(self) -> bool:

@@ -48,6 +48,7 @@ SLOW: dict[str, Scenario] = {
     "bert": Scenario(model="bert", clip=1.0),
     "gpt": Scenario(model="gpt"),
     "experts": Scenario(model="mixtral", clip=1.0, steps=2),
+    "experts in tiles": Scenario(model="mixtral", clip=1.0, steps=2, more=("partition.tile=7KiB",)),
     "activations kept": Scenario(more=("memory.activations=keep",), clip=1.0),
     "activations stored": Scenario(more=("memory.activations=offload",), clip=1.0),
     "activations stored in host memory": Scenario(
@@ -82,6 +83,8 @@ SLOW: dict[str, Scenario] = {
     "two ranks, experts": Scenario(
         model="mixtral", world=2, steps=2, more=("partition.leaf=[MixtralExperts]",)
     ),
+    "two ranks, experts in tiles": Scenario(model="mixtral", world=2, steps=2, more=("partition.tile=7KiB",)),
+    "base in MXFP4 in tiles": Scenario(base="gpt_oss", lora=4, steps=2, more=("partition.tile=7KiB",)),
     "two ranks, layer schedule": Scenario(world=2, through=2, clip=1.0, steps=2),
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),

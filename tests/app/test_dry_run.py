@@ -1,6 +1,7 @@
 """A dry run is the runtime's own: its units, homes, budgets and trace, without values."""
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from infinity.app.models.causal import CausalLoss
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import built
 from infinity.app.views import Views
+from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.planner.clock import plan_of, play_step
 from tests.helpers import quantized
@@ -99,6 +101,8 @@ CASES = {
         "memory.resident=true",
     ],
     "llama-logits-in-slices": ["llama", "memory.logits=slices"],
+    "gpt-in-tiles": ["partition.tile=8KiB"],
+    "gpt-in-tiles-recomputed": ["partition.tile=8KiB", "memory.activations=recompute"],
 }
 
 
@@ -124,3 +128,28 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     assert real["fetched"] or case != "quantized-lora"
     if real["events"]:
         assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]
+
+
+def experts(folder: Path) -> str:
+    """A model of one layer whose packed experts take 256 MiB and 128 MiB, as its ``config.json``."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 512,
+        "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 64,
+        "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"model.path={folder}"
+
+
+def test_experts_that_the_device_cannot_hold_are_planned_in_tiles(tmp_path: Path) -> None:
+    more = [experts(tmp_path), "memory.device=384MiB", "memory.host=1GiB", "memory.resident=false"]
+    sizes = ["model.seq_len=32", "train.batch_size=2", "optim.max_grad_norm=null"]
+    with pytest.raises(BudgetError, match=r"experts\.gate_up_proj alone takes 256 MiB"):
+        dry_run(recipe_for(tmp_path, *more, *sizes, "partition.tile=never"), MACHINE, 1)
+    planned = dry_run(recipe_for(tmp_path, *more, *sizes), MACHINE, 1)
+    tiles = [unit for unit in planned.units if "experts" in unit.name]
+    assert [unit.nbytes for unit in tiles] == [16 * 2**20] * 24
+    used = {event.unit for event in planned.trace.events}
+    assert {planned.units.index(unit) for unit in tiles} <= used
+    assert play_step(planned.trace, planned.setup).nbytes["NVMe read"] > 2 * 384 * 2**20
+    assert any("tiles" in note for note in planned.notes)

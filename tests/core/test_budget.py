@@ -177,7 +177,7 @@ def test_a_unit_that_one_parameter_fills_is_explained_by_its_name_and_size():
     unit = replace(LAYER, parameter="layers.0.experts.down_proj", parameter_nbytes=3 * MIB)
     with pytest.raises(BudgetError) as raised:
         divide_device(1 * MIB, 0, [unit], early=True, world_size=1)
-    assert "layers.0.experts.down_proj alone takes 3 MiB: one operator reads it whole" in str(raised.value)
+    assert "layers.0.experts.down_proj alone takes 3 MiB, and is gathered whole" in str(raised.value)
     with pytest.raises(BudgetError) as raised:
         divide_device(1 * MIB, 0, [replace(unit, parameter_nbytes=MIB)], early=True, world_size=1)
     assert "alone" not in str(raised.value)

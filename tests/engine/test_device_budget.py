@@ -91,7 +91,7 @@ def test_a_derived_budget_grows_with_the_first_no_sync_where_little_memory_is_fr
 def half_frozen(where: list[str]):
     """A model whose blocks are frozen while the optimizer is made, and thawed then; and the plain loop."""
     factory = seeded(Toy)
-    with small_units(3000), infinity.Init(training.recipe("bf16", where)):
+    with small_units(3000), infinity.Init(training.recipe("bf16", [*where, "partition.tile=never"])):
         model = factory()
     try:
         model.blocks.requires_grad_(False)

@@ -258,6 +258,13 @@ def test_the_summary_says_how_many_bytes_of_gradients_wait_on_nvme() -> None:
     assert "gradients" not in dict(summary_rows(summarize([REPORT])))
 
 
+def test_the_summary_says_how_many_tiles_of_experts_were_used() -> None:
+    report = replace(REPORT, tiles=16, tiles_used=9)
+    rows = dict(summary_rows(summarize([report, replace(report, tiles_used=5)])))
+    assert rows["experts"] == "7 of 16 tiles used in a step"
+    assert "experts" not in dict(summary_rows(summarize([REPORT])))
+
+
 def test_the_summary_of_a_run_without_a_plan_says_so() -> None:
     rows = dict(summary_rows(summarize([RECORDED])))
     assert rows["read per step"].endswith("bytes per rank, recorded; the plan starts with the second step")

@@ -1,0 +1,319 @@
+"""Parameters in tiles: operators that read one are computed tile by tile, in unmodified models.
+
+A parameter that is too large to be gathered whole is divided by rows over several units (see [Note: tiles]
+in :mod:`infinity.partition.unit`). It becomes a :class:`TiledParameter`. What the model's own forward does
+with it comes to ``__torch_function__``, which gathers one tile after the other:
+
+    linear layers, heads    an output for each tile, which are joined: ``F.linear``
+    embeddings              the rows of each tile, which are put in order: ``F.embedding``
+    experts, grouped        the tokens of each tile's experts: ``F.grouped_mm``
+    experts, one by one     the expert of a loop: ``F.linear(x, weight[expert])``, ``x @ weight[expert]``
+
+Any other operator would read the parameter as a whole, and raises.
+
+[Note: the same bits]
+Outputs of tiles are bitwise those of the whole parameter, and so are gradients of weights, as each of them is
+one product over the same elements. Experts are multiplied one by one either way, so all gradients are bitwise
+the same. The gradient of the input of a linear layer is a sum over tiles: it differs within rounding.
+
+[Note: only those that are used]
+A tile of experts to which no rank's batch is routed is neither read nor gathered nor computed. With several
+ranks they agree for each call which ones are, so all gather the same. A grouped product without tokens has a
+gradient of zeros, so backward is the same on all ranks, too.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from infinity.core.errors import StateError
+from infinity.partition.unit import Segment, Unit
+
+#: Gathers a unit while a context is open, and begins to bring those that follow; what autograd saves of it
+#: meanwhile is a handle, not its memory.
+Using = Callable[[Unit, Sequence[Unit]], AbstractContextManager[None]]
+#: Tiles that some rank's batch is routed to, of those that this rank's is; every rank must call.
+Unite = Callable[[Sequence[bool]], Sequence[bool]]
+
+#: What may be asked of a tiled parameter: nothing that reads its values, but of its placeholder.
+_PLAIN = frozenset(
+    [
+        "__get__", "__set__", "__len__", "__hash__", "__repr__", "__format__", "size", "dim",
+        "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset",
+        "untyped_storage", "data_ptr", "get_device", "is_floating_point", "is_complex",
+        "is_contiguous", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg",
+        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "detach",
+        "detach_", "to", "cpu", "cuda", "type", "has_names", "_is_view",
+        "_has_compatible_shallow_copy_type", "_has_symbolic_sizes_strides", "empty_like",
+        "zeros_like", "ones_like", "is_tensor",
+    ]
+)  # fmt: skip
+_TRANSPOSED = ("T", "mT", "H", "mH")
+
+
+@dataclass(frozen=True, slots=True)
+class TiledWeight:
+    """The tiles of a parameter, and how to use them.
+
+    Attributes:
+        places: Unit and segment of each tile, in order.
+        several_ranks: Other ranks have the same units.
+        without_values: Tensors have none: tokens are divided equally.
+    """
+
+    places: Sequence[tuple[Unit, Segment]]
+    using: Using
+    unite: Unite
+    several_ranks: bool = False
+    without_values: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.places[0][1].whole_name
+
+    def linear(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``F.linear`` with the whole weight."""
+        outputs = []
+        for unit, segment in self.places:
+            part = None if bias is None else bias[segment.rows.start : segment.rows.stop]
+            with self.using(unit, ()):
+                outputs.append(functional.linear(inputs, segment.param, part))
+        return torch.cat(outputs, -1)
+
+    def embedding(
+        self, tokens: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """``F.embedding`` of the whole weight."""
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            self.refuse("an embedding with max_norm, scale_grad_by_freq or sparse")
+        flat = tokens.reshape(-1)
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += self.places[0][1].whole_shape[0]
+        rows, order = [], []
+        for number, (unit, segment) in enumerate(self.places):
+            first, stop = segment.rows.start, segment.rows.stop
+            if self.without_values:
+                parts = [len(flat) * each // len(self.places) for each in (number, number + 1)]
+                here = torch.arange(*parts, device=flat.device)
+            else:
+                here = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
+            padding = None
+            if padding_idx is not None and first <= padding_idx < stop:
+                padding = padding_idx - first
+            with self.using(unit, ()):
+                rows.append(functional.embedding(flat[here] - first, segment.param, padding))
+            order.append(here)
+        places = torch.cat(order)
+        if len(places) != len(flat):
+            raise IndexError(f"index out of range: {self.name} has {stop} rows")
+        back = torch.empty_like(places)
+        back[places] = torch.arange(len(places), device=places.device)
+        return torch.cat(rows).index_select(0, back).view(*tokens.shape, -1)
+
+    def grouped(
+        self, product: Callable[..., Tensor], inputs: Tensor, offs: Tensor, transposed: bool, **options: Any
+    ) -> Tensor:
+        """``F.grouped_mm`` of tokens that are sorted by expert.
+
+        Args:
+            product: The operator.
+            inputs: ``(tokens, in)``.
+            offs: Where each expert's tokens end.
+            transposed: Whether the last two dimensions of the weight are.
+        """
+        if self.without_values:
+            stops = [len(inputs) * (each + 1) // len(offs) for each in range(len(offs))]
+        else:
+            stops = offs.tolist()
+        ends = [stops[segment.rows.stop - 1] for _, segment in self.places]
+        begins = [0, *ends[:-1]]
+        hit = self.unite([begin < end for begin, end in zip(begins, ends, strict=True)])
+        used = [i for i in range(len(ends)) if hit[i]] or [0]
+        numels = [ends[i] - begins[i] for i in used]
+        *parts, rest = torch.split(inputs, [*numels, len(inputs) - sum(numels)])
+        outputs = []
+        for at, (i, part) in enumerate(zip(used, parts, strict=True)):
+            unit, segment = self.places[i]
+            own = offs[segment.rows.start : segment.rows.stop] - begins[i]
+            with self.using(unit, [self.places[j][0] for j in used[at + 1 :]]):
+                weight = segment.param.transpose(-2, -1) if transposed else segment.param
+                outputs.append(product(part, weight, offs=own, **options))
+        if len(rest):
+            outputs.append(outputs[0].new_zeros(len(rest), *outputs[0].shape[1:]))
+        return torch.cat(outputs)
+
+    def with_expert(self, row: int, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """``compute`` with one expert's weight."""
+        if self.several_ranks:
+            self.refuse("experts one by one, with several ranks,")
+        for unit, segment in self.places:
+            if row in segment.rows:
+                with self.using(unit, ()):
+                    return compute(segment.param[row - segment.rows.start])
+        raise IndexError(f"expert {row} of {self.name}, which has {self.places[0][1].whole_shape[0]}")
+
+    def refuse(self, what: str) -> None:
+        """Raise: ``what`` would read the parameter as a whole."""
+        raise StateError(
+            f"{what} on {self.name}, which is too large to be gathered whole and is computed in "
+            f"{len(self.places)} tiles: linear layers, embeddings, and experts of transformers (their "
+            "grouped_mm implementation, or eager with one rank) can be. To gather it whole set "
+            "partition.tile=never; to read its values use infinity.gathered or infinity.state_dict"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileView:
+    """A view of packed experts that was asked for, and is not made: operators read tiles through it.
+
+    Attributes:
+        row: The expert; None: all.
+        transposed: The last two dimensions are.
+    """
+
+    weight: TiledWeight
+    row: int | None = None
+    transposed: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = list(self.weight.places[0][1].whole_shape)[0 if self.row is None else 1 :]
+        if self.transposed:
+            sizes[-2:] = reversed(sizes[-2:])
+        return torch.Size(sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.places[0][0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.places[0][1].whole.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def data_ptr(self) -> int:
+        """An address as aligned as that of every tile."""
+        return 0
+
+    def transpose(self, dim0: int, dim1: int) -> "TileView":
+        if {dim0 % self.ndim, dim1 % self.ndim} != {self.ndim - 2, self.ndim - 1}:
+            self.weight.refuse("transposing experts")
+        return replace(self, transposed=not self.transposed)
+
+    def __getitem__(self, index: Any) -> "TileView":
+        row = _row(index)
+        if row is None or self.row is not None or self.transposed or self.ndim != 3:
+            self.weight.refuse("indexing")
+        return replace(self, row=row)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    @property
+    def mT(self) -> "TileView":  # noqa: N802  (torch's name)
+        return self.transpose(-2, -1)
+
+    T = mT
+
+    def t(self) -> "TileView":
+        return self.transpose(-2, -1)
+
+    def _oriented(self, values: Tensor) -> Tensor:
+        return values.transpose(-2, -1) if self.transposed else values
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        view = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
+        assert view is not None, "torch found it"
+        if len(args) > 1 and args[1] is view and isinstance(args[0], Tensor):
+            inputs, rest = args[0], args[2:]
+            if view.row is None and "grouped_mm" in name:
+                options = dict(kwargs)
+                offs = options.pop("offs", None)
+                if offs is not None and not rest:
+                    return view.weight.grouped(func, inputs, offs, view.transposed, **options)
+            elif view.row is None and name in ("linear", "embedding") and not view.transposed:
+                return getattr(view.weight, name)(inputs, *rest, **kwargs)
+            elif view.row is None and name in ("matmul", "mm") and view.transposed and view.ndim == 2:
+                return view.weight.linear(inputs)
+            elif view.row is not None and name in ("linear", "matmul", "mm"):
+                return view.weight.with_expert(
+                    view.row, lambda values: func(inputs, view._oriented(values), *rest, **kwargs)
+                )
+        return view.weight.refuse(name)
+
+
+class TiledParameter(nn.Parameter):
+    """A parameter of the model whose values are in tiles; see the module's docstring.
+
+    Attributes:
+        tiled: Its tiles.
+    """
+
+    tiled: TiledWeight
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__") and func.__self__.__name__ in _TRANSPOSED:  # a property of it
+            return TileView(args[0].tiled, transposed=True)
+        if name in ("to", "cpu", "cuda") and _keeps_dtype(func, *args, **kwargs):
+            return args[0]  # not moved: a copy would be whole
+        if name in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        own = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
+        if own is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        whole = TileView(own.tiled)
+        if args and args[0] is own and name in ("transpose", "t", "__getitem__"):
+            return getattr(whole, name)(*args[1:], **kwargs)
+        if len(args) > 1 and args[1] is own:
+            return TileView.__torch_function__(func, types, (args[0], whole, *args[2:]), kwargs)
+        return own.tiled.refuse(name)
+
+
+def _keeps_dtype(func: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
+    probe: Tensor = func(torch.empty(0, dtype=param.dtype, device=param.device), *args, **kwargs)
+    return probe.dtype == param.dtype
+
+
+def _row(index: Any) -> int | None:
+    if isinstance(index, int):
+        return index
+    if isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point():
+        return int(index)
+    return None
+
+
+def compute_in_tiles(param: nn.Parameter, weight: TiledWeight | None = None) -> None:
+    """Let operators on ``param`` read its tiles.
+
+    Args:
+        weight: None: those from before :func:`compute_whole`.
+    """
+    if weight is not None:
+        param.tiled = weight  # type: ignore[attr-defined]
+    param.__class__ = TiledParameter
+
+
+def compute_whole(param: nn.Parameter) -> None:
+    """Let ``param`` be an ordinary parameter, for as long as its data is whole."""
+    param.__class__ = nn.Parameter

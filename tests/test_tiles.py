@@ -1,0 +1,374 @@
+"""Parameters in tiles: never gathered whole, and the bits of those that are."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import infinity
+from infinity import StateError
+from infinity.engine.runtime import runtime_of
+from tests.helpers import models, quantized, zoo
+from tests.helpers.launch import run_ranks
+from tests.helpers.reference import Reference, Rule
+from tests.helpers.training import (
+    assert_bitwise,
+    build,
+    optimizer_for,
+    recipe,
+    reference,
+    small_units,
+    streaming,
+    train,
+)
+from tests.shards.test_mapped import loaded, mapped
+from tests.shards.test_mapped import train as adapters
+from tests.shards.test_resume import same
+
+#: Tiles of one or two experts of the tiny models; their heads and embeddings are smaller.
+TILED = {"bf16": "partition.tile=7KiB", "fp32": "partition.tile=14KiB"}
+
+
+def tiles_of(model: nn.Module) -> dict[str, int]:
+    """The number of tiles of each parameter that has some."""
+    units = runtime_of(model).units
+    found = {name: len(units.places(param)) for name, param in model.named_parameters()}
+    return {name: count for name, count in found.items() if count > 1}
+
+
+def eager(model: Any) -> None:
+    model.set_experts_implementation("eager")
+
+
+def recompute(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def recompute_reentrant(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+def freeze_experts(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_("experts" not in name)
+
+
+# --- experts -----------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": {"dtype": "bf16"},
+    "qwen2_moe": {"dtype": "fp32", "accumulate": 2},
+    "deepseek_v3": {"dtype": "bf16", "change": recompute, "rule": Rule(max_grad_norm=None)},
+    "mixtral eager": {"dtype": "fp32", "change": eager},
+    "mixtral reentrant": {"dtype": "fp32", "change": recompute_reentrant},
+    "qwen2_moe frozen": {"dtype": "bf16", "change": freeze_experts},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_in_tiles_give_the_plain_loops_bits(tmp_path, case):
+    factory, batch = zoo.build(case.split()[0], seed=4)
+    options = {"steps": 4, **CASES[case]}
+    plain = reference(factory, batch, **options)
+    tiled = TILED[options["dtype"]]
+    assert_bitwise(train(factory, batch, streaming(tmp_path, tiled), **options), plain)
+    assert_bitwise(train(factory, batch, ["memory.host=1GiB", tiled], **options), plain)
+
+
+RANKS = ("qwen2_moe", "deepseek_v3", "qwen2_moe frozen")
+
+
+def ranks_in_tiles(folder: str) -> list[list[tuple[Any, ...]]]:
+    """Losses, norms and weights of a rank, with whole experts and with tiles, by case."""
+    rank = int(os.environ["RANK"])
+    found = []
+    for case in RANKS:
+        factory, batch = zoo.build(case.split()[0], seed=4)
+        options = {**CASES[case], "steps": 3}
+        trained = [
+            train(factory, batch, streaming(folder, tile), rank=rank, world=2, **options)
+            for tile in ("partition.tile=never", TILED[options["dtype"]])
+        ]
+        found.append([(each.losses, each.norms, each.weights) for each in trained])
+    return found
+
+
+def test_two_ranks_in_tiles_give_the_bits_of_whole_experts(tmp_path):
+    for cases in run_ranks(ranks_in_tiles, 2, str(tmp_path)):
+        for whole, tiled in cases:
+            assert tiled[0] == whole[0]
+            assert tiled[1] == pytest.approx(whole[1], rel=1e-12)
+            assert [name for name in whole[2] if not torch.equal(whole[2][name], tiled[2][name])] == []
+
+
+def one_by_one(folder: str) -> str:
+    """What a rank is told whose experts run in a loop."""
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model = build(factory, "bf16", streaming(folder, TILED["bf16"]))
+    eager(model)
+    with pytest.raises(StateError) as raised:
+        model(**batch(0))
+    infinity.close(model)
+    return str(raised.value)
+
+
+def test_several_ranks_refuse_experts_one_by_one_and_say_what_can_be(tmp_path):
+    for text in run_ranks(one_by_one, 2, str(tmp_path)):
+        assert "grouped_mm implementation, or eager with one rank" in text
+        assert "partition.tile=never" in text
+
+
+WAYS: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "recomputed": ("memory.activations=recompute",),
+    "offloaded": ("memory.activations=offload",),
+    "planned": ("memory.activations=plan", "memory.device=3MiB"),
+}
+
+
+def losses_by(way: str, folder: Any, tile: str, change: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model = build(factory, "bf16", streaming(folder, tile, *WAYS[way]))
+    change(model)
+    optimizer, losses = optimizer_for(model, Rule(max_grad_norm=None)), []
+    runs: Any = infinity.layer_schedule(model, micro_batches=4) if way == "layers" else model
+    for step in range(4):
+        loss = runs(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    weights = infinity.state_dict(model)
+    infinity.close(model)
+    return losses, weights
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [lambda model: None, freeze_experts], ids=["trained", "frozen"])
+def test_activations_and_schedules_of_tiles_are_those_of_whole_experts(tmp_path, way, change):
+    whole, weights = losses_by(way, tmp_path, "partition.tile=never", change)
+    tiled, same = losses_by(way, tmp_path, TILED["bf16"], change)
+    assert tiled == whole
+    assert [name for name in weights if not torch.equal(weights[name], same[name])] == []
+
+
+def test_an_operator_that_reads_a_tiled_parameter_as_a_whole_is_refused_by_name(tmp_path):
+    factory, _ = zoo.build("qwen2_moe", seed=4)
+    model: Any = build(factory, "bf16", streaming(tmp_path, TILED["bf16"]))
+    experts = model.model.layers[0].mlp.experts
+    with pytest.raises(StateError, match=r"abs on model\.layers\.0\.mlp\.experts\.gate_up_proj, .* tiles"):
+        experts.gate_up_proj.abs()
+    with pytest.raises(StateError, match="indexing on"):
+        experts.gate_up_proj[torch.tensor([0, 1])]
+    assert experts.gate_up_proj.shape == (4, 48, 32)
+    with infinity.gathered([experts.gate_up_proj], modify=True):
+        experts.gate_up_proj.mul_(2)
+        doubled = experts.gate_up_proj.detach().clone()
+    assert torch.equal(infinity.state_dict(model)["model.layers.0.mlp.experts.gate_up_proj"], doubled)
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("tile", ["0", "some", "-1MiB"])
+def test_a_wrong_size_of_tiles_is_refused(tile):
+    with pytest.raises(infinity.RecipeError, match="auto, never, or a size such as 64MiB"):
+        infinity.load_recipe(overrides=[f"partition.tile={tile}"])
+
+
+# --- linear layers, heads and embeddings -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("llama", lambda model: None), ("gpt", lambda model: None), ("llama", recompute)]
+)
+def test_linear_layers_in_tiles_give_the_plain_outputs_and_gradients_within_rounding(tmp_path, name, change):
+    factory, batch = models.build(name, seed=4)
+    options = {"dtype": "fp32", "steps": 5, "change": change}
+    plain = reference(factory, batch, **options)
+    ours = train(factory, batch, streaming(tmp_path, "partition.tile=1KiB"), **options)
+    assert ours.losses[0] == plain.losses[0]
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
+    for key, weight in plain.weights.items():
+        assert torch.allclose(ours.weights[key], weight, rtol=1e-3, atol=2e-4), key
+
+
+class Wide(nn.Module):
+    """Two layers, each larger than the device; tied to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4096, 64, padding_idx=3)
+        self.up = nn.Linear(64, 16384)
+        self.down = nn.Linear(16384, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.rows(tokens)
+        return (hidden + self.down(torch.tanh(self.up(hidden)))).square().mean()
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_linear_layer_larger_than_the_device_trains(tmp_path, clip):
+    def tokens(step: int) -> torch.Tensor:
+        return torch.randint(4096, (4, 8), generator=torch.Generator().manual_seed(step))
+
+    device_nbytes, rule = 2 * 2**20, Rule(max_grad_norm=clip)
+    torch.manual_seed(1)
+    plain, loop = [], Reference(Wide(), torch.float32, rule)
+    for step in range(3):
+        loss = loop.model(tokens(step))
+        loss.backward()
+        plain.append(loss.item())
+        loop.finish([loss])
+    torch.manual_seed(1)
+    model = build(Wide, "fp32", streaming(tmp_path, f"memory.device={device_nbytes}", "memory.host=6MiB"))
+    assert {name.partition(".")[0] for name in tiles_of(model)} == {"rows", "up", "down"}
+    assert model.up.weight.nbytes > device_nbytes
+    optimizer, runtime, losses = optimizer_for(model, rule), runtime_of(model), []
+    for step in range(3):
+        loss = model(tokens(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == plain[0]
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert runtime.peak_nbytes()["device"] <= device_nbytes
+    infinity.close(model)
+
+
+# --- what no batch is routed to ----------------------------------------------------------------------
+
+
+def route_to(model: Any, experts: set[int]) -> None:
+    """Let every token go to two of ``experts``."""
+    for layer in model.model.layers:
+        with infinity.gathered([layer.mlp.gate.weight], modify=True):
+            weight = layer.mlp.gate.weight
+            weight.zero_()
+        layer.mlp.gate.register_forward_hook(lambda gate, args, out: _chosen(out, experts))
+
+
+def _chosen(out: Any, experts: set[int]) -> Any:
+    first, second = sorted(experts)[:2]
+    logits, weights, index = out
+    return logits, weights, torch.tensor([first, second]).expand_as(index)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_tile_without_tokens_is_not_read_and_has_a_gradient_of_zeros_if_it_is_trained(tmp_path, frozen):
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model = build(factory, "bf16", streaming(tmp_path, "partition.tile=2KiB"))
+    if frozen:
+        freeze_experts(model)
+    optimizer, runtime = optimizer_for(model, Rule(max_grad_norm=None)), runtime_of(model)
+    route_to(model, {1, 2})
+    started = []
+    mover = runtime.executor().mover
+    start = mover.start
+    mover.start = lambda index: (started.append(index), start(index))[1]
+    before = {name: value.clone() for name, value in infinity.state_dict(model).items()}
+    started.clear()
+    routed = [unit for unit in runtime.units if unit.routed]
+    assert len(routed) == 2 * 2 * 4  # layers, parameters, experts
+    for step in range(5):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+        runtime.synchronize()
+        report = optimizer.report()
+        assert (report.tiles, report.tiles_used) == (16, 8)
+    rows = {runtime.units[index].segments[0].rows.start for index in started if runtime.units[index].routed}
+    assert rows == {1, 2}
+    after = infinity.state_dict(model)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    changed = [not torch.equal(a, b) for a, b in zip(after[name], before[name], strict=True)]
+    assert changed == [False] * 4 if frozen else changed == [True] * 4  # decay acts on all
+    infinity.close(model)
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+def test_adapters_on_a_base_in_tiles_train_as_on_a_whole_one(tmp_path, kind):
+    transformers.utils.logging.set_verbosity_error()
+    quantized.write(kind, tmp_path / kind)
+    targets, found = ["q_b_proj", "o_proj"] if kind in ("deepseek_v3", "kimi_k2") else None, []
+    for tile in ("never", "7KiB"):
+        with loaded(
+            tmp_path / kind, tmp_path / "nvme", "memory.device=1MiB", f"partition.tile={tile}"
+        ) as model:
+            runtime = runtime_of(model)
+            assert mapped(model) == list(runtime.units)
+            assert any(unit.routed and unit.stored for unit in runtime.units) == (
+                tile != "never" and kind not in ("qwen3_fp8", "gptq")
+            )
+            found.append((adapters(model, targets=targets), infinity.state_dict(model)))
+    (whole, weights), (tiled, loaded_weights) = found
+    if kind not in ("qwen3_fp8", "gptq"):
+        assert tiled == whole
+    assert [name for name in weights if not torch.equal(weights[name], loaded_weights[name])] == []
+
+
+def small_state(model: nn.Module, optimizer: Any) -> Any:
+    return infinity.state_dict(model), optimizer.state_dict()["state"]
+
+
+def in_tiles(nvme: Any, tile: str, *more: str) -> tuple[Any, Any, Any]:
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    model = build(factory, "bf16", streaming(nvme, f"partition.tile={tile}", *more))
+    return model, optimizer_for(model, Rule()), batch
+
+
+def test_states_in_tiles_are_saved_loaded_and_exported_by_the_models_own_names(tmp_path):
+    transformers.utils.logging.set_verbosity_error()
+    model, optimizer, batch = in_tiles(tmp_path / "a", "7KiB")
+    assert tiles_of(model)
+    plain = dict(zoo.build("qwen2_moe", seed=4)[0]().named_parameters())
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.items()}
+    for step in range(2):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    weights, state = small_state(model, optimizer)
+    infinity.save_checkpoint(model, optimizer, tmp_path / "portable")
+    infinity.export(model, tmp_path / "model")
+    losses = [model(**batch(9)).loss.item()]
+    infinity.close(model)
+    exported = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16).state_dict()
+    assert [name for name in weights if not torch.equal(weights[name], exported[name])] == []
+    for tile in ("never", "4KiB"):
+        model, optimizer, _ = in_tiles(tmp_path / "b", tile)
+        infinity.load_checkpoint(model, optimizer, tmp_path / "portable")
+        same(small_state(model, optimizer), (weights, state))
+        infinity.close(model)
+        model, optimizer, _ = in_tiles(tmp_path / "b", tile)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        same(small_state(model, optimizer), (weights, state))
+        assert model(**batch(9)).loss.item() == losses[0] or tile == "4KiB"
+        infinity.close(model)
+        with small_units():
+            model = infinity.from_pretrained(
+                tmp_path / "model", recipe("bf16", streaming(tmp_path / "b", f"partition.tile={tile}"))
+            )
+        loaded = infinity.state_dict(model)
+        assert [name for name in weights if not torch.equal(weights[name], loaded[name])] == []
+        infinity.close(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("7KiB", "7KiB"), ("7KiB", "3KiB"), ("never", "7KiB"), ("7KiB", "never")]
+)
+def test_a_run_goes_on_in_other_tiles(tmp_path, before, after):
+    model, optimizer, batch = in_tiles(tmp_path, before, "run.name=mine")
+    infinity.resume(model, optimizer)
+    for step in range(2):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    was = small_state(model, optimizer)
+    infinity.close(model, keep=True)
+    model, optimizer, batch = in_tiles(tmp_path, after, "run.name=mine")
+    assert infinity.resume(model, optimizer) == 2
+    same(small_state(model, optimizer), was)
+    infinity.close(model)
