@@ -41,7 +41,7 @@ from infinity.core.plan import ActivationPlan, Place
 from infinity.core.profile import Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
-from infinity.engine.device_budget import UnitBudget
+from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.executor import reduction_dtype
 from infinity.partition.builder import UnitBuilder
 from infinity.partition.init_context import Construction
@@ -411,8 +411,12 @@ class _Planner:
 
     def _divide(self) -> UnitBudget:
         memory, clips = self.recipe.memory, self.recipe.optim.max_grad_norm is not None
+        layered = self.recipe.train.schedule == "layer"  # its window is for whole blocks
+        recomputes = self.policy in ("recompute", "plan") and not layered
+        in_use = UnitsInUse([self.made.model], self.made.units, recomputes=recomputes)
         made = UnitBudget(
-            self.made.units, self.made.leaves, self._ranks, self.tiers, memory.device, self.free_nbytes // 2,
+            self.made.units, self.made.leaves, in_use, self._ranks, self.tiers, memory.device,
+            self.free_nbytes // 2,
             shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
         )  # fmt: skip
         if self.recipe.train.accumulate > 1 and self.recipe.train.schedule == "step":

@@ -54,6 +54,7 @@ class Do(Enum):
     END_VISIT = auto()
     KEEP = auto()  # in backward, until its gradients are complete
     KEEP_FOR = auto()  # in backward, for one node
+    KEEP_TO_THE_END = auto()  # of what a recomputed forward, or a leaf, reads
     LET_GO = auto()
     RECEIVE = auto()  # the gradient of a parameter
     COMPLETE = auto()  # gradients of units that are complete together
@@ -343,8 +344,8 @@ class _Pins:
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
 
-    def keep(self, index: int, node: int | None) -> None:
-        self._tell(Do.KEEP, index, node=node)
+    def keep(self, index: int, node: int | None, *, to_the_end: bool = False) -> None:
+        self._tell(Do.KEEP_TO_THE_END if to_the_end else Do.KEEP, index, node=node)
 
     def keep_for(self, node: int | None, index: int) -> None:
         self._tell(Do.KEEP_FOR, index, node=node)
@@ -618,6 +619,8 @@ def play(made: Record, subject: Subject) -> Played:
             trainings.unpin(unit)
         elif do is Do.KEEP:
             pins.keep(unit, node)
+        elif do is Do.KEEP_TO_THE_END:
+            pins.keep(unit, node, to_the_end=True)
         elif do is Do.KEEP_FOR:
             pins.keep_for(node, unit)
         elif do is Do.LET_GO:
@@ -647,4 +650,4 @@ def play(made: Record, subject: Subject) -> Played:
     )  # fmt: skip
 
 
-_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_FOR, Do.LET_GO})
+_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_TO_THE_END, Do.KEEP_FOR, Do.LET_GO})

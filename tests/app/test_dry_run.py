@@ -90,11 +90,11 @@ CASES = {
     "gpt-half-resident": ["memory.host=12MiB", "memory.resident=true"],
     "llama-recomputed": ["llama", "memory.activations=recompute", "memory.device=3MiB"],
     "llama-lora": ["llama", "lora.rank=2"],
-    "quantized-lora": ["quantized", "lora.rank=2", "memory.device=640KiB"],
+    "quantized-lora": ["quantized", "lora.rank=2", "memory.device=440KiB"],
     "quantized-lora-in-host-memory": [
         "quantized",
         "lora.rank=2",
-        "memory.device=800KiB",
+        "memory.device=500KiB",
         "memory.host=2MiB",
         "memory.resident=true",
     ],
