@@ -267,7 +267,7 @@ class _Model:
     def record(self, subject: Subject, plan: ActivationPlan) -> Record:
         """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""
         everything = plan.policy == "recompute" and not plan.recomputed
-        key = subject.tokens, subject.logits, everything, plan.recomputed
+        key = subject.tokens, subject.logits, subject.packing, everything, plan.recomputed
         if key not in self._records:
             self._records[key] = record_model(subject, lambda region: everything or region in plan.recomputed)
         return self._records[key]
@@ -518,7 +518,7 @@ class _Planner:
             model=model, units=made.units, leaves=made.leaves, dtype=DTYPES[self.dtype],
             nbytes={u.index: u.gathered_nbytes for u, s in zip(made.units, self.units) if s.streams},
             window_nbytes=self.budget.division.window, tokens=tokens,
-            logits=self._logits(model, math.prod(tokens)),
+            logits=self._logits(model, math.prod(tokens)), packing=recipe.data.packing,
         )  # fmt: skip
         recorded = made.record(subject, plan)
         played = play_record(recorded, subject)

@@ -9,6 +9,7 @@ see :mod:`infinity.app.repeats`.
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -419,6 +420,7 @@ class Subject:
         nbytes: Of streaming units; the window has ``window_nbytes``.
         tokens: Shape of a micro-batch.
         logits: How they are computed.
+        packing: Sequences are whole documents, several (True) or one (False), padded; None: a stream of text.
     """
 
     model: Any
@@ -429,6 +431,7 @@ class Subject:
     window_nbytes: int
     tokens: tuple[int, int]
     logits: Mode = "whole"
+    packing: bool | None = None
 
     @property
     def leaf_units(self) -> frozenset[int]:
@@ -473,11 +476,32 @@ def record(
         loss = CausalLoss(model)
         tokens = torch.zeros(subject.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
+        positions, mask = (tokens if subject.packing is each else None for each in (True, False))
+        if subject.packing is None:
+            watched.enter_context(_without_packing())
         with recorder, library_errors(CheckpointError, _WHY):
-            value = loss(tokens, targets)
+            value = loss(tokens, targets, positions, mask)
             value.backward()  # type: ignore[no-untyped-call]
         del value
         return recorder.finished()
+
+
+@contextmanager
+def _without_packing() -> Iterator[None]:
+    """Inside, transformers takes sequences for whole ones.
+
+    It looks at the values of positions, which fake tensors lack, and else makes a mask for every layer.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None:  # the model is another one
+        yield
+        return
+    before = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = before
 
 
 @contextmanager

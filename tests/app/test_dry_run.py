@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.activations.profiler import MemoryMeter
 from infinity.app.dry_run import DryRun, dry_run
 from infinity.app.machines import load_machine
 from infinity.app.models.causal import CausalLoss
@@ -124,3 +125,42 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     assert real["fetched"] or case != "quantized-lora"
     if real["events"]:
         assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]
+
+
+def metered(recipe: Recipe) -> int:
+    """The most that storages of a step take at one time in a run (bytes)."""
+    with built(recipe, None, Views()) as (model, optimizer):
+        model.train()
+        loss, shape = CausalLoss(model), (recipe.train.batch_size, recipe.model.seq_len)
+        tokens = torch.randint(256, shape)
+        halves = torch.arange(shape[1]).remainder(shape[1] // 2).expand(shape)
+        padded = (torch.arange(shape[1]) < shape[1] - 1).long().expand(shape)
+        for _ in range(2):  # the first makes what stays
+            with MemoryMeter() as meter:
+                loss(
+                    tokens, tokens, halves if recipe.data.packing is True else None,
+                    padded if recipe.data.packing is False else None,
+                ).backward()  # fmt: skip
+            optimizer.step()
+        return meter.peak_nbytes()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        GPT,
+        ["model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.seq_len=32"],  # most: gradients
+        ["llama"],
+        ["llama", "memory.activations=recompute", "lora.rank=2"],
+        ["llama", "data.packing=true"],
+        ["llama", "data.packing=false"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_the_peak_of_activations_is_that_of_a_run(overrides: list[str], tmp_path: Path) -> None:
+    """What autograd makes of a parameter's gradient is there beside the unit's own buffer, and counted once."""
+    if overrides[0] == "llama":
+        overrides = [llama(tmp_path), "model.seq_len=32", "train.batch_size=2", *overrides[1:]]
+    recipe = recipe_for(tmp_path, "memory.resident=false", *overrides)
+    planned, real = dry_run(recipe, MACHINE, 1).trace.peak_nbytes, metered(recipe)
+    assert planned == pytest.approx(real, abs=64)
