@@ -11,15 +11,17 @@ that are alike a few run: see :mod:`infinity.app.repeats`.
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.api.lora import make_adapters
@@ -28,8 +30,10 @@ from infinity.app.recipe import Recipe
 from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
 from infinity.app.repeats import record_model
+from infinity.checkpoint.conversions import Part
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import CheckpointValues
+from infinity.checkpoint.directory import Stored as StoredTensor
+from infinity.checkpoint.load import CheckpointValues, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
@@ -198,6 +202,58 @@ class _NoMasters:
         return torch.empty(unit.numel, device="meta")
 
 
+class _Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write, and the operators; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func is not torch.ops.prim.device.default:
+            leaves = tree_leaves((args, kwargs, result))
+            self.nbytes += sum(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
+            self.operators += 1
+        return result
+
+
+class DecodingCosts:
+    """What decoding costs, by the operators that do it on tensors without values.
+
+    Args:
+        device: Whose: on the CPU tables take the place of some operators.
+        mode: Makes fake tensors on the CPU.
+    """
+
+    def __init__(self, device: Literal["meta", "cpu"], mode: FakeTensorMode) -> None:
+        self._device, self._mode = device, mode
+        self._known: dict[tuple[Any, ...], tuple[int, int]] = {}
+
+    def of(self, values: CheckpointValues, unit: Unit) -> tuple[int, int]:
+        """Bytes that decoding a unit reads and writes, and operators of it."""
+        nbytes = operators = 0
+        for _, part in values.parts(unit, 0, unit.numel):
+            source = part.source
+            key = type(source), source.shape, source.dtype, part.offset, part.numel, unit.dtype
+            if key not in self._known:
+                self._known[key] = self._count(part, unit.dtype)
+            nbytes, operators = nbytes + self._known[key][0], operators + self._known[key][1]
+        return nbytes, operators
+
+    def _count(self, part: Part[StoredTensor], dtype: torch.dtype) -> tuple[int, int]:
+        def view(file: object, offset: int, nbytes: int) -> Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+        with self._mode if self._device == "cpu" else nullcontext():
+            out = torch.empty(part.numel, dtype=dtype, device=self._device)
+            with _Moved() as moved:
+                make_part(part, out, view)
+        return moved.nbytes, moved.operators
+
+
 class _NoValues:
     """Values never come; see :class:`infinity.partition.init_context.LateValues`.
 
@@ -207,10 +263,16 @@ class _NoValues:
         stored: Units that travel in its form, by index, and what a rank reads of each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         self.base: CheckpointValues | None = None
         self.sizes: Sequence[int] = ()
         self.stored: dict[int, tuple[StoredForm, int]] = {}
+        self._decoding = {"meta": DecodingCosts("meta", mode), "cpu": DecodingCosts("cpu", mode)}
+        self._decode: dict[tuple[int, bool], tuple[int, int]] = {}
+
+    def decoding(self, unit: int, *, on_accelerator: bool) -> tuple[int, int]:
+        """Bytes that decoding a unit reads and writes, and operators of it."""
+        return self._decode[unit, on_accelerator]
 
     def counts(self, unit: Unit) -> bool:
         return False
@@ -226,6 +288,8 @@ class _NoValues:
                 nbytes = shard_nbytes * unit.world_size
                 form = StoredForm(nbytes, shard_nbytes, scratch_nbytes, lambda stored, flat: None)
                 self.stored[unit.index] = form, step.shard(unit.rank, unit.world_size).nbytes
+                for device, on_accelerator in (("meta", True), ("cpu", False)):
+                    self._decode[unit.index, on_accelerator] = self._decoding[device].of(base, unit)
 
 
 class _Model:
@@ -239,8 +303,8 @@ class _Model:
 
     def __init__(self, recipe: Recipe, ranks: int, dtype: torch.dtype) -> None:
         self.notes: list[str] = []
-        self.values = _NoValues()
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
+        self.values = _NoValues(self._mode)
         self.construction = Construction(
             lambda close: UnitBuilder(dtype, 0, ranks, close, recipe.partition.leaf, without_values=True),
             _NoMasters(),
@@ -395,9 +459,7 @@ class _Planner:
                 host_gradient_nbytes=self.tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
-                stored=StoredShape(unit.stored.nbytes, unit.stored.shard_nbytes, stored[unit.index][1])
-                if unit.stored is not None
-                else None,
+                stored=self._stored_shape(unit),
             )
             for unit in self.made.units
         ]
@@ -408,6 +470,13 @@ class _Planner:
         for unit, shape in zip(self.made.units, placed, strict=True):
             unit.home = Tier.NVME if shape.on_nvme else Tier.HOST
         return placed
+
+    def _stored_shape(self, unit: Unit) -> StoredShape | None:
+        form, values = unit.stored, self.made.values
+        if form is None:
+            return None
+        decode = values.decoding(unit.index, on_accelerator=self.machine.on_accelerator)
+        return StoredShape(form.nbytes, form.shard_nbytes, values.stored[unit.index][1], *decode)
 
     def _divide(self) -> UnitBudget:
         memory, clips = self.recipe.memory, self.recipe.optim.max_grad_norm is not None

@@ -24,11 +24,18 @@ class StoredShape:
     Attributes:
         nbytes: Of all ranks' shards.
         shard_nbytes: Of one; of which ``read_nbytes`` are read from drives.
+        decode_nbytes: What the operators that decode all shards read and write; ``decode_operators`` of them.
     """
 
     nbytes: int
     shard_nbytes: int
     read_nbytes: int
+    decode_nbytes: int = 0
+    decode_operators: int = 0
+
+    def decode_s(self, rates: RankRates) -> float:
+        """Seconds of decoding, by the roofline."""
+        return max(self.decode_nbytes / rates.decode_bytes_per_s, self.decode_operators * rates.operator_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import built
 from infinity.app.views import Views
 from infinity.core.lifecycle import Tier
-from infinity.planner.clock import plan_of, play_step
+from infinity.planner.clock import DECODE, plan_of, play_step
 from tests.helpers import quantized
 
 GPT = ["model.n_layers=4", "model.d_model=64", "model.n_heads=4", "model.seq_len=32", "train.batch_size=2"]
@@ -123,6 +123,8 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     plan, cost = plan_of(micro_batches(planned), planned.setup), play_step(planned.trace, planned.setup)
     assert list(plan.fetched()) == real["fetched"]
     assert real["fetched"] or case != "quantized-lora"
+    if case == "quantized-lora":
+        assert cost.busy_s[DECODE] > 0
     if real["events"]:
         assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]
 
@@ -158,9 +160,25 @@ def metered(recipe: Recipe) -> int:
     ids=lambda overrides: " ".join(overrides),
 )
 def test_the_peak_of_activations_is_that_of_a_run(overrides: list[str], tmp_path: Path) -> None:
-    """What autograd makes of a parameter's gradient is there beside the unit's own buffer, and counted once."""
+    """A gradient that autograd makes is there beside the unit's own buffer, and counted once."""
     if overrides[0] == "llama":
         overrides = [llama(tmp_path), "model.seq_len=32", "train.batch_size=2", *overrides[1:]]
     recipe = recipe_for(tmp_path, "memory.resident=false", *overrides)
     planned, real = dry_run(recipe, MACHINE, 1).trace.peak_nbytes, metered(recipe)
     assert planned == pytest.approx(real, abs=64)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_fp8", "gpt_oss", "gptq"])
+def test_decoding_costs_what_its_operators_read_and_write(kind: str, tmp_path: Path) -> None:
+    quantized.write(kind, tmp_path / "model")
+    overrides = [f"model.path={tmp_path / 'model'}", "lora.rank=2", "model.seq_len=32", "train.batch_size=2"]
+    recipe = recipe_for(tmp_path, "memory.resident=false", *overrides)
+    on_cpu, on_device = (dry_run(recipe, load_machine(name), 1) for name in ("vm-2core", "hgx-h100"))
+    for planned in (on_cpu, on_device):
+        stored = [unit for unit in planned.units if unit.stored is not None]
+        assert stored
+        for unit in stored:
+            assert unit.stored is not None
+            # once read and once written at the least, and no more than some passes in fp32
+            assert unit.stored.nbytes // 2 + unit.nbytes < unit.stored.decode_nbytes < 20 * unit.nbytes
+            assert 5 < unit.stored.decode_operators < 500
