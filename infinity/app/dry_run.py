@@ -55,7 +55,7 @@ from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES
 from infinity.planner.simulator import play
 from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape, choose_homes
-from infinity.shards.mapped import stored_step
+from infinity.shards.mapped import BaseBuffers, stored_step
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -258,8 +258,9 @@ class _NoValues:
     """Values never come; see :class:`infinity.partition.init_context.LateValues`.
 
     Attributes:
-        base: Says what a quantized checkpoint has for the model; None: it is another one.
+        base: Says what the checkpoint of a frozen base has for the model; None: it is another one.
         sizes: Of its files (bytes).
+        mapped: Units that can be read where they lie and are not quantized.
         stored: Units that travel in its form, by index, and what a rank reads of each.
     """
 
@@ -267,6 +268,9 @@ class _NoValues:
         self.base: CheckpointValues | None = None
         self.sizes: Sequence[int] = ()
         self.stored: dict[int, tuple[StoredForm, int]] = {}
+        self.mapped: set[int] = set()
+        self._new = True
+        self._read: dict[tuple[int, int, int], int] = {}
         self._decoding = {"meta": DecodingCosts("meta", mode), "cpu": DecodingCosts("cpu", mode)}
         self._decode: dict[tuple[int, bool], tuple[int, int]] = {}
 
@@ -274,15 +278,27 @@ class _NoValues:
         """Bytes that decoding a unit reads and writes, and operators of it."""
         return self._decode[unit, on_accelerator]
 
+    def read_nbytes(self, unit: Unit, piece_nbytes: int, buffers: BaseBuffers) -> int:
+        """What a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
+        key = unit.index, piece_nbytes, buffers.nbytes
+        if key not in self._read:
+            assert self.base is not None
+            self._read[key] = buffers.read_nbytes(unit, self.base, piece_nbytes, self.sizes)
+        return self._read[key]
+
     def counts(self, unit: Unit) -> bool:
         return False
 
     def fill(self, units: UnitIndex, masters: object) -> None:
-        base, self.base = self.base, None
+        base, self._new = self.base if self._new else None, False  # adapters come later, with nothing in it
         for unit in () if base is None else units:
             assert base is not None
-            scratch_nbytes = 0 if base.why_not_mapped(unit) else base.scratch_nbytes(unit)
-            if scratch_nbytes:
+            if base.why_not_mapped(unit):
+                continue
+            scratch_nbytes = base.scratch_nbytes(unit)
+            if not scratch_nbytes:
+                self.mapped.add(unit.index)
+            else:
                 step = stored_step(unit, base, 0, self.sizes)
                 shard_nbytes = step.shard_nbytes(unit.world_size)
                 nbytes = shard_nbytes * unit.world_size
@@ -348,8 +364,8 @@ class _Model:
             return build_model(config, None, dtype, _UNKNOWN_TENSORS)
         with Checkpoint(path) as stored:
             model = build_model(config, None, dtype, len(stored))
-            if quantized is not None and recipe.lora.rank is not None and recipe.memory.nvme:
-                self._find_stored(model, stored, recipe, dtype)
+            if recipe.lora.rank is not None and recipe.memory.nvme and stored.files:
+                self._find_base(model, stored, recipe, dtype)
             else:
                 self._note_quantized(quantized, dtype)
         return model
@@ -360,11 +376,11 @@ class _Model:
                 f"the checkpoint is quantized ({quantized}): planned as if its weights were {dtype}"
             )
 
-    def _find_stored(self, model: Any, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype) -> None:
+    def _find_base(self, model: Any, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype) -> None:
         """Note what a frozen base is made of, from the headers of its files."""
         quantization = read_quantization(checkpoint.path)
-        assert quantization is not None
-        decode_checkpoint(checkpoint, quantization, dtype)
+        if quantization is not None:
+            decode_checkpoint(checkpoint, quantization, dtype)
         base = CheckpointValues(checkpoint, recipe.model.new, recipe.model.ignore)
         base.prepare(model)
         self.values.base, self.values.sizes = base, [os.fstat(f.fd).st_size for f in checkpoint.files]
@@ -394,6 +410,8 @@ class _Model:
                 if buffer is not None:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         self.units.replace(list(self.units))
+        if self.values.base is not None:
+            self.values.base.follow(fakes)
         del before
 
 
@@ -440,6 +458,7 @@ class _Planner:
         self.rates = rank_rates(machine, ranks, dtype)
         self.reduce_dtype = reduction_dtype(EngineConfig(partition=recipe.partition), DTYPES[dtype])
         self.tiers = Tiers(self.storage, self._ranks, self.reduce_dtype)
+        self._buffers = BaseBuffers.within(self.host_nbytes)
         self.units = self._place_units()
         self.budget = self._divide()
 
@@ -463,13 +482,35 @@ class _Planner:
             )
             for unit in self.made.units
         ]
+        resident_nbytes = self.storage.resident_nbytes
+        if self._has_base:
+            resident_nbytes = max(0, resident_nbytes - self._buffers.all_nbytes)
         placed = choose_homes(
-            shapes, self.storage.resident_nbytes, drives=bool(self.recipe.memory.nvme),
+            shapes, resident_nbytes, drives=bool(self.recipe.memory.nvme),
             alone_on_cpu=self._ranks.alone_on_cpu,
         )  # fmt: skip
         for unit, shape in zip(self.made.units, placed, strict=True):
             unit.home = Tier.NVME if shape.on_nvme else Tier.HOST
         return placed
+
+    @property
+    def _has_base(self) -> bool:
+        return self.made.values.base is not None and bool(self.recipe.memory.nvme)
+
+    def _read_where_they_lie(self) -> tuple[UnitShape, ...]:
+        """The units, and what is read of those that lie in a checkpoint."""
+        values, host = self.made.values, self.budget.host
+        if not self._has_base:
+            return self.units
+        found = list(self.units)
+        for index in values.mapped:
+            unit = self.made.units[index]
+            if unit.home is Tier.NVME and not unit.trainable:
+                piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
+                found[index] = replace(
+                    found[index], base_nbytes=values.read_nbytes(unit, piece, self._buffers)
+                )
+        return tuple(found)
 
     def _stored_shape(self, unit: Unit) -> StoredShape | None:
         form, values = unit.stored, self.made.values
@@ -524,7 +565,7 @@ class _Planner:
             room = self.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
         return DryRun(
             recipe=self.recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
-            units=self.units, trace=trace, division=division, host_nbytes=self.host_nbytes,
+            units=self._read_where_they_lie(), trace=trace, division=division, host_nbytes=self.host_nbytes,
             resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
             reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,

@@ -334,6 +334,12 @@ class CheckpointValues:
         for name, values in self.plan.values.items():
             self._values.setdefault(id(targets[name]), []).append((name, values))
 
+    def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
+        """Give each parameter's values, by its id, to the one that took its place."""
+        self._values = {
+            id(replaced[key]) if key in replaced else key: values for key, values in self._values.items()
+        }
+
     def notes(self) -> list[str]:
         """Lines for people about this load."""
         lines = []

@@ -51,6 +51,8 @@ class UnitShape:
         streams: Its full values come and go.
         host_gradient_nbytes: Beside an accelerator, of its gradient, which waits in host memory.
         stored: The form in which it travels; None: the compute dtype.
+        base_nbytes: Of a frozen unit that is read where it lies in a checkpoint: what a fetch reads, in whole
+            blocks; None: it lies in the run's own files.
     """
 
     name: str
@@ -65,11 +67,14 @@ class UnitShape:
     streams: bool = True
     host_gradient_nbytes: int = 0
     stored: StoredShape | None = None
+    base_nbytes: int | None = None
 
     @property
     def read_nbytes(self) -> int:
         """What a fetch reads from drives."""
-        return self.weight_nbytes if self.stored is None else self.stored.read_nbytes
+        if self.stored is not None:
+            return self.stored.read_nbytes
+        return self.weight_nbytes if self.base_nbytes is None else self.base_nbytes
 
     @property
     def moved_nbytes(self) -> int:
