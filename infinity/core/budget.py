@@ -84,26 +84,27 @@ class DeviceBudget:
     spilled: tuple[int, ...] = ()
 
 
-def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
-    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them fit ``staging_nbytes``.
+def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
+    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them fit a part of the host budget.
 
     Args:
-        staging_nbytes: What staging may take of the host budget.
+        host_nbytes: The host budget, of which staging may take one in ``share``.
         itemsize: Bytes of weight and state per element.
         most: Upper bound (elements).
 
     Raises:
         BudgetError: Not even the smallest chunks fit.
     """
-    quantum = 2048
+    quantum, staging_nbytes = 2048, host_nbytes // share
     nbytes = staging_nbytes // STAGED_CHUNKS
     n = whole_pages(nbytes) // itemsize // quantum * quantum
     if n == 0:
         least = STAGED_CHUNKS * rounded(quantum * itemsize)
         raise BudgetError(
-            f"memory.host leaves {format_nbytes(staging_nbytes)} for staging; updates alone need "
-            f"{STAGED_CHUNKS} chunks of {format_nbytes(quantum * itemsize)} = {format_nbytes(least)}. "
-            "Raise memory.host"
+            f"memory.host is {format_nbytes(host_nbytes)}, which leaves {format_nbytes(staging_nbytes)} for "
+            f"staging; updates alone need {STAGED_CHUNKS} chunks of {format_nbytes(quantum * itemsize)} = "
+            f"{format_nbytes(least)}. Raise memory.host to {format_nbytes(share * least)} "
+            f"({share * least} bytes) or more"
         )
     return min(n, most)
 

@@ -121,8 +121,8 @@ def choose_homes(
             total = sum(replace(each, trainable=True).resident_nbytes for each in units)
             raise BudgetError(
                 f"weights and optimizer states take {format_nbytes(total)} of host memory per rank, of which "
-                f"memory.host leaves {format_nbytes(resident_nbytes)} for them. Raise memory.host, or give "
-                "memory.nvme one or more directories"
+                f"memory.host leaves {format_nbytes(resident_nbytes)} for them. Raise memory.host to "
+                f"{total} bytes or more, or give memory.nvme one or more directories"
             )
     used -= sum(units[i].trained_nbytes for i in resident if not units[i].trainable)
     for index in sorted(range(len(units)), key=lambda i: not units[i].trainable):

@@ -342,9 +342,9 @@ def test_staged_chunks_fit_and_are_as_large_as_they_may_be(staging, itemsize, mo
     most *= QUANTUM
     if staging < budget.STAGED_CHUNKS * rounded(QUANTUM * itemsize):
         with pytest.raises(BudgetError, match=r"Raise memory\.host"):
-            chunk_numel(staging, itemsize, most)
+            chunk_numel(staging, 1, itemsize, most)
         return
-    numel = chunk_numel(staging, itemsize, most)
+    numel = chunk_numel(staging, 1, itemsize, most)
     assert numel % QUANTUM == 0
     assert 0 < numel <= most
     assert budget.STAGED_CHUNKS * rounded(numel * itemsize) <= staging
@@ -354,7 +354,7 @@ def test_staged_chunks_fit_and_are_as_large_as_they_may_be(staging, itemsize, mo
 
 @given(st.integers(2**17, 2**34), st.integers(0, 2**30), st.sampled_from([6, 10, 12, 14]))
 def test_more_staging_never_gives_smaller_chunks(staging, more, itemsize):
-    assert chunk_numel(staging, itemsize, 2**22) <= chunk_numel(staging + more, itemsize, 2**22)
+    assert chunk_numel(staging, 1, itemsize, 2**22) <= chunk_numel(staging + more, 1, itemsize, 2**22)
 
 
 @given(st.integers(0, 2**34))
@@ -362,3 +362,15 @@ def test_pools_round_up_to_blocks_and_large_buffers_to_grains(nbytes):
     grain = 2 * MIB if nbytes >= 2 * MIB else 4096
     assert rounded(nbytes) % grain == 0
     assert 0 <= rounded(nbytes) - nbytes < grain
+
+
+@given(st.integers(0, 2**20), st.sampled_from([6, 10, 12, 14]), st.sampled_from([1, 2, 4]))
+def test_the_host_budget_that_the_error_names_is_the_least_for_staging(host, itemsize, share):
+    try:
+        chunk_numel(host, share, itemsize, 2**22)
+    except BudgetError as error:
+        named = int(re.search(r"\((\d+) bytes\) or more", str(error))[1])
+        assert named > host
+        assert chunk_numel(named, share, itemsize, 2**22) == QUANTUM
+        with pytest.raises(BudgetError):
+            chunk_numel(named - 1, share, itemsize, 2**22)

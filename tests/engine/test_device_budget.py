@@ -303,3 +303,27 @@ def test_transformers_gradient_checkpointing_has_room_for_a_block_or_the_next_fo
         optimizer.step()
     assert optimizer.report().peak_nbytes["device"] <= needed(raised)
     infinity.close(model)
+
+
+@pytest.mark.parametrize("resident", ["true", "false"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_least_host_memory_that_the_error_names_trains_the_same_and_less_does_not(
+    tmp_path, monkeypatch, resident, adapters
+):
+    impatient(monkeypatch)
+
+    def trained(nbytes: int) -> training.Trained:
+        where = [f"memory.nvme=[{tmp_path}]", f"memory.host={nbytes}", f"memory.resident={resident}"]
+        change = freeze if adapters else lambda model: None
+        return train(seeded(Wide), wide_batch, where, steps=3, change=change)
+
+    with pytest.raises(BudgetError) as raised:
+        trained(1024)
+    nbytes = needed(raised)
+    with pytest.raises(BudgetError):
+        trained(nbytes - 1)
+    ours = trained(nbytes)
+    assert_bitwise(
+        ours, reference(seeded(Wide), wide_batch, steps=3, change=freeze if adapters else lambda model: None)
+    )
+    assert max(each.peak_nbytes["host"] for each in ours.reports) <= nbytes
