@@ -11,15 +11,17 @@ that are alike a few run: see :mod:`infinity.app.repeats`.
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.api.lora import make_adapters
@@ -28,8 +30,10 @@ from infinity.app.recipe import Recipe
 from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
 from infinity.app.repeats import record_model
+from infinity.checkpoint.conversions import Part
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.load import CheckpointValues
+from infinity.checkpoint.directory import Stored as StoredTensor
+from infinity.checkpoint.load import CheckpointValues, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
@@ -41,7 +45,7 @@ from infinity.core.plan import ActivationPlan, Place
 from infinity.core.profile import Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
-from infinity.engine.device_budget import UnitBudget
+from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.executor import reduction_dtype
 from infinity.partition.builder import TileSizes, UnitBuilder
 from infinity.partition.init_context import Construction
@@ -51,7 +55,7 @@ from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES
 from infinity.planner.simulator import play
 from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape, choose_homes
-from infinity.shards.mapped import stored_step
+from infinity.shards.mapped import BaseBuffers, stored_step
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -209,34 +213,110 @@ class _NoMasters:
         return torch.empty(unit.numel, device="meta")
 
 
+class _Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write, and the operators; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func is not torch.ops.prim.device.default:
+            leaves = tree_leaves((args, kwargs, result))
+            self.nbytes += sum(leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor))
+            self.operators += 1
+        return result
+
+
+class DecodingCosts:
+    """What decoding costs, by the operators that do it on tensors without values.
+
+    Args:
+        device: Whose: on the CPU tables take the place of some operators.
+        mode: Makes fake tensors on the CPU.
+    """
+
+    def __init__(self, device: Literal["meta", "cpu"], mode: FakeTensorMode) -> None:
+        self._device, self._mode = device, mode
+        self._known: dict[tuple[Any, ...], tuple[int, int]] = {}
+
+    def of(self, values: CheckpointValues, unit: Unit) -> tuple[int, int]:
+        """Bytes that decoding a unit reads and writes, and operators of it."""
+        nbytes = operators = 0
+        for _, part in values.parts(unit, 0, unit.numel):
+            source = part.source
+            key = type(source), source.shape, source.dtype, part.offset, part.numel, unit.dtype
+            if key not in self._known:
+                self._known[key] = self._count(part, unit.dtype)
+            nbytes, operators = nbytes + self._known[key][0], operators + self._known[key][1]
+        return nbytes, operators
+
+    def _count(self, part: Part[StoredTensor], dtype: torch.dtype) -> tuple[int, int]:
+        def view(file: object, offset: int, nbytes: int) -> Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+        with self._mode if self._device == "cpu" else nullcontext():
+            out = torch.empty(part.numel, dtype=dtype, device=self._device)
+            with _Moved() as moved:
+                make_part(part, out, view)
+        return moved.nbytes, moved.operators
+
+
 class _NoValues:
     """Values never come; see :class:`infinity.partition.init_context.LateValues`.
 
     Attributes:
-        base: Says what a quantized checkpoint has for the model; None: it is another one.
+        base: Says what the checkpoint of a frozen base has for the model; None: it is another one.
         sizes: Of its files (bytes).
+        mapped: Units that can be read where they lie and are not quantized.
         stored: Units that travel in its form, by index, and what a rank reads of each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         self.base: CheckpointValues | None = None
         self.sizes: Sequence[int] = ()
         self.stored: dict[int, tuple[StoredForm, int]] = {}
+        self.mapped: set[int] = set()
+        self._new = True
+        self._read: dict[tuple[int, int, int], int] = {}
+        self._decoding = {"meta": DecodingCosts("meta", mode), "cpu": DecodingCosts("cpu", mode)}
+        self._decode: dict[tuple[int, bool], tuple[int, int]] = {}
+
+    def decoding(self, unit: int, *, on_accelerator: bool) -> tuple[int, int]:
+        """Bytes that decoding a unit reads and writes, and operators of it."""
+        return self._decode[unit, on_accelerator]
+
+    def read_nbytes(self, unit: Unit, piece_nbytes: int, buffers: BaseBuffers) -> int:
+        """What a fetch of a unit in ``mapped`` reads, in pieces of so many bytes of weights."""
+        key = unit.index, piece_nbytes, buffers.nbytes
+        if key not in self._read:
+            assert self.base is not None
+            self._read[key] = buffers.read_nbytes(unit, self.base, piece_nbytes, self.sizes)
+        return self._read[key]
 
     def counts(self, unit: Unit) -> bool:
         return False
 
     def fill(self, units: UnitIndex, masters: object) -> None:
-        base, self.base = self.base, None
+        base, self._new = self.base if self._new else None, False  # adapters come later, with nothing in it
         for unit in () if base is None else units:
             assert base is not None
-            scratch_nbytes = 0 if base.why_not_mapped(unit) else base.scratch_nbytes(unit)
-            if scratch_nbytes:
+            if base.why_not_mapped(unit):
+                continue
+            scratch_nbytes = base.scratch_nbytes(unit)
+            if not scratch_nbytes:
+                self.mapped.add(unit.index)
+            else:
                 step = stored_step(unit, base, 0, self.sizes)
                 shard_nbytes = step.shard_nbytes(unit.world_size)
                 nbytes = shard_nbytes * unit.world_size
                 form = StoredForm(nbytes, shard_nbytes, scratch_nbytes, lambda stored, flat: None)
                 self.stored[unit.index] = form, step.shard(unit.rank, unit.world_size).nbytes
+                for device, on_accelerator in (("meta", True), ("cpu", False)):
+                    self._decode[unit.index, on_accelerator] = self._decoding[device].of(base, unit)
 
 
 class _Model:
@@ -254,8 +334,8 @@ class _Model:
     ) -> None:
         self.notes: list[str] = []
         self.tiles = tiles
-        self.values = _NoValues()
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
+        self.values = _NoValues(self._mode)
         self.construction = Construction(
             lambda close: UnitBuilder(
                 dtype,
@@ -293,7 +373,7 @@ class _Model:
     def record(self, subject: Subject, plan: ActivationPlan) -> Record:
         """Record a micro-batch of :meth:`faked`'s model, once for the blocks that ``plan`` recomputes."""
         everything = plan.policy == "recompute" and not plan.recomputed
-        key = subject.tokens, subject.logits, everything, plan.recomputed
+        key = subject.tokens, subject.logits, subject.packing, everything, plan.recomputed
         if key not in self._records:
             self._records[key] = record_model(subject, lambda region: everything or region in plan.recomputed)
         return self._records[key]
@@ -310,8 +390,8 @@ class _Model:
             return build_model(config, None, dtype, _UNKNOWN_TENSORS)
         with Checkpoint(path) as stored:
             model = build_model(config, None, dtype, len(stored))
-            if quantized is not None and recipe.lora.rank is not None and recipe.memory.nvme:
-                self._find_stored(model, stored, recipe, dtype)
+            if recipe.lora.rank is not None and recipe.memory.nvme and stored.files:
+                self._find_base(model, stored, recipe, dtype)
             else:
                 self._note_quantized(quantized, dtype)
         return model
@@ -322,11 +402,11 @@ class _Model:
                 f"the checkpoint is quantized ({quantized}): planned as if its weights were {dtype}"
             )
 
-    def _find_stored(self, model: Any, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype) -> None:
+    def _find_base(self, model: Any, checkpoint: Checkpoint, recipe: Recipe, dtype: torch.dtype) -> None:
         """Note what a frozen base is made of, from the headers of its files."""
         quantization = read_quantization(checkpoint.path)
-        assert quantization is not None
-        decode_checkpoint(checkpoint, quantization, dtype)
+        if quantization is not None:
+            decode_checkpoint(checkpoint, quantization, dtype)
         base = CheckpointValues(checkpoint, recipe.model.new, recipe.model.ignore)
         base.prepare(model)
         self.values.base, self.values.sizes = base, [os.fstat(f.fd).st_size for f in checkpoint.files]
@@ -357,6 +437,8 @@ class _Model:
                 if buffer is not None:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         self.units.replace(list(self.units))
+        if self.values.base is not None:
+            self.values.base.follow(fakes)
         del before
 
 
@@ -403,6 +485,7 @@ class _Planner:
         self.rates = rank_rates(machine, ranks, dtype)
         self.reduce_dtype = reduction_dtype(EngineConfig(partition=recipe.partition), DTYPES[dtype])
         self.tiers = Tiers(self.storage, self._ranks, self.reduce_dtype)
+        self._buffers = BaseBuffers.within(self.host_nbytes)
         self.units = self._place_units()
         self.budget = self._divide()
 
@@ -422,24 +505,55 @@ class _Planner:
                 host_gradient_nbytes=self.tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
-                stored=StoredShape(unit.stored.nbytes, unit.stored.shard_nbytes, stored[unit.index][1])
-                if unit.stored is not None
-                else None,
+                stored=self._stored_shape(unit),
             )
             for unit in self.made.units
         ]
+        resident_nbytes = self.storage.resident_nbytes
+        if self._has_base:
+            resident_nbytes = max(0, resident_nbytes - self._buffers.all_nbytes)
         placed = choose_homes(
-            shapes, self.storage.resident_nbytes, drives=bool(self.recipe.memory.nvme),
+            shapes, resident_nbytes, drives=bool(self.recipe.memory.nvme),
             alone_on_cpu=self._ranks.alone_on_cpu,
         )  # fmt: skip
         for unit, shape in zip(self.made.units, placed, strict=True):
             unit.home = Tier.NVME if shape.on_nvme else Tier.HOST
         return placed
 
+    @property
+    def _has_base(self) -> bool:
+        return self.made.values.base is not None and bool(self.recipe.memory.nvme)
+
+    def _read_where_they_lie(self) -> tuple[UnitShape, ...]:
+        """The units, and what is read of those that lie in a checkpoint."""
+        values, host = self.made.values, self.budget.host
+        if not self._has_base:
+            return self.units
+        found = list(self.units)
+        for index in values.mapped:
+            unit = self.made.units[index]
+            if unit.home is Tier.NVME and not unit.trainable:
+                piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
+                found[index] = replace(
+                    found[index], base_nbytes=values.read_nbytes(unit, piece, self._buffers)
+                )
+        return tuple(found)
+
+    def _stored_shape(self, unit: Unit) -> StoredShape | None:
+        form, values = unit.stored, self.made.values
+        if form is None:
+            return None
+        decode = values.decoding(unit.index, on_accelerator=self.machine.on_accelerator)
+        return StoredShape(form.nbytes, form.shard_nbytes, values.stored[unit.index][1], *decode)
+
     def _divide(self) -> UnitBudget:
         memory, clips = self.recipe.memory, self.recipe.optim.max_grad_norm is not None
+        layered = self.recipe.train.schedule == "layer"  # its window is for whole blocks
+        recomputes = self.policy in ("recompute", "plan") and not layered
+        in_use = UnitsInUse([self.made.model], self.made.units, recomputes=recomputes)
         made = UnitBudget(
-            self.made.units, self.made.leaves, self._ranks, self.tiers, memory.device, self.free_nbytes // 2,
+            self.made.units, self.made.leaves, in_use, self._ranks, self.tiers, memory.device,
+            self.free_nbytes // 2,
             shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
             states=memory.updates != "host",
         )  # fmt: skip
@@ -485,7 +599,7 @@ class _Planner:
             room = self.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
         return DryRun(
             recipe=self.recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
-            units=self.units, trace=trace, division=division, host_nbytes=self.host_nbytes,
+            units=self._read_where_they_lie(), trace=trace, division=division, host_nbytes=self.host_nbytes,
             resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
             reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,
@@ -548,7 +662,7 @@ class _Planner:
             model=model, units=made.units, leaves=made.leaves, dtype=DTYPES[self.dtype],
             nbytes={u.index: u.gathered_nbytes for u, s in zip(made.units, self.units) if s.streams},
             window_nbytes=self.budget.division.window, tokens=tokens,
-            logits=self._logits(model, math.prod(tokens)),
+            logits=self._logits(model, math.prod(tokens)), packing=recipe.data.packing,
         )  # fmt: skip
         recorded = made.record(subject, plan)
         played = play_record(recorded, subject)

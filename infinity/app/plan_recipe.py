@@ -88,7 +88,9 @@ class PlannedRun:
         total = self.run.spilled_nbytes
         for unit in units:
             if not unit.trainable:
-                total += unit.weight_nbytes * (unit.on_nvme and unit.stored is None)
+                total += unit.weight_nbytes * (
+                    unit.on_nvme and unit.stored is None and unit.base_nbytes is None
+                )
             elif unit.on_nvme:
                 total += places * (unit.weight_nbytes + unit.state_nbytes)
             elif memory.versions == 2:

@@ -9,6 +9,7 @@ see :mod:`infinity.app.repeats`.
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -55,6 +56,7 @@ class Do(Enum):
     END_VISIT = auto()
     KEEP = auto()  # in backward, until its gradients are complete
     KEEP_FOR = auto()  # in backward, for one node
+    KEEP_TO_THE_END = auto()  # of what a recomputed forward, or a leaf, reads
     LET_GO = auto()
     RECEIVE = auto()  # the gradient of a parameter
     COMPLETE = auto()  # gradients of units that are complete together
@@ -344,8 +346,8 @@ class _Pins:
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
 
-    def keep(self, index: int, node: int | None) -> None:
-        self._tell(Do.KEEP, index, node=node)
+    def keep(self, index: int, node: int | None, *, to_the_end: bool = False) -> None:
+        self._tell(Do.KEEP_TO_THE_END if to_the_end else Do.KEEP, index, node=node)
 
     def keep_for(self, node: int | None, index: int) -> None:
         self._tell(Do.KEEP_FOR, index, node=node)
@@ -422,6 +424,7 @@ class Subject:
         nbytes: Of streaming units; the window has ``window_nbytes``.
         tokens: Shape of a micro-batch.
         logits: How they are computed.
+        packing: Sequences are whole documents, several (True) or one (False), padded; None: a stream of text.
     """
 
     model: Any
@@ -432,6 +435,7 @@ class Subject:
     window_nbytes: int
     tokens: tuple[int, int]
     logits: Mode = "whole"
+    packing: bool | None = None
 
     @property
     def leaf_units(self) -> frozenset[int]:
@@ -476,11 +480,32 @@ def record(
         loss = CausalLoss(model)
         tokens = torch.zeros(subject.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
+        positions, mask = (tokens if subject.packing is each else None for each in (True, False))
+        if subject.packing is None:
+            watched.enter_context(_without_packing())
         with recorder, library_errors(CheckpointError, _WHY):
-            value = loss(tokens, targets)
+            value = loss(tokens, targets, positions, mask)
             value.backward()  # type: ignore[no-untyped-call]
         del value
         return recorder.finished()
+
+
+@contextmanager
+def _without_packing() -> Iterator[None]:
+    """Inside, transformers takes sequences for whole ones.
+
+    It looks at the values of positions, which fake tensors lack, and else makes a mask for every layer.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None:  # the model is another one
+        yield
+        return
+    before = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = before
 
 
 @contextmanager
@@ -630,6 +655,8 @@ def play(made: Record, subject: Subject) -> Played:
             trainings.unpin(unit)
         elif do is Do.KEEP:
             pins.keep(unit, node)
+        elif do is Do.KEEP_TO_THE_END:
+            pins.keep(unit, node, to_the_end=True)
         elif do is Do.KEEP_FOR:
             pins.keep_for(node, unit)
         elif do is Do.LET_GO:
@@ -659,4 +686,4 @@ def play(made: Record, subject: Subject) -> Played:
     )  # fmt: skip
 
 
-_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_FOR, Do.LET_GO})
+_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_TO_THE_END, Do.KEEP_FOR, Do.LET_GO})

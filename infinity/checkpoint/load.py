@@ -215,7 +215,7 @@ class Converted:
 Values: TypeAlias = Traced | Converted
 
 
-def _make_part(part: Part[Stored], out: Tensor, view: View) -> None:
+def make_part(part: Part[Stored], out: Tensor, view: View) -> None:
     """Fill ``out`` with a part's values, rounded as an fp32 master is to the weights of a trained unit."""
     source = part.source
     assert isinstance(source, FileTensor | Decoded)
@@ -334,6 +334,12 @@ class CheckpointValues:
         for name, values in self.plan.values.items():
             self._values.setdefault(id(targets[name]), []).append((name, values))
 
+    def follow(self, replaced: Mapping[int, nn.Parameter]) -> None:
+        """Give each parameter's values, by its id, to the one that took its place."""
+        self._values = {
+            id(replaced[key]) if key in replaced else key: values for key, values in self._values.items()
+        }
+
     def notes(self) -> list[str]:
         """Lines for people about this load."""
         lines = []
@@ -417,7 +423,7 @@ class CheckpointValues:
 
     def scratch_nbytes(self, unit: Unit) -> int:
         """The most that :meth:`make` takes of an accelerator's memory; 0: nothing is quantized."""
-        sources = {part.source for _, part in self._parts(unit, 0, unit.numel)}
+        sources = {part.source for _, part in self.parts(unit, 0, unit.numel)}
         return max((each.scratch_nbytes for each in sources if isinstance(each, Decoded)), default=0)
 
     def sources(
@@ -429,7 +435,7 @@ class CheckpointValues:
             Where a part ends, in order, and the bytes that it is made of, by the number of the file.
         """
         numbers = self._file_numbers()
-        for low, part in self._parts(unit, start, stop):
+        for low, part in self.parts(unit, start, stop):
             source, at, end = part.source, part.offset, part.offset + part.numel
             assert isinstance(source, FileTensor | Decoded)
             step = part.numel
@@ -453,17 +459,17 @@ class CheckpointValues:
             return view(numbers[file], offset, nbytes)
 
         done = 0
-        for low, part in self._parts(unit, start, start + len(out)):
+        for low, part in self.parts(unit, start, start + len(out)):
             out[done : low - start].zero_()  # padding
             done = low - start + part.numel
-            _make_part(part, out[low - start : done], view_file)
+            make_part(part, out[low - start : done], view_file)
         out[done:].zero_()
 
     def _file_numbers(self) -> dict[ReadableFile, int]:
         return {file: number for number, file in enumerate(self._checkpoint.files)}
 
-    def _parts(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Part[Stored]]]:
-        """Every run of stored elements in ``[start, stop)`` of the flat buffer, and where it begins there."""
+    def parts(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Part[Stored]]]:
+        """Yield every run of stored elements in ``[start, stop)`` of the flat buffer, and where it begins."""
         for s in unit.segments:
             low, high = max(start, s.offset), min(stop, s.stop)
             if low < high:

@@ -6,7 +6,9 @@ known first, otherwise those of units in host memory; until the last micro-batch
 all of them. *The backlog* is what waits for its update:
 gradient and weights of units whose update has started. *The window* is what the prefetcher fills
 with the nearest future. The backlog lets updates lag into the next forward, so it gets what it can
-use; the window gets the rest, and at least two of the largest units.
+use; the window gets the rest, and at least two of the largest units, or those that are in use at one
+time: of modules inside each other, or of a block that is recomputed. Frozen units take their part of the
+window only: they have no gradient and no update.
 
 [Note: gradients that spill]
 Where memory is too small for all gradients that wait for ``step``, those of some units on NVMe wait there: as
@@ -26,7 +28,7 @@ gain the same per byte. The first of the model come first: backward comes to the
 needs them first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.core.errors import BudgetError
@@ -61,6 +63,7 @@ class UnitSizes:
     parameter_nbytes: int = 0
     stored: int = 0  # what the flat buffer is decoded from
     states: int = 0  # weights and states on this rank, if they may be in device memory
+    lingers: bool = False  # its full gradient, until backward ends
 
     @property
     def gathered(self) -> int:
@@ -92,26 +95,27 @@ class DeviceBudget:
     states: int = 0
 
 
-def chunk_numel(staging_nbytes: int, itemsize: int, most: int) -> int:
-    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them fit ``staging_nbytes``.
+def chunk_numel(host_nbytes: int, share: int, itemsize: int, most: int) -> int:
+    """Elements of a chunk such that :data:`STAGED_CHUNKS` of them fit a part of the host budget.
 
     Args:
-        staging_nbytes: What staging may take of the host budget.
+        host_nbytes: The host budget, of which staging may take one in ``share``.
         itemsize: Bytes of weight and state per element.
         most: Upper bound (elements).
 
     Raises:
         BudgetError: Not even the smallest chunks fit.
     """
-    quantum = 2048
+    quantum, staging_nbytes = 2048, host_nbytes // share
     nbytes = staging_nbytes // STAGED_CHUNKS
     n = whole_pages(nbytes) // itemsize // quantum * quantum
     if n == 0:
         least = STAGED_CHUNKS * rounded(quantum * itemsize)
         raise BudgetError(
-            f"memory.host leaves {format_nbytes(staging_nbytes)} for staging; updates alone need "
-            f"{STAGED_CHUNKS} chunks of {format_nbytes(quantum * itemsize)} = {format_nbytes(least)}. "
-            "Raise memory.host"
+            f"memory.host is {format_nbytes(host_nbytes)}, which leaves {format_nbytes(staging_nbytes)} for "
+            f"staging; updates alone need {STAGED_CHUNKS} chunks of {format_nbytes(quantum * itemsize)} = "
+            f"{format_nbytes(least)}. Raise memory.host to {format_nbytes(share * least)} "
+            f"({share * least} bytes) or more"
         )
     return min(n, most)
 
@@ -234,8 +238,8 @@ def divide_host(
 
 def divide_device(
     total: int | None, ceiling: int, units: Sequence[UnitSizes], *, early: bool, world_size: int,
-    together: Sequence[Sequence[int]] = (), in_host: bool = False, updates: int = 0, decoding: int = 0,
-    spill_above: int | None = None, block: int = 0,
+    together: Sequence[Sequence[int]] = (), in_use: Iterable[Collection[int]] = (), in_host: bool = False,
+    updates: int = 0, decoding: int = 0, spill_above: int | None = None, block: int = 0,
 ) -> DeviceBudget:  # fmt: skip
     """Divide ``memory.device``, or choose it when it is None.
 
@@ -246,25 +250,38 @@ def divide_device(
         early: Whether an update inside backward is done with its gradient.
         world_size: Ranks.
         together: Positions of units that are gathered as one.
+        in_use: Positions of units that are in use at one time.
         in_host: Gradients wait for ``step`` and for updates elsewhere: see :func:`divide_host`.
         updates: What updates on an accelerator take.
         decoding: What decoding stored weights on an accelerator takes.
         spill_above: Gradients spill if they would make a derived budget larger than this; None: ``ceiling``.
-        block: The least window.
+        block: What a window for all micro-batches in one block takes.
 
     Raises:
         BudgetError: Too small; says what is needed and why.
     """
     streaming = [u for u in units if u.streams]
     waits = [u for u in units if u.waits]
-    largest = max((rounded(u.full) for u in units), default=0)
+    largest = max((rounded(u.full) for u in units if u.trainable), default=0)
     grad = rounded_sum(u.shard_grad for u in waits)
     # beside held gradients: a full gradient, the reduction's second buffer, one update's weights
-    leaf = max((rounded_sum(units[i].full for i in group) for group in together), default=0)
+    leaf = max(
+        (rounded_sum(units[i].full for i in group if units[i].trainable) for group in together), default=0
+    )
     working = max(largest * (2 if world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
+    working += rounded_sum(u.full for u in units if u.lingers)
     flight = max((u.gathered for u in streaming), default=0)
-    leaf_flight = max((sum(units[i].gathered for i in group) for group in together), default=0)
-    window_least = max(2 * flight, leaf_flight + max(flight, largest) if leaf else 0, block)
+    windows = {
+        "two units in flight": 2 * flight,
+        "units that are gathered as one": max(
+            (sum(units[i].gathered for i in group) + flight for group in together), default=0
+        ),
+        "units in use at one time": max(
+            (_in_use_nbytes([units[i] for i in each]) for each in in_use), default=0
+        ),
+        "all micro-batches in one block (the ordinary schedule needs less)": block,
+    }
+    window_least = max(windows.values())
     needed = grad + working + window_least + updates + decoding
     may_spill = [] if in_host else [rounded(u.shard_grad) for u in units if u.spills]
     least, bound = needed - sum(may_spill), ceiling if total is None else total
@@ -286,15 +303,22 @@ def divide_device(
         total = max(needed, min(wish, ceiling))
     if total < needed:
         biggest = max(units, key=lambda u: u.full)
+        trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
+        parts = [
+            f"{format_nbytes(grad)} of gradients that wait for {_occasion(waits, in_host)}",
+            f"{format_nbytes(window_least)} for {max(windows, key=lambda name: windows[name])}"
+            + (f" ({_described(biggest)})" if biggest is not trained else ""),
+        ]
+        if trained is not None:
+            of = f"the gradient and update of the largest unit that is trained ({_described(trained)})"
+            parts.insert(1, f"{format_nbytes(working)} for {of}")
+        if updates:
+            parts.append(f"{format_nbytes(updates)} for updates (memory.updates=host: none)")
+        if decoding:
+            parts.append(f"{format_nbytes(decoding)} for decoding quantized weights")
         raise BudgetError(
             f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
-            f"is required: {format_nbytes(grad)} of gradients that wait for "
-            f"{_occasion(waits, in_host)}, {format_nbytes(working)} for the "
-            f"gradient and update of the largest unit ({_described(biggest)}), {format_nbytes(window_least)} "
-            f"for {_window_of(leaf, block, window_least)}"
-            + (f", {format_nbytes(updates)} for updates (memory.updates=host: none)" if updates else "")
-            + (f", {format_nbytes(decoding)} for decoding quantized weights" if decoding else "")
-            + ". Raise memory.device"
+            f"is required: {', '.join(parts)}. Raise memory.device"
             + _way_out(waits, units, in_host)
             + _indivisible(biggest)
         )
@@ -354,10 +378,10 @@ def rounded_sum(sizes: Iterable[int]) -> int:
     return sum(rounded(nbytes) for nbytes in sizes)
 
 
-def _window_of(leaf: int, block: int, nbytes: int) -> str:
-    if nbytes == block:
-        return "all micro-batches in one block (the ordinary schedule needs less)"
-    return "units that are gathered as one" if leaf else "two units in flight"
+def _in_use_nbytes(units: Sequence[UnitSizes]) -> int:
+    """What units in use at one time take of the pool: they come one by one, so one is being decoded."""
+    streaming = [u for u in units if u.streams]
+    return rounded_sum(u.full for u in streaming) + max((rounded(u.stored) for u in streaming), default=0)
 
 
 def _occasion(waits: Sequence[UnitSizes], in_host: bool) -> str:

@@ -6,6 +6,14 @@ gradient. Under ``no_sync`` the gradients of all units wait for the last micro-b
 thawed has a gradient that was not counted. Both are known before the forward: the first ``no_sync``, and
 the first forward with thawed weights, divide the budget anew, or say there what is required.
 
+[Note: units in use at one time]
+A module's units are in use while those that it contains run, and a block that is recomputed in backward
+uses its units from there on until their gradients are complete, or backward has passed them. So the window
+holds at least what the call of a module inside others uses, and, where blocks are recomputed, the largest
+block. That is known beforehand for ``memory.activations`` (a plan may recompute any block) and for
+transformers' ``gradient_checkpointing``, which the next forward sees. What other code recomputes is not
+counted. A recomputed unit that is frozen in part has its weights and its gradient until backward ends.
+
 [Note: units beside activations]
 Where activations are planned, ``memory.device`` holds both. Until the step has been profiled units get at
 most half of it, or what they cannot do without. The plan is made for the rest, or, where that is too
@@ -17,10 +25,13 @@ With a ``memory.device`` of the recipe, what units leave of it is for states. Wh
 activations take shows after the first step: then states get at most what it left of the device's memory.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
+from infinity.activations.blocks import recomputable_blocks
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError
@@ -29,6 +40,49 @@ from infinity.core.nbytes import format_nbytes
 from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
+
+
+class UnitsInUse:
+    """Tells which units of a model are in use at one time: see [Note: units in use at one time].
+
+    Args:
+        models: Modules that are not inside others.
+        units: All of them.
+        recomputes: Blocks may be recomputed in backward, whatever the model says.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], units: UnitIndex, *, recomputes: bool) -> None:
+        self._recomputes = recomputes
+        self._nested: set[frozenset[int]] = set()
+        self._blocks: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+        for model in models:
+            self._find_nested(model, frozenset(), units)
+            for block in recomputable_blocks(model):
+                held = units.holding(block.module.parameters())
+                self._blocks[block.module] = frozenset(unit.index for unit in held)
+
+    def _find_nested(self, module: nn.Module, outer: frozenset[int], units: UnitIndex) -> None:
+        own = (param for param in module._parameters.values() if param is not None)
+        inner = outer.union(unit.index for unit in units.holding(own))
+        if len(inner) > 2:  # any two have room
+            self._nested.add(inner)
+        for child in module.children():
+            self._find_nested(child, inner, units)
+
+    def recomputes(self) -> bool:
+        """Whether blocks are recomputed, as far as is known now."""
+        return self._recomputes or any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in self._blocks
+        )
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """Indices of units in blocks."""
+        return frozenset().union(*self._blocks.values())
+
+    def sets(self, *, recomputed: bool) -> set[frozenset[int]]:
+        """Return indices of units in use at one time, where blocks are ``recomputed`` and where not."""
+        return self._nested.union(self._blocks.values() if recomputed else ())
 
 
 class UnitBudget:
@@ -40,6 +94,7 @@ class UnitBudget:
     Args:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
+        in_use: Tells which units are in use at one time.
         ranks: Those that share the model.
         tiers: Know what each unit takes, and ``memory.host``.
         device_nbytes: ``memory.device``; None: derived from the model and ``ceiling_nbytes``.
@@ -59,11 +114,12 @@ class UnitBudget:
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, tiers: Tiers,
-        device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool, early: bool, updates_nbytes: int,
-        states: bool,
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: "UnitsInUse",
+        ranks: Ranks, tiers: Tiers, device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool,
+        early: bool, updates_nbytes: int, states: bool,
     ) -> None:  # fmt: skip
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
+        self._in_use = in_use
         self._early, self._updates_nbytes = early, updates_nbytes
         self._states = states and ranks.on_accelerator
         self.host: budget.HostBudget | None = None
@@ -76,6 +132,7 @@ class UnitBudget:
         self._after_step_nbytes: int | None = None  # the most that the total may become; None: unknown
         self._block_nbytes = 0  # the least window, for a layer schedule
         self._trained, self._accumulates = self._trained_now(), False
+        self._recomputes = in_use.recomputes()
         self.division = self._divide(self._trained, self._accumulates)
 
     @property
@@ -118,9 +175,15 @@ class UnitBudget:
             BudgetError: ``memory.device`` is too small for it; the old division stays.
         """
         trained, accumulates = self._trained | self._trained_now(), self._accumulates or accumulates
-        if (trained, accumulates) == (self._trained, self._accumulates):
+        before, recomputes = self._recomputes, self._recomputes or self._in_use.recomputes()
+        if (trained, accumulates, recomputes) == (self._trained, self._accumulates, before):
             return False
-        self.division = self._divide(trained, accumulates)
+        self._recomputes = recomputes
+        try:
+            self.division = self._divide(trained, accumulates)
+        except BudgetError:
+            self._recomputes = before
+            raise
         self._trained, self._accumulates = trained, accumulates
         return True
 
@@ -188,11 +251,20 @@ class UnitBudget:
 
     def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
         sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in self._units]
+        in_use = self._in_use.sets(recomputed=self._recomputes)
+        if self._recomputes:
+            again = self._in_use.recomputed
+            sizes = [
+                replace(each, lingers=i in again and _in_part(self._units[i])) for i, each in enumerate(sizes)
+            ]
+            lingering = {i for i, each in enumerate(sizes) if each.lingers}
+            in_use = {each | lingering for each in in_use}
         host = self._divide_host(sizes, trained) if self._ranks.on_accelerator else None
         made = budget.divide_device(
             None if self._shared else self.device_nbytes, self._ceiling_nbytes, sizes,
             early=self._early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
+            in_use=in_use,
             in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
             decoding=self._decoding_nbytes,
             spill_above=self._spill_above, block=self._block_nbytes,
@@ -251,6 +323,11 @@ class UnitBudget:
             stored=0 if stored is None else stored.nbytes,
             states=self._tiers.on_device_nbytes_of(unit) if trainable and not on_nvme else 0,
         )
+
+
+def _in_part(unit: Unit) -> bool:
+    """Whether a unit is frozen in part."""
+    return 0 < len(unit.trainable) < len(unit.segments)
 
 
 _BESIDE_A_PLAN = (

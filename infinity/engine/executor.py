@@ -25,7 +25,7 @@ from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import free_host_nbytes, total_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
-from infinity.engine.device_budget import UnitBudget
+from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.gradients import Gradients, HostPools
 from infinity.engine.hooks import Hooks
 from infinity.engine.update_rules import device_nbytes, make_rules
@@ -48,6 +48,7 @@ class StepExecutor:
     Args:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
+        in_use: Tells which units are in use at one time.
         ranks: Those that share the model.
         tiers: Where its shards live.
         activations: What happens to saved tensors.
@@ -70,9 +71,10 @@ class StepExecutor:
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], ranks: Ranks, tiers: Tiers,
-        activations: Activations, config: EngineConfig, stalls: Stalls, timeline: Timeline, *, clips: bool,
-        before: "StepExecutor | None", on_failure: Callable[[BaseException], None],
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: UnitsInUse,
+        ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls,
+        timeline: Timeline, *, clips: bool, before: "StepExecutor | None",
+        on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
         self.stalls, self.clips = stalls, clips
@@ -84,7 +86,7 @@ class StepExecutor:
         rules = make_rules(config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
-                units, leaves, ranks, tiers, config.memory.device,
+                units, leaves, in_use, ranks, tiers, config.memory.device,
                 ranks.least(_ceiling_nbytes(ranks), "memory.device"),
                 shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
                 updates_nbytes=device_nbytes(rules.values(), ranks), states=config.memory.updates != "host",

@@ -389,8 +389,16 @@ class Gradients:
             elif gradient is not None:
                 gradient.end_backward()
             return
-        weights = self._take_weights(unit)  # may raise, while the gradient is still in its place
-        self._delivered.add(unit.index)
+        try:
+            weights = self._take_weights(unit)  # may raise, while the gradient is still in its place
+            self._delivered.add(unit.index)
+            self._send(unit, gradient, weights)
+        finally:  # what is fetched in its place may need memory that the update gives back
+            if self.prefetcher.streams(unit.index):
+                self.prefetcher.done(unit.index)
+
+    def _send(self, unit: Unit, gradient: UnitGradient | None, weights: Callable[[], Weights]) -> None:
+        """Start a step's gradient on its way to the update."""
         if self.collectives is not None:
             self._reduce(unit, lambda: self._hand_over(unit, self._shards.pop(unit.index, None), weights))
             return
@@ -489,13 +497,10 @@ class Gradients:
         weights: Callable[[], Weights] = Weights
         if self.prefetcher.streams(unit.index):
             self.pins.forget(unit.index)
-            try:
-                if self.prefetcher.stays(unit.index):
-                    weights = _staying(self.mover.stay(unit.index))
-                elif (lease := self.mover.take(unit.index)) is not None:
-                    weights = self._kept(unit, lease)
-            finally:
-                self.prefetcher.done(unit.index)
+            if self.prefetcher.stays(unit.index):
+                weights = _staying(self.mover.stay(unit.index))
+            elif (lease := self.mover.take(unit.index)) is not None:
+                weights = self._kept(unit, lease)
         return weights
 
     def _kept(self, unit: Unit, lease: Lease) -> Callable[[], Weights]:

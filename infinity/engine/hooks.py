@@ -417,9 +417,9 @@ class Hooks:
         if leaf:
             for each in leaf:
                 if self.prefetcher.streams(each.index):
-                    self.pins.keep(each.index, None)
+                    self.pins.keep(each.index, _reading_node(), to_the_end=True)
         elif recomputing:
-            self.pins.keep(unit.index, None)
+            self.pins.keep(unit.index, _reading_node(), to_the_end=True)
         elif unit.trainable:
             self.pins.keep(unit.index, _reading_node())
         else:

@@ -55,6 +55,7 @@ from infinity.device.machine import (
 )
 from infinity.device.memory import BufferPool
 from infinity.engine.config import EngineConfig
+from infinity.engine.device_budget import UnitsInUse
 from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
@@ -271,9 +272,12 @@ class Runtime:
         ):
             if self._executor is not None:
                 self._executor.retire()
+            recomputes = self.activations.policy in ("recompute", "plan")
+            in_use = UnitsInUse(self.construction.roots, self.units, recomputes=recomputes)
             self._executor = StepExecutor(
-                self.units, self._leaves, self.ranks, self.tiers, self.activations, self.config, self.stalls,
-                self.timeline, clips=clips is not False, before=before, on_failure=weakly(self.fail),
+                self.units, self._leaves, in_use, self.ranks, self.tiers, self.activations, self.config,
+                self.stalls, self.timeline, clips=clips is not False, before=before,
+                on_failure=weakly(self.fail),
             )  # fmt: skip
             self.stack.callback(self._executor.stack.close)
         assert self._executor is not None

@@ -447,34 +447,46 @@ class BackwardPins:
         """Whether a recomputed forward reads the unit."""
         return self._kept.get(index, self) is None
 
-    def keep(self, index: int, node: Any) -> None:
+    def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:
         """Use a unit until its gradients are complete, or until room is short.
 
         Args:
-            node: Number of the autograd node that reads it; None: a recomputed forward, which needs it to the
-                end.
+            node: Number of the autograd node that reads it, or for which it is recomputed.
+            to_the_end: A recomputed forward or a leaf reads it, and needs it whether room is short or not.
         """
+        if to_the_end:
+            self._reach(node)
         if index in self._kept:
             if self._kept[index] is not None:
-                self._kept[index] = node
+                self._kept[index] = None if to_the_end else node
             return
+        self._make_room(index, node)
+        self._kept[index] = None if to_the_end else node
+        self._prefetcher.use(index)
+
+    def _make_room(self, index: int, node: Any) -> None:
+        if not self._prefetcher.holds([*self._kept, *self._read, index]):
+            self._reach(node)
         for earlier, reader in list(self._kept.items()):
-            if self._prefetcher.holds([*self._kept, index]):
+            if self._prefetcher.holds([*self._kept, *self._read, index]):
                 break
             if reader is not None and reader != node:  # kept for its update only, which can read it again
                 self.unpin(earlier)
-        self._kept[index] = node
-        self._prefetcher.use(index)
 
     def keep_for(self, node: Any, index: int) -> None:
         """Use a unit without gradients until another node reads one."""
-        if node != self._node:  # no operator reads what an earlier one unpacked
+        self._reach(node)
+        if index not in self._read:
+            self._make_room(index, node)
+            self._read.append(index)
+            self._prefetcher.use(index)
+
+    def _reach(self, node: Any) -> None:
+        """Release units without gradients that an earlier node read: no other one reads them."""
+        if node != self._node:
             for read in self._read:
                 self._prefetcher.unpin(read)
             self._node, self._read = node, []
-        if index not in self._read:
-            self._read.append(index)
-            self._prefetcher.use(index)
 
     def unpin(self, index: int) -> None:
         """Release a unit that is not read any more, and whose weights stay."""

@@ -3,10 +3,10 @@
 [Note: what is played]
 The training thread goes through the runtime's own plan (:mod:`infinity.planner.prefetch_plan`): it computes,
 waits for units, releases and fetches. Beside it move fetches (NVMe to host memory), uploads, gathers,
-reductions, gradients' copies, and the chunks of updates, through the queues that the runtime has: one for
-each channel, one for the collectives, and a bounded number of chunks in staging memory. Device memory is
-leased and given back as the pools do, and a lease that finds no room waits. All ranks do the same, so one is
-played, with its share of what they have in common.
+decoding, reductions, gradients' copies, and the chunks of updates, through the queues that the runtime has:
+one for each channel, one for the collectives, one for decoding, and a bounded number of chunks in staging
+memory. Device memory is leased and given back as the pools do, and a lease that finds no room waits. All
+ranks do the same, so one is played, with its share of what they have in common.
 
 [Note: the step that repeats]
 Updates lag into the next step. So a few steps are played, and the last one counts. Of many micro-batches
@@ -35,7 +35,7 @@ _RESERVE = 2
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
 #: Names of what moves and computes.
-COMPUTE, LINKS, UPDATE = "compute", "links", "update"
+COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 _LABELS = [channel.label for channel in Channel]
 
 
@@ -75,7 +75,8 @@ class StepCost:
 
     Attributes:
         step_s: Its time (s).
-        busy_s: Seconds for which each channel moves, links gather or reduce, cores update, devices compute.
+        busy_s: Seconds for which each channel moves, links gather or reduce, cores update, devices compute,
+            and stored weights are decoded.
         nbytes: Bytes that each channel moves; of the links, full buffers.
         stall_s: Seconds for which compute waits, by cause.
         device_peak_nbytes: The most that units, gradients and updates take of device memory.
@@ -251,7 +252,8 @@ class _Clock:
         self._many = len(script.plan.events) > _MANY_EVENTS
         self._chunks = 1 if self._many else _CHUNKS
         self.queues = TransferQueues(setup.rates.channels)
-        self.links, self.updater = _Server(), _Server()
+        self.links, self.updater, self.decoder = _Server(), _Server(), _Server()
+        self._servers = {LINKS: self.links, UPDATE: self.updater, DECODE: self.decoder}
         self.now_s = 0.0
         self._calls: dict[int, Callable[[], None]] = {}
         self._transfers = 0
@@ -280,16 +282,15 @@ class _Clock:
 
     def _pass(self, most_s: float) -> float:
         """Let time pass until something ends, at most ``most_s``; return the seconds."""
-        passed_s = min(most_s, self.queues.next_s(), self.links.left_s, self.updater.left_s)
+        passed_s = min(most_s, self._next_s())
         for channel in self.queues.moving():
             self.busy_s[_LABELS[channel]] += passed_s
-        if self.links.jobs:
-            self.busy_s[LINKS] += passed_s
-        if self.updater.jobs:
-            self.busy_s[UPDATE] += passed_s
+        for name, server in self._servers.items():
+            if server.jobs:
+                self.busy_s[name] += passed_s
         self.now_s += passed_s
         ended = self.queues.advance(passed_s)
-        for server in (self.links, self.updater):
+        for server in self._servers.values():
             if server.jobs:
                 server.left_s -= passed_s
                 while server.jobs and server.left_s <= 1e-12:
@@ -299,8 +300,12 @@ class _Clock:
             self._calls.pop(index)()
         return passed_s
 
+    def _next_s(self) -> float:
+        """Seconds until something ends; infinite: nothing moves."""
+        return min(self.queues.next_s(), self.links.left_s, self.updater.left_s, self.decoder.left_s)
+
     def _idle(self) -> bool:
-        return min(self.queues.next_s(), self.links.left_s, self.updater.left_s) == float("inf")
+        return self._next_s() == float("inf")
 
     def _wait(self, until: Callable[[], bool], cause: str) -> None:
         began_s = self.now_s
@@ -314,8 +319,8 @@ class _Clock:
         self.busy_s[COMPUTE] += work_s
         while work_s > 1e-12:
             speed = self.queues.speed()
-            if not self.setup.on_accelerator and self.updater.jobs:
-                speed *= 0.5
+            if self.decoder.jobs or (not self.setup.on_accelerator and self.updater.jobs):
+                speed *= 0.5  # they share cores, or the device
             work_s -= speed * self._pass(work_s / speed)
 
     # --- memory --------------------------------------------------------------------------------
@@ -357,15 +362,23 @@ class _Clock:
         shape = self.units[unit]
         stayed = unit in self._staying
         stored_nbytes = 0 if shape.stored is None else shape.stored.nbytes
+        if not (shape.on_nvme or self.setup.on_accelerator or self.setup.ranks > 1):
+            stored_nbytes = 0  # decoded from where it lies
         if not stayed:
             self._lease(shape.nbytes)
             self._lease(stored_nbytes)
         self._staying.discard(unit)
         self._ready[unit] = False
 
-        def gathered() -> None:
-            self._give_back(stored_nbytes)  # decoding takes no time of its own: memory's, beside compute
+        def decoded() -> None:
+            self._give_back(stored_nbytes)
             self._ready[unit] = True
+
+        def gathered() -> None:
+            if shape.stored is None:
+                self._ready[unit] = True
+            else:
+                self.decoder.submit(shape.stored.decode_s(self.setup.rates), decoded)
 
         def arrived() -> None:
             self._gather(unit, gathered)

@@ -190,6 +190,7 @@ class RankRates:
         gather_bytes_per_s: Bytes of a unit's full values per second of an all-gather; infinite with one rank.
         reduce_bytes_per_s: Bytes of a unit's full gradient per second of a reduction by all-to-all.
         update_bytes_per_s: Bytes that the update of a shard reads and writes per second.
+        decode_bytes_per_s: Bytes that operators which decode stored weights read and write per second.
         flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
         memory_bytes_per_s: Of the memory that operators read and write.
         operator_s: Least time of an operator (s).
@@ -199,6 +200,7 @@ class RankRates:
     gather_bytes_per_s: float
     reduce_bytes_per_s: float
     update_bytes_per_s: float
+    decode_bytes_per_s: float
     flops_per_s: float
     fp32_flops_per_s: float
     memory_bytes_per_s: float
@@ -232,11 +234,13 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype) -> RankRates:
             gather = min(gather, links.network_bytes_per_s / away)
             crossing = local * (ranks - local) / ranks
             reduce = min(reduce, links.network_bytes_per_s / crossing)
+    of_cores = min(host.bytes_per_s / local, cores * host.core_bytes_per_s)
     return RankRates(
         channels=channels,
         gather_bytes_per_s=gather,
         reduce_bytes_per_s=reduce,
-        update_bytes_per_s=min(host.bytes_per_s / local, cores * host.core_bytes_per_s),
+        update_bytes_per_s=of_cores,
+        decode_bytes_per_s=devices.memory_bytes_per_s or of_cores,
         flops_per_s=share * devices.flops_per_s(dtype),
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
         memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),

@@ -24,11 +24,18 @@ class StoredShape:
     Attributes:
         nbytes: Of all ranks' shards.
         shard_nbytes: Of one; of which ``read_nbytes`` are read from drives.
+        decode_nbytes: What the operators that decode all shards read and write; ``decode_operators`` of them.
     """
 
     nbytes: int
     shard_nbytes: int
     read_nbytes: int
+    decode_nbytes: int = 0
+    decode_operators: int = 0
+
+    def decode_s(self, rates: RankRates) -> float:
+        """Seconds of decoding, by the roofline."""
+        return max(self.decode_nbytes / rates.decode_bytes_per_s, self.decode_operators * rates.operator_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class UnitShape:
         streams: Its full values come and go.
         host_gradient_nbytes: Beside an accelerator, of its gradient, which waits in host memory.
         stored: The form in which it travels; None: the compute dtype.
+        base_nbytes: Of a frozen unit that is read where it lies in a checkpoint: what a fetch reads, in whole
+            blocks; None: it lies in the run's own files.
     """
 
     name: str
@@ -58,11 +67,14 @@ class UnitShape:
     streams: bool = True
     host_gradient_nbytes: int = 0
     stored: StoredShape | None = None
+    base_nbytes: int | None = None
 
     @property
     def read_nbytes(self) -> int:
         """What a fetch reads from drives."""
-        return self.weight_nbytes if self.stored is None else self.stored.read_nbytes
+        if self.stored is not None:
+            return self.stored.read_nbytes
+        return self.weight_nbytes if self.base_nbytes is None else self.base_nbytes
 
     @property
     def moved_nbytes(self) -> int:
@@ -109,8 +121,8 @@ def choose_homes(
             total = sum(replace(each, trainable=True).resident_nbytes for each in units)
             raise BudgetError(
                 f"weights and optimizer states take {format_nbytes(total)} of host memory per rank, of which "
-                f"memory.host leaves {format_nbytes(resident_nbytes)} for them. Raise memory.host, or give "
-                "memory.nvme one or more directories"
+                f"memory.host leaves {format_nbytes(resident_nbytes)} for them. Raise memory.host to "
+                f"{total} bytes or more, or give memory.nvme one or more directories"
             )
     used -= sum(units[i].trained_nbytes for i in resident if not units[i].trainable)
     for index in sorted(range(len(units)), key=lambda i: not units[i].trainable):

@@ -177,6 +177,59 @@ def stored_step(unit: Unit, values: MappedValues, first: int, sizes: Sequence[in
     return MappedStep.of(0, unit.numel, pieces, first, sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class BaseBuffers:
+    """Staging buffers, a pair for each thread, through which units that are not quantized are read.
+
+    Attributes:
+        nbytes: Of one buffer.
+    """
+
+    nbytes: int
+    threads: int
+
+    @classmethod
+    def within(cls, host_nbytes: int) -> "BaseBuffers":
+        """Those of a host budget."""
+        room = host_nbytes // _SHARE
+        nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, room // 2 // BLOCK_NBYTES * BLOCK_NBYTES))
+        return cls(nbytes, max(1, min(_MOST_THREADS, background_threads(), room // (2 * nbytes))))
+
+    @property
+    def all_nbytes(self) -> int:
+        return 2 * self.threads * self.nbytes
+
+    def steps(
+        self, unit: Unit, values: MappedValues, start: int, nbytes: int, first: int, sizes: Sequence[int]
+    ) -> Iterator[MappedStep]:
+        """Cut ``nbytes`` of weights, from byte ``start`` of the shard on, into steps that fit a buffer.
+
+        Args:
+            first: Number of the first of the checkpoint's files in the volume; they have ``sizes``.
+        """
+        at = unit.shard_start + start // unit.dtype.itemsize
+        stop = at + nbytes // unit.dtype.itemsize
+        held, held_nbytes, end = list[Piece](), 0, at
+        for part_end, pieces in values.sources(unit, at, stop, self.nbytes):
+            more = sum(around(piece).nbytes for piece in pieces)
+            if held and held_nbytes + more > self.nbytes:
+                yield MappedStep.of(at, end, held, first, sizes)
+                at, held, held_nbytes = end, [], 0
+            end, held_nbytes = part_end, held_nbytes + more
+            held += pieces
+        yield MappedStep.of(at, stop, held, first, sizes)
+
+    def read_nbytes(self, unit: Unit, values: MappedValues, piece_nbytes: int, sizes: Sequence[int]) -> int:
+        """Bytes that an engine reads for this rank's shard, in pieces of ``piece_nbytes`` of weights."""
+        return sum(
+            step.extent.nbytes
+            for start in range(0, unit.shard_nbytes, piece_nbytes)
+            for step in self.steps(
+                unit, values, start, min(piece_nbytes, unit.shard_nbytes - start), 0, sizes
+            )
+        )
+
+
 class MappedBase:
     """Reads units of one checkpoint for this rank.
 
@@ -204,18 +257,15 @@ class MappedBase:
         self._steps: dict[tuple[int, int, int], list[MappedStep]] = {}
         self._stored: dict[int, MappedStep] = {}  # of quantized units
         self._tails: dict[Piece, bytes] = {}  # of files that they end
-        room = storage.host_nbytes // _SHARE
-        share = room // 2 // BLOCK_NBYTES * BLOCK_NBYTES
-        self._buffer_nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, share))
-        threads = max(1, min(_MOST_THREADS, background_threads(), room // (2 * self._buffer_nbytes)))
+        self._buffers = BaseBuffers.within(storage.host_nbytes)
         self._leases: list[Lease] = []
         self._pairs: SimpleQueue[tuple[Lease, Lease]] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(threads, "infinity-base")
+        self._threads = ThreadPoolExecutor(self._buffers.threads, "infinity-base")
         self._closed, self._master_lock = threading.Event(), threading.Lock()
         try:
-            for _ in range(threads):
+            for _ in range(self._buffers.threads):
                 pair = [
-                    storage.host_pool.lease(self._buffer_nbytes, who="reading the checkpoint") for _ in "12"
+                    storage.host_pool.lease(self._buffers.nbytes, who="reading the checkpoint") for _ in "12"
                 ]
                 self._leases += pair
                 self._pairs.put((pair[0], pair[1]))
@@ -331,25 +381,9 @@ class MappedBase:
     def _plan(self, unit: Unit, start: int, nbytes: int) -> list[MappedStep]:
         key = unit.index, start, nbytes
         if key not in self._steps:
-            first = unit.shard_start + start // unit.dtype.itemsize
-            self._steps[key] = list(self._cut(unit, first, first + nbytes // unit.dtype.itemsize))
+            steps = self._buffers.steps(unit, self._values, start, nbytes, self._first, self._sizes)
+            self._steps[key] = list(steps)
         return self._steps[key]
-
-    def _cut(self, unit: Unit, start: int, stop: int) -> Iterator[MappedStep]:
-        """Steps whose bytes fit a buffer."""
-        at, held, held_nbytes = start, list[Piece](), 0
-        end = start
-        for part_end, pieces in self._values.sources(unit, start, stop, self._buffer_nbytes):
-            nbytes = sum(around(piece).nbytes for piece in pieces)
-            if held and held_nbytes + nbytes > self._buffer_nbytes:
-                yield self._step(at, end, held)
-                at, held, held_nbytes = end, [], 0
-            end, held_nbytes = part_end, held_nbytes + nbytes
-            held += pieces
-        yield self._step(at, stop, held)
-
-    def _step(self, start: int, stop: int, pieces: Iterable[Piece]) -> MappedStep:
-        return MappedStep.of(start, stop, pieces, self._first, self._sizes)
 
     # --- on a thread -------------------------------------------------------------------------
 

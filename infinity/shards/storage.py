@@ -75,7 +75,7 @@ class Storage:
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
             share *= 2 if self.on_accelerator else 1  # gradients wait in host memory, too
-            self.chunk_numel = budget.chunk_numel(host_nbytes // share, self._itemsize, CHUNK_NUMEL)
+            self.chunk_numel = budget.chunk_numel(host_nbytes, share, self._itemsize, CHUNK_NUMEL)
             staging = budget.STAGED_CHUNKS * self.chunk_nbytes
         self.resident_nbytes = self._room_for_residents(staging)
 

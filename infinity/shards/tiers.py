@@ -159,8 +159,9 @@ class Tiers:
             raise BudgetError(
                 f"{unit.name} needs {format_nbytes(nbytes)} of host memory for its weights and optimizer "
                 f"state; memory.host leaves {format_nbytes(self.resident_nbytes)} for them, of which "
-                f"{format_nbytes(self._used_nbytes)} are taken by the units before it. Raise memory.host, "
-                "or give memory.nvme one or more directories"
+                f"{format_nbytes(self._used_nbytes)} are taken by the units before it. Raise memory.host to "
+                f"{self._used_nbytes + nbytes} bytes, which the units up to this one take, or more (infinity "
+                "plan says what all of them do), or give memory.nvme one or more directories"
             )
 
     def streams(self, unit: Unit) -> bool:

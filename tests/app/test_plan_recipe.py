@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from rich.console import Console
 
 from infinity.app import plan_recipe as module
 from infinity.app.machines import load_machine
-from infinity.app.plan_recipe import changes, cost_lines, plan_recipe, predict, show_recipe
+from infinity.app.plan_recipe import PlannedRun, changes, cost_lines, plan_recipe, predict, show_recipe
 from infinity.app.recipe import load_recipe
+from infinity.app.train import built
+from infinity.app.views import Views
 from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError
 from infinity.observe.summary import PredictedStep
@@ -100,6 +103,26 @@ def test_a_budget_that_is_too_small_is_an_error_with_the_arithmetic() -> None:
         shown("memory.activations=keep", budget="64KiB")
     with pytest.raises(BudgetError, match=r"give memory.nvme one or more directories"):
         shown("memory.nvme=[]", "memory.host=64KiB", "memory.resident=true")
+
+
+def test_the_least_host_memory_without_drives_is_named_and_a_run_gets_by_with_it() -> None:
+    in_memory = [*SMALL, "memory.nvme=[]", "memory.resident=true", "memory.activations=keep"]
+
+    def planned(nbytes: int) -> PlannedRun:
+        return plan_recipe(load_recipe(RECIPE, [*in_memory, f"memory.host={nbytes}"]), machine, 1)
+
+    machine = load_machine("vm-2core")
+    with pytest.raises(BudgetError) as raised:
+        planned(2**16)
+    nbytes = int(re.search(r"to (\d+) bytes or more", str(raised.value))[1])  # type: ignore[index]
+    assert planned(nbytes).cost.step_s > 0
+    with pytest.raises(BudgetError):
+        planned(nbytes - 1)
+    for enough in (nbytes, nbytes - 1):
+        recipe = load_recipe(RECIPE, [*in_memory, f"memory.host={enough}"])
+        wanted = pytest.raises(BudgetError, match="infinity plan") if enough < nbytes else nullcontext()
+        with wanted, built(recipe, None, Views()) as (model, _):
+            assert model is not None
 
 
 def test_the_least_budgets_are_enough_and_less_is_not() -> None:

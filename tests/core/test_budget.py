@@ -35,7 +35,7 @@ models = st.lists(unit_sizes(), min_size=1, max_size=12)
 def least(units, early: bool, world_size: int) -> int:
     """The smallest budget, as the error tells it."""
     with pytest.raises(BudgetError) as raised:
-        divide_device(1, 0, units, early=early, world_size=world_size)
+        divide_device(-1, 0, units, early=early, world_size=world_size)  # without streams 0 may be enough
     return int(re.search(r"\((\d+) bytes\)", str(raised.value))[1])
 
 
@@ -68,7 +68,7 @@ def test_the_window_holds_two_of_the_largest_and_leaves_what_gradients_need(unit
     assert division.least == needed
     largest = max((rounded(u.full) for u in units if u.streams), default=0)
     held = sum(rounded(u.shard_grad) for i, u in enumerate(units) if u.waits and i not in division.spilled)
-    working = max(rounded(u.full) for u in units)
+    working = max((rounded(u.full) for u in units if u.trainable), default=0)
     assert division.window >= 2 * largest
     assert division.total - division.window >= held + 2 * working
 
@@ -97,6 +97,40 @@ def test_the_device_budget_in_numbers():
     assert (tight.hold_weights, tight.window) == (False, window + 11 * MIB)
     roomy = divide_device(44 * MIB + 13 * MIB, 0, units, early=False, world_size=1)
     assert (roomy.hold_weights, roomy.window) == (True, window + MIB)
+
+
+def test_frozen_units_need_a_window_and_neither_gradients_nor_updates():
+    frozen = replace(LAYER, name="experts", full=20 * MIB, stored=9 * MIB, trainable=False, waits=False)
+    adapter = replace(LAYER, name="adapters", full=2 * MIB, shard_grad=2 * MIB)
+    window = 2 * (20 + 10) * MIB
+    assert least([frozen] * 3, early=True, world_size=1) == window
+    assert least([frozen, adapter, frozen], early=False, world_size=1) == window + 3 * 2 * MIB
+    assert least([frozen, adapter, frozen], early=False, world_size=2) == window + 5 * 2 * MIB
+    experts = [frozen, replace(adapter, waits=False), frozen]
+    made = divide_device(None, 0, experts, early=True, world_size=2, together=[(0, 1, 2)])
+    assert made.least == (30 + 2 + 30 + 30) * MIB + max(4 * 2, 2 + 3 * 2) * MIB
+    with pytest.raises(BudgetError) as raised:
+        divide_device(1, 0, [frozen, adapter], early=False, world_size=1)
+    assert (
+        "4 MiB for the gradient and update of the largest unit that is trained (adapters, 2 MiB), 60 MiB "
+        in (str(raised.value))
+    )
+    assert "for two units in flight (experts, 20 MiB). Raise" in str(raised.value)
+    with pytest.raises(BudgetError) as raised:
+        divide_device(1, 0, [frozen], early=False, world_size=1)
+    assert "update" not in str(raised.value)
+
+
+def test_units_in_use_at_one_time_have_room_and_one_of_them_is_decoded():
+    units = [replace(LAYER, name=f"layers.{i}", stored=MIB, trainable=False, waits=False) for i in range(6)]
+    units[5] = replace(units[5], streams=False)
+    made = divide_device(None, 0, units, early=True, world_size=1, in_use=[(0, 1)])
+    assert made.least == 2 * 5 * MIB
+    in_use = [(1, 2), (0, 1, 2, 3, 5), (4, 5)]
+    made = divide_device(None, 0, units, early=True, world_size=1, in_use=in_use)
+    assert made.least == made.window == (4 * 4 + 1) * MIB
+    with pytest.raises(BudgetError, match=r"17 MiB for units in use at one time"):
+        divide_device(made.least - 1, 0, units, early=True, world_size=1, in_use=in_use)
 
 
 def test_gradients_of_units_on_nvme_spill_where_memory_is_short_and_no_more_than_must():
@@ -308,9 +342,9 @@ def test_staged_chunks_fit_and_are_as_large_as_they_may_be(staging, itemsize, mo
     most *= QUANTUM
     if staging < budget.STAGED_CHUNKS * rounded(QUANTUM * itemsize):
         with pytest.raises(BudgetError, match=r"Raise memory\.host"):
-            chunk_numel(staging, itemsize, most)
+            chunk_numel(staging, 1, itemsize, most)
         return
-    numel = chunk_numel(staging, itemsize, most)
+    numel = chunk_numel(staging, 1, itemsize, most)
     assert numel % QUANTUM == 0
     assert 0 < numel <= most
     assert budget.STAGED_CHUNKS * rounded(numel * itemsize) <= staging
@@ -320,7 +354,7 @@ def test_staged_chunks_fit_and_are_as_large_as_they_may_be(staging, itemsize, mo
 
 @given(st.integers(2**17, 2**34), st.integers(0, 2**30), st.sampled_from([6, 10, 12, 14]))
 def test_more_staging_never_gives_smaller_chunks(staging, more, itemsize):
-    assert chunk_numel(staging, itemsize, 2**22) <= chunk_numel(staging + more, itemsize, 2**22)
+    assert chunk_numel(staging, 1, itemsize, 2**22) <= chunk_numel(staging + more, 1, itemsize, 2**22)
 
 
 @given(st.integers(0, 2**34))
@@ -328,3 +362,15 @@ def test_pools_round_up_to_blocks_and_large_buffers_to_grains(nbytes):
     grain = 2 * MIB if nbytes >= 2 * MIB else 4096
     assert rounded(nbytes) % grain == 0
     assert 0 <= rounded(nbytes) - nbytes < grain
+
+
+@given(st.integers(0, 2**20), st.sampled_from([6, 10, 12, 14]), st.sampled_from([1, 2, 4]))
+def test_the_host_budget_that_the_error_names_is_the_least_for_staging(host, itemsize, share):
+    try:
+        chunk_numel(host, share, itemsize, 2**22)
+    except BudgetError as error:
+        named = int(re.search(r"\((\d+) bytes\) or more", str(error))[1])
+        assert named > host
+        assert chunk_numel(named, share, itemsize, 2**22) == QUANTUM
+        with pytest.raises(BudgetError):
+            chunk_numel(named - 1, share, itemsize, 2**22)

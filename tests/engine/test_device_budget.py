@@ -2,13 +2,16 @@
 
 import contextlib
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity import BudgetError
+from infinity.device.memory import BufferPool
 from infinity.engine import executor
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
@@ -163,3 +166,164 @@ def test_a_derived_budget_grows_with_what_is_thawed(tmp_path):
             each.requires_grad_(True)
         step_both(model, optimizer, plain, 1)
         assert optimizer.budgets["device"] > before
+
+
+class WideBlock(nn.Module):
+    """A block of many units, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32, 64))
+        self.linears = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * self.scale[0]
+        for linear in self.linears:
+            h = linear(h)
+        return x + h
+
+
+class Wide(nn.Module):
+    """Three such blocks; the model has a parameter of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(32, 64))
+        self.first = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(WideBlock() for _ in range(3))
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        x = self.first(x) + self.shift[0]
+        for block in self.blocks:
+            x = block(x)
+        return SimpleNamespace(loss=self.last(x).float().square().mean())
+
+
+def wide_batch(step: int, rank: int = 0, world: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(4 // world, 64, generator=generator, dtype=torch.bfloat16)}
+
+
+def freeze(model: nn.Module) -> None:
+    """Leave one linear layer of each block, and the last one of the model."""
+    model.requires_grad_(False)
+    model.last.requires_grad_(True)
+    for block in model.blocks:
+        block.linears[2].requires_grad_(True)
+
+
+def within_the_least(
+    folder: Any, overrides: list[str], frozen: bool, clip: float | None, rank: int = 0, world: int = 1
+) -> tuple[training.Trained, int]:
+    """Training of the wide model within the least device memory, as the error tells it, and that."""
+    rule, change = Rule(max_grad_norm=clip), freeze if frozen else lambda model: None
+
+    def trained(nbytes: int) -> training.Trained:
+        where = streaming(folder, f"memory.device={nbytes}", *overrides)
+        return train(
+            seeded(Wide), wide_batch, where, steps=3, rule=rule, change=change, rank=rank, world=world
+        )
+
+    with pytest.raises(BudgetError) as raised:
+        trained(1024)
+    return trained(needed(raised)), needed(raised)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_the_least_budget_has_room_for_all_units_in_use_at_one_time(
+    tmp_path, monkeypatch, activations, frozen, clip
+):
+    impatient(monkeypatch)
+    trained, nbytes = within_the_least(tmp_path, [f"memory.activations={activations}"], frozen, clip)
+    assert max(each.peak_nbytes["device"] for each in trained.reports) <= nbytes
+    plain = reference(
+        seeded(Wide), wide_batch, steps=3, rule=Rule(max_grad_norm=clip),
+        change=freeze if frozen else lambda model: None,
+    )  # fmt: skip
+    assert_bitwise(trained, plain)
+
+
+def wide_on_a_rank(folder: str) -> list[tuple[int, int]]:
+    rank, found = torch.distributed.get_rank(), []
+    with pytest.MonkeyPatch.context() as patch:
+        impatient(patch)
+        for activations in ("keep", "recompute"):
+            trained, nbytes = within_the_least(
+                folder, [f"memory.activations={activations}"], True, None, rank, 2
+            )
+            found.append((max(each.peak_nbytes["device"] for each in trained.reports), nbytes))
+    return found
+
+
+def test_on_two_ranks_frozen_units_take_their_window_only(tmp_path):
+    for found in run_ranks(wide_on_a_rank, 2, str(tmp_path)):
+        for peak, nbytes in found:
+            assert peak <= nbytes
+        assert found[0][1] < found[1][1]
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that finds no room is an error within seconds."""
+    usual = BufferPool.__init__
+    monkeypatch.setattr(
+        BufferPool, "__init__", lambda *args, **options: usual(*args, **{**options, "patience_s": 5.0})
+    )
+
+
+def test_transformers_gradient_checkpointing_has_room_for_a_block_or_the_next_forward_says_what_it_needs(
+    tmp_path, monkeypatch
+):
+    impatient(monkeypatch)
+    factory, batches = models.build("llama", seed=3)
+
+    def start(nbytes: int) -> tuple[nn.Module, infinity.AdamW]:
+        recipe = training.recipe("bf16", streaming(tmp_path, f"memory.device={nbytes}"))
+        with training.small_units(2000), infinity.Init(recipe):  # more than two units in a block
+            model = factory()
+        try:
+            return model, infinity.AdamW(model, max_grad_norm=None)
+        except BudgetError:
+            infinity.close(model)
+            raise
+
+    with pytest.raises(BudgetError) as raised:
+        start(1024)
+    model, _ = start(needed(raised))
+    model.activation_checkpointing_enable()
+    with pytest.raises(BudgetError, match="units in use at one time") as raised:
+        model(**batches(0))
+    infinity.close(model)
+    model, optimizer = start(needed(raised))
+    model.activation_checkpointing_enable()
+    for step in range(3):
+        model(**batches(step)).loss.backward()
+        optimizer.step()
+    assert optimizer.report().peak_nbytes["device"] <= needed(raised)
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("resident", ["true", "false"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_least_host_memory_that_the_error_names_trains_the_same_and_less_does_not(
+    tmp_path, monkeypatch, resident, adapters
+):
+    impatient(monkeypatch)
+
+    def trained(nbytes: int) -> training.Trained:
+        where = [f"memory.nvme=[{tmp_path}]", f"memory.host={nbytes}", f"memory.resident={resident}"]
+        change = freeze if adapters else lambda model: None
+        return train(seeded(Wide), wide_batch, where, steps=3, change=change)
+
+    with pytest.raises(BudgetError) as raised:
+        trained(1024)
+    nbytes = needed(raised)
+    with pytest.raises(BudgetError):
+        trained(nbytes - 1)
+    ours = trained(nbytes)
+    assert_bitwise(
+        ours, reference(seeded(Wide), wide_batch, steps=3, change=freeze if adapters else lambda model: None)
+    )
+    assert max(each.peak_nbytes["host"] for each in ours.reports) <= nbytes

@@ -50,7 +50,7 @@ def test_where_room_is_short_the_earliest_that_no_node_reads_goes(
 def test_what_a_recomputed_forward_or_the_same_node_reads_does_not_go(
     prefetcher: Prefetcher, pins: BackwardPins
 ) -> None:
-    pins.keep(1, None)
+    pins.keep(1, "checkpoint", to_the_end=True)
     pins.keep(1, "an operator of its backward")
     pins.keep(2, "matmul")
     pins.keep(3, "another")
@@ -72,9 +72,33 @@ def test_frozen_units_go_when_another_operator_reads_one(prefetcher: Prefetcher,
 
 
 def test_nothing_is_left_when_backward_ends(prefetcher: Prefetcher, pins: BackwardPins) -> None:
-    pins.keep(1, None)
+    pins.keep(1, "checkpoint", to_the_end=True)
     pins.keep(2, "matmul")
     pins.keep_for("addmm", 3)
     pins.forget(2)  # the update has taken it
     pins.drop()
     assert pinned(prefetcher) == [2]
+
+
+def test_what_an_earlier_operator_read_makes_room_for_a_recomputed_forward(
+    prefetcher: Prefetcher, pins: BackwardPins
+) -> None:
+    pins.keep_for("head", 1)
+    pins.keep(2, "checkpoint", to_the_end=True)
+    assert pinned(prefetcher) == [2]
+    pins.keep(3, "norm")
+    pins.keep(3, "checkpoint", to_the_end=True)
+    assert pins.recomputed(3)
+
+
+def test_frozen_units_and_those_with_gradients_share_the_room(
+    prefetcher: Prefetcher, pins: BackwardPins
+) -> None:
+    for unit in (1, 2, 3):
+        pins.keep(unit, f"node {unit}")
+    pins.keep_for("addmm", 4)
+    assert pinned(prefetcher) == [2, 3, 4]
+    pins.keep(5, "addmm")
+    assert pinned(prefetcher) == [3, 4, 5]
+    pins.keep(6, "mm")  # what addmm read goes first
+    assert pinned(prefetcher) == [3, 5, 6]

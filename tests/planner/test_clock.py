@@ -7,7 +7,7 @@ import pytest
 
 from infinity.core.budget import DeviceBudget
 from infinity.planner import clock
-from infinity.planner.clock import COMPUTE, LINKS, UPDATE, StepSetup, play_step
+from infinity.planner.clock import COMPUTE, DECODE, LINKS, UPDATE, StepSetup, play_step
 from infinity.planner.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -18,7 +18,7 @@ from infinity.planner.machines import (
     rank_rates,
 )
 from infinity.planner.prefetch_plan import Event, Kind
-from infinity.planner.step import StepTrace, Stored, UnitShape
+from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape
 
 NUMEL = 2048 * 4096
 MACHINE = Machine(
@@ -203,3 +203,27 @@ def test_512_ranks_are_played_as_one() -> None:
     made = replace(setup(8, ranks=2), rates=rank_rates(machine, 512, "fp16"), ranks=512)
     cost = play_step(trace(8), made)
     assert 0 < cost.step_s < 60
+
+
+def test_stored_weights_are_decoded_after_each_gather_and_before_their_use() -> None:
+    units, full = 8, 2 * NUMEL
+    stored = StoredShape(full // 2, full // 2, full // 2, decode_nbytes=10 * full, decode_operators=5)
+    plain = setup(units, window=6)  # both forms of four units
+
+    def frozen(stored: StoredShape) -> StepSetup:
+        shapes = (replace(u, trainable=False, stored=stored) for u in plain.units)
+        return replace(plain, units=tuple(shapes))
+
+    events = tuple(e if e.kind is not Kind.DONE else Event(Kind.UNPIN, e.unit) for e in trace(units).events)
+    steps = replace(trace(units, flops=1e9), events=events, begun=(), completed=())
+    free, cost = (play_step(steps, frozen(s)) for s in (replace(stored, decode_nbytes=0), stored))
+    gathers = cost.nbytes["host to device"] / stored.shard_nbytes
+    assert units <= gathers <= 2 * units
+    each_s = 10 * full / 1e12
+    assert cost.busy_s[DECODE] == pytest.approx(gathers * each_s)
+    assert free.busy_s[DECODE] == pytest.approx(gathers * 5 * MACHINE.devices.operator_s)
+    assert cost.nbytes == free.nbytes
+    slow = replace(plain.rates, decode_bytes_per_s=1e9)
+    slowest = play_step(steps, replace(frozen(stored), rates=slow))
+    assert slowest.bottleneck == DECODE
+    assert slowest.step_s >= slowest.busy_s[DECODE] == pytest.approx(1000 * cost.busy_s[DECODE])
