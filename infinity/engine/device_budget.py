@@ -58,12 +58,11 @@ class UnitsInUse:
         for model in models:
             self._find_nested(model, frozenset(), units)
             for block in recomputable_blocks(model):
-                held = units.holding(block.module.parameters())
-                self._blocks[block.module] = frozenset(unit.index for unit in held)
+                self._blocks[block.module] = _used_together(block.module.parameters(), units)
 
     def _find_nested(self, module: nn.Module, outer: frozenset[int], units: UnitIndex) -> None:
         own = (param for param in module._parameters.values() if param is not None)
-        inner = outer.union(unit.index for unit in units.holding(own))
+        inner = outer | _used_together(own, units)
         if len(inner) > 2:  # any two have room
             self._nested.add(inner)
         for child in module.children():
@@ -83,6 +82,11 @@ class UnitsInUse:
     def sets(self, *, recomputed: bool) -> set[frozenset[int]]:
         """Return indices of units in use at one time, where blocks are ``recomputed`` and where not."""
         return self._nested.union(self._blocks.values() if recomputed else ())
+
+
+def _used_together(params: Iterable[nn.Parameter], units: UnitIndex) -> frozenset[int]:
+    """Indices of units that hold ``params``: of the tiles of one, which are used one by one, the first."""
+    return frozenset(unit.index for unit in units.holding(params) if not any(s.first for s in unit.segments))
 
 
 class UnitBudget:

@@ -220,7 +220,7 @@ def within_the_least(
     rule, change = Rule(max_grad_norm=clip), freeze if frozen else lambda model: None
 
     def trained(nbytes: int) -> training.Trained:
-        where = streaming(folder, f"memory.device={nbytes}", *overrides)
+        where = streaming(folder, f"memory.device={nbytes}", "partition.tile=never", *overrides)
         return train(
             seeded(Wide), wide_batch, where, steps=3, rule=rule, change=change, rank=rank, world=world
         )
@@ -280,7 +280,8 @@ def test_transformers_gradient_checkpointing_has_room_for_a_block_or_the_next_fo
     factory, batches = models.build("llama", seed=3)
 
     def start(nbytes: int) -> tuple[nn.Module, infinity.AdamW]:
-        recipe = training.recipe("bf16", streaming(tmp_path, f"memory.device={nbytes}"))
+        places = streaming(tmp_path, f"memory.device={nbytes}", "partition.tile=never")
+        recipe = training.recipe("bf16", places)
         with training.small_units(2000), infinity.Init(recipe):  # more than two units in a block
             model = factory()
         try:
