@@ -271,9 +271,9 @@ class MemoryConfig:
     )
     updates: Literal["auto", "host", "device"] = setting(
         "auto",
-        "where updates run; device, auto: states of units in host memory are in memory.device, too, as far as "
-        "it has room, and are updated there; other updates run on the accelerator and back (auto: where that "
-        "is faster, as measured); host: all on the CPU",
+        "where updates run; device, auto: states of units in host memory are in memory.device, too, as far "
+        "as it has room, and are updated there; other updates run on the accelerator and back (auto: where "
+        "that is faster, as measured); host: all on the CPU",
         valid=Valid(choices=("auto", "host", "device")),
         numeric=False,
     )

@@ -246,7 +246,7 @@ def saved(folder: str, named: bool) -> tuple[list[str], bool]:
     return [*simulator.races, *simulator.early], right
 
 
-@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("named", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_checkpoint_is_written_beside_training_from_states_on_the_device(tmp_path: Path, named: bool):
     assert run(saved, str(tmp_path), named) == ([], True)
 
@@ -315,6 +315,28 @@ def test_units_leave_the_device_for_gradients_that_need_the_room():
     before, after, right = run(accumulating)
     assert before > after >= 0
     assert right
+
+
+def through_all_blocks() -> tuple[int, int, bool]:
+    """Units on the device before and after a window for all blocks is wanted; whether bits are right."""
+    begin()
+    counts, finals = [], []
+    for more in ((), ("memory.updates=host",)):
+        model, optimizer = make(["memory.host=64MiB", *PART, *more], clip=None)
+        steps(model, optimizer, range(2))
+        executor = executor_of(model)
+        counts.append(len(executor.tiers.on_device.elsewhere(frozenset())))
+        executor.hold_blocks([{unit.index for unit in executor.units}], "all of them")
+        steps(model, optimizer, range(2, 4))
+        counts.append(len(executor.tiers.on_device.elsewhere(frozenset())))
+        finals.append(state(model, optimizer))
+        optimizer.close()
+    return counts[0], counts[1], same(*finals)
+
+
+@pytest.mark.slow
+def test_states_give_way_to_a_window_that_a_layer_schedule_needs():
+    assert run(through_all_blocks) == (2, 0, True)
 
 
 def failing() -> str:
