@@ -40,12 +40,14 @@ class _DeviceShard:
 
     Attributes:
         values: Returns weights, then each field of the state, in host memory, after earlier uses.
+        fields: The same on the accelerator, once it has come.
         home: The last copy of it to host memory; None: values there are older.
     """
 
     weight: Lease
     state: Lease
     values: Callable[[], tuple[Tensor, ...]]
+    fields: tuple[Tensor, ...] = ()
     home: Transfer | None = None
 
     def release(self) -> None:
@@ -116,20 +118,17 @@ class DeviceShards:
         self._thread.submit(play)
 
     def _update(self, shard: _DeviceShard, grad: Tensor, runs: Iterable[Run], *, comes: bool) -> None:
-        weight, *state = fields = self._fields(shard)
-        for target, source in zip(fields, shard.values(), strict=True) if comes else ():
-            target.copy_(source, non_blocking=True)
+        weight: Tensor = shard.weight.tensor.view(self._layout.dtype)  # after the copies of other streams
+        if comes:
+            shard.fields = weight, *self._layout.views(shard.state.tensor, weight.numel())
+            for target, source in zip(shard.fields, shard.values(), strict=True):
+                target.copy_(source, non_blocking=True)
         for run in runs:
             part = slice(run.start, run.stop)
-            fields = tuple(each[part] for each in state)
+            state = tuple(each[part] for each in shard.fields[1:])
             numbers = self._numbers_of(run.hyper)
-            adamw_on_device(weight[part], grad[part], fields, numbers, piece_numel=RESIDENT_NUMEL)
+            adamw_on_device(weight[part], grad[part], state, numbers, piece_numel=RESIDENT_NUMEL)
         shard.weight.record_use()  # which other streams copy; states are used by this one only
-
-    def _fields(self, shard: _DeviceShard) -> tuple[Tensor, ...]:
-        """Weights and fields of the state, after earlier uses."""
-        weight: Tensor = shard.weight.tensor.view(self._layout.dtype)
-        return weight, *self._layout.views(shard.state.tensor, weight.numel())
 
     def _numbers_of(self, hyper: Tensor) -> Tensor:
         """``hyper`` on the accelerator. A copy from host memory would wait for the stream, kernels do not."""
@@ -154,7 +153,8 @@ class DeviceShards:
 
         def copy() -> None:
             before()
-            for target, source in zip(shard.values(), self._fields(shard), strict=True):
+            # Not through the lease: copies of the weights wait for what the update has left there.
+            for target, source in zip(shard.values(), shard.fields, strict=True):
                 target.copy_(source, non_blocking=True)
             wait_on_host(record(self._device))
 

@@ -100,6 +100,9 @@ SLOW: dict[str, Scenario] = {
     "on the device, lora": Scenario(place=DEVICE, lora=4, clip=1.0),
     "on the device, experts": Scenario(model="mixtral", place=DEVICE, clip=1.0, steps=2),
     "on the device, layer schedule": Scenario(place=DEVICE, through=2, clip=1.0),
+    "on the device beside planned activations": Scenario(
+        place=DEVICE[:1], clip=1.0, steps=7, more=("memory.activations=plan", "memory.device=2MiB")
+    ),
     "on the device, out and in again": Scenario(place=DEVICE, resumed=True, clip=1.0),
     "on the device, one more on nvme": Scenario(
         place=(*NVME[:1], "memory.host=500KiB", *NVME[-1:]), clip=1.0, more=("memory.activations=keep",)

@@ -95,9 +95,23 @@ def counted() -> Iterator[list[int]]:
         AdamWRule.update = update  # type: ignore[method-assign]
 
 
-def places(more: tuple[str, ...]) -> dict[str, Any]:
-    """After two steps: which units are on the device, and what the host has to do with the others."""
+#: Overrides of the recipe, by what they say about states on the device.
+BUDGETS = {
+    "all": ALL,
+    "after a step": (),
+    "in part": PART,
+    "none wanted": ("memory.updates=host",),
+    "no room": ("memory.device=64KiB",),
+}
+
+
+def places() -> dict[str, dict[str, Any]]:
     begin()
+    return {name: place(more) for name, more in BUDGETS.items()}
+
+
+def place(more: tuple[str, ...]) -> dict[str, Any]:
+    """After two steps: which units are on the device, and what the host has to do with the others."""
     model, optimizer = make(["memory.host=64MiB", *more])
     steps(model, optimizer, range(1))
     optimizer.synchronize()
@@ -123,8 +137,14 @@ def places(more: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def test_states_are_on_the_device_where_it_has_room_and_are_updated_there():
-    found = run(places, ALL)
+@pytest.fixture(scope="module")
+def placed() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = run(places)
+    return found
+
+
+def test_states_are_on_the_device_where_it_has_room_and_are_updated_there(placed: dict[str, dict[str, Any]]):
+    found = placed["all"]
     assert all(found["here"])
     assert found["on the cpu"]
     assert found["gradients in host memory"] == 0
@@ -132,16 +152,20 @@ def test_states_are_on_the_device_where_it_has_room_and_are_updated_there():
     assert found["peak"] <= found["budget"]
 
 
-def test_without_a_budget_of_the_recipe_states_come_to_the_device_after_the_first_step():
-    found = run(places, ())
+def test_without_a_budget_of_the_recipe_states_come_to_the_device_after_the_first_step(
+    placed: dict[str, dict[str, Any]],
+):
+    found = placed["after a step"]
     assert all(found["here"])
     assert found["on the cpu"]
     assert found["gradients in host memory"] > 0  # of the first step
     assert found["peak"] <= found["budget"]
 
 
-def test_as_many_units_as_fit_are_on_the_device_and_the_others_in_host_memory():
-    found = run(places, PART)
+def test_as_many_units_as_fit_are_on_the_device_and_the_others_in_host_memory(
+    placed: dict[str, dict[str, Any]],
+):
+    found = placed["in part"]
     assert found["here"][0]  # backward comes to it last
     assert 0 < sum(found["here"]) < len(found["here"])
     assert found["on the cpu"]
@@ -151,9 +175,11 @@ def test_as_many_units_as_fit_are_on_the_device_and_the_others_in_host_memory():
     assert found["peak"] <= found["budget"]
 
 
-@pytest.mark.parametrize("more", [("memory.updates=host",), ("memory.device=64KiB",)])
-def test_states_stay_in_host_memory_if_the_recipe_says_so_or_there_is_no_room(more: tuple[str, ...]):
-    found = run(places, more)
+@pytest.mark.parametrize("why", ["none wanted", "no room"])
+def test_states_stay_in_host_memory_if_the_recipe_says_so_or_there_is_no_room(
+    placed: dict[str, dict[str, Any]], why: str
+):
+    found = placed[why]
     assert not any(found["here"])
     assert found["on the cpu"]
     assert found["most"] == 0
@@ -220,7 +246,7 @@ def saved(folder: str, named: bool) -> tuple[list[str], bool]:
     return [*simulator.races, *simulator.early], right
 
 
-@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("named", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_checkpoint_is_written_beside_training_from_states_on_the_device(tmp_path: Path, named: bool):
     assert run(saved, str(tmp_path), named) == ([], True)
 
@@ -260,7 +286,7 @@ def play_both(more: tuple[str, ...]) -> tuple[list[str], bool]:
     return races, losses == expected_losses and same(final, expected)
 
 
-@pytest.mark.parametrize("more", [(), ALL, PART])
+@pytest.mark.parametrize("more", [PART, *(pytest.param(more, marks=pytest.mark.slow) for more in ((), ALL))])
 def test_weights_are_read_and_written_between_steps_and_steps_are_skipped(more: tuple[str, ...]):
     assert run(play_both, more) == ([], True)
 
@@ -284,10 +310,33 @@ def accumulating() -> tuple[int, int, bool]:
     return counts[0], counts[4], same(*finals)
 
 
+@pytest.mark.slow
 def test_units_leave_the_device_for_gradients_that_need_the_room():
     before, after, right = run(accumulating)
     assert before > after >= 0
     assert right
+
+
+def through_all_blocks() -> tuple[int, int, bool]:
+    """Units on the device before and after a window for all blocks is wanted; whether bits are right."""
+    begin()
+    counts, finals = [], []
+    for more in ((), ("memory.updates=host",)):
+        model, optimizer = make(["memory.host=64MiB", *PART, *more], clip=None)
+        steps(model, optimizer, range(2))
+        executor = executor_of(model)
+        counts.append(len(executor.tiers.on_device.elsewhere(frozenset())))
+        executor.hold_blocks([{unit.index for unit in executor.units}], "all of them")
+        steps(model, optimizer, range(2, 4))
+        counts.append(len(executor.tiers.on_device.elsewhere(frozenset())))
+        finals.append(state(model, optimizer))
+        optimizer.close()
+    return counts[0], counts[1], same(*finals)
+
+
+@pytest.mark.slow
+def test_states_give_way_to_a_window_that_a_layer_schedule_needs():
+    assert run(through_all_blocks) == (2, 0, True)
 
 
 def failing() -> str:
