@@ -1,6 +1,8 @@
 """Parameters in tiles: never gathered whole, and the bits of those that are."""
 
+import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -170,6 +172,16 @@ def test_an_operator_that_reads_a_tiled_parameter_as_a_whole_is_refused_by_name(
         doubled = experts.gate_up_proj.detach().clone()
     assert torch.equal(infinity.state_dict(model)["model.layers.0.mlp.experts.gate_up_proj"], doubled)
     infinity.close(model)
+
+
+def test_a_model_in_tiles_that_is_dropped_is_collected(tmp_path):
+    model, optimizer, batch = in_tiles(tmp_path, "7KiB")
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    dropped = weakref.ref(model), weakref.ref(runtime_of(model))
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in dropped] == [None, None]
 
 
 @pytest.mark.parametrize("tile", ["0", "some", "-1MiB"])

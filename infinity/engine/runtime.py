@@ -174,12 +174,13 @@ class Runtime:
         return TileSizes.of(self.config.partition.tile, least, ranks.world_size)
 
     def _compute_in_tiles(self, param: nn.Parameter) -> None:
-        def using(unit: Unit, following: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
-            return self.executor().hooks.using_tile(unit, following)
+        places, several = self.units.places(param), self.ranks.world_size > 1
+        using: Any = weakly(self._using_tile)  # parameters do not keep the runtime alive
+        unite: Any = weakly(self._unite)
+        compute_in_tiles(param, TiledWeight(places, using, unite, several))
 
-        places = self.units.places(param)
-        several = self.ranks.world_size > 1
-        compute_in_tiles(param, TiledWeight(places, using, self._unite, several))
+    def _using_tile(self, unit: Unit, following: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
+        return self.executor().hooks.using_tile(unit, following)
 
     def _unite(self, hit: Sequence[bool]) -> Sequence[bool]:
         if self.ranks.collectives is None:
