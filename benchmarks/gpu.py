@@ -260,7 +260,8 @@ def training(found: Found) -> Section:
     rows = [["model", "way", "step s", "tokens/s", "MFU", "device GB", "host GB"]]
     same = [(way, min(common, most[way.title])) for way in WAYS]
     larger = [(way, most[way.title]) for way in WAYS if most[way.title] > common]
-    for way, numel in [*same, *larger]:
+    # A drive takes longest.
+    for way, numel in sorted([*same, *larger], key=lambda each: "drive" in each[0].nbytes):
         if numel:
             rows.append(_trained(found, way, numel, rooms["host"]))
             found.show(Section("Training", note, rows))
