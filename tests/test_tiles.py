@@ -82,16 +82,26 @@ def test_experts_in_tiles_give_the_plain_loops_bits(tmp_path, case):
     assert_bitwise(train(factory, batch, ["memory.host=1GiB", tiled], **options), plain)
 
 
-RANKS = ("qwen2_moe", "deepseek_v3", "qwen2_moe frozen")
+def route_by_rank(model: Any) -> None:
+    """Let each rank use experts that the other one does not, and none of them the last one."""
+    rank = int(os.environ["RANK"])
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, args, out: _chosen(out, {rank, rank + 1}))
+
+
+CASES_OF_RANKS = {
+    **{case: CASES[case] for case in ("qwen2_moe", "deepseek_v3", "qwen2_moe frozen")},
+    "qwen2_moe routed": {"dtype": "bf16", "change": route_by_rank},
+}
 
 
 def ranks_in_tiles(folder: str) -> list[list[tuple[Any, ...]]]:
     """Losses, norms and weights of a rank, with whole experts and with tiles, by case."""
     rank = int(os.environ["RANK"])
     found = []
-    for case in RANKS:
+    for case, given in CASES_OF_RANKS.items():
         factory, batch = zoo.build(case.split()[0], seed=4)
-        options = {**CASES[case], "steps": 3}
+        options = {**given, "steps": 3}
         trained = [
             train(factory, batch, streaming(folder, tile), rank=rank, world=2, **options)
             for tile in ("partition.tile=never", TILED[options["dtype"]])
