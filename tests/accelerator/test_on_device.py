@@ -205,6 +205,8 @@ def interrupted(folder: str, schedule: str, seed: int) -> tuple[list[str], bool,
         assert executor_of(model).tiers.on_device.elsewhere(frozenset())
         ended = state(model, optimizer) if stop == 6 else {}
         infinity.close(model, keep=stop < 6)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     return [*simulator.races, *simulator.early], again == losses and same(ended, final), went_on
 
 
@@ -216,6 +218,13 @@ def test_a_run_whose_states_are_on_the_device_goes_on_after_every_step(
     tmp_path: Path, schedule: str, seed: int
 ):
     assert run(interrupted, str(tmp_path), schedule, seed) == ([], True, [0, 2, 4])
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_whose_states_are_on_the_device_goes_on_after_every_step(tmp_path: Path):
+    harness.needs_simulator()
+    found = run_ranks(interrupted, 2, str(tmp_path), "random", 3, group=False)
+    assert found == [([], True, [0, 2, 4])] * 2
 
 
 def saved(folder: str, named: bool) -> tuple[list[str], bool]:
