@@ -31,8 +31,10 @@ def check(scenario: Scenario, folder: Path, schedules: Sequence[tuple[Schedule, 
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_training_is_bitwise_the_same_under_every_schedule_without_a_race(tmp_path: Path, name: str):
-    check(FAST[name], tmp_path, SCHEDULES[:3])
+def test_training_is_bitwise_the_same_at_once_and_as_late_as_possible_without_a_race(
+    tmp_path: Path, name: str
+):
+    check(FAST[name], tmp_path, SCHEDULES[:2])
 
 
 @pytest.mark.slow

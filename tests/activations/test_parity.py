@@ -1,5 +1,7 @@
 """Promise 1 for activations: wherever they wait, and whether they are computed again, the same bits."""
 
+import functools
+
 import pytest
 
 from infinity.activations import tensor_cache
@@ -24,35 +26,54 @@ def _small_slots(monkeypatch):
     monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
 
 
-CASES = [
-    pytest.param(name, policy, marks=[] if policy == "offload" or name in FEW else pytest.mark.slow)
-    for name in (*zoo.NAMES, "gpt")
-    for policy in POLICIES
-]
+def cases(all_of_them, few):
+    """Those that are not among the ``few`` are long tests."""
+    return [pytest.param(*case, marks=[] if case in few else pytest.mark.slow) for case in all_of_them]
 
 
-@pytest.mark.parametrize(("name", "policy"), CASES)
+NAMES = (*zoo.NAMES, "gpt")
+OFFLOADED = [(name, "offload") for name in NAMES]
+CASES = [(name, policy) for name in NAMES for policy in POLICIES]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), cases(CASES, [*OFFLOADED, *(case for case in CASES if case[0] in FEW)])
+)
 def test_activations_that_leave_memory_come_back_to_the_bit(tmp_path, name, policy):
-    factory, batch = zoo.build(name, seed=1)
-    dtype = "fp32" if name == "whisper" else "bf16"
-    assert_exact(factory, batch, streaming(tmp_path, f"memory.activations={policy}"), policy, dtype=dtype)
+    overrides = streaming(tmp_path, f"memory.activations={policy}")
+    steps, dtype = steps_of(policy), "fp32" if name == "whisper" else "bf16"
+    ours = train(*zoo.build(name, seed=1), overrides, steps=steps, dtype=dtype)
+    assert_bitwise(ours, plain(name, steps, dtype))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@functools.cache
+def plain(name, steps, dtype):
+    """The plain loop of a model, once for the policies that take as many steps."""
+    return reference(*zoo.build(name, seed=1), steps=steps, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    cases([(d, p) for d in ("fp16", "fp32") for p in POLICIES], [("fp16", "plan"), ("fp32", "recompute")]),
+)
 def test_dtypes(tmp_path, policy, dtype):
-    factory, batch = models.build("llama", seed=2)
-    assert_exact(factory, batch, streaming(tmp_path, f"memory.activations={policy}"), policy, dtype=dtype)
+    options = {"steps": steps_of(policy), "dtype": dtype}
+    ours = train(
+        *models.build("llama", seed=2), streaming(tmp_path, f"memory.activations={policy}"), **options
+    )
+    assert_bitwise(ours, reference(*models.build("llama", seed=2), **options))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("engine", ["threads", "libaio"])
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    cases(
+        [(e, p) for e in ("threads", "libaio") for p in POLICIES],
+        [("threads", "recompute"), ("threads", "plan"), ("libaio", "offload")],
+    ),
+)
 def test_dropout_and_micro_batches(tmp_path, policy, engine):
-    factory, batch = models.build("gpt2", seed=3, dropout=0.1)
+    """Each micro-batch is a pass: a plan comes in the third step."""
+    options = {"steps": 4, "accumulate": 3, "rule": Rule(max_grad_norm=None)}
     overrides = streaming(tmp_path, f"memory.activations={policy}", f"memory.engine={engine}")
-    assert_exact(factory, batch, overrides, policy, accumulate=3, rule=Rule(max_grad_norm=None))
-
-
-def assert_exact(factory, batch, overrides, policy, **options):
-    options["steps"] = steps_of(policy)
-    assert_bitwise(train(factory, batch, overrides, **options), reference(factory, batch, **options))
+    ours = train(*models.build("gpt2", seed=3, dropout=0.1), overrides, **options)
+    assert_bitwise(ours, reference(*models.build("gpt2", seed=3, dropout=0.1), **options))

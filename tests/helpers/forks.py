@@ -180,11 +180,11 @@ def serve(folder: str, listener: socket.socket, owner: int) -> Job | None:
 
 
 def _start_numba() -> None:
-    """Let numba read its tables of types and targets, which every first call in a process waits for."""
-    import numba
-    import numpy as np
+    """Let numba read its tables of types and functions, which the first call of a process waits for."""
+    from numba.core.registry import cpu_target
 
-    numba.njit(lambda array: array.sum())(np.zeros(1, np.float32))
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
 
 
 def _import_package() -> None:

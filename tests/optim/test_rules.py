@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 from torch import Tensor
 
 from infinity.optim import kernels
@@ -336,6 +338,8 @@ def assembly(loop: Any, triple: str, cpu: str) -> str:
 
 def look_at_machine_code(folder: str) -> None:
     numba.config.OPT = type(numba.config.OPT)(0)  # code that LLVM has not seen
+    cpu_target.target_context.init()  # else it has what this process's parent compiled for itself
+    rtsys._init = False
     cache_in(folder)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
