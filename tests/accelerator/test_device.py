@@ -40,17 +40,20 @@ def test_threads_that_share_a_stream_go_back_to_their_own_ones() -> None:
 
 
 @simulated
-def test_a_buffer_that_is_dropped_is_unlocked_once_its_copies_have_ended() -> None:
-    simulator.reset("lazy")
-    buffer = HostBuffer(8192, torch.device("sim", 0))
-    address, there = buffer.tensor.data_ptr(), torch.empty(8192, dtype=torch.uint8, device="sim")
-    there.copy_(buffer.tensor, non_blocking=True)
-    buffer.events.append(torch.accelerator.current_stream().record_event())
-    tensor = buffer.tensor  # its mapping stays
-    del buffer
-    assert simulator.early == []
-    assert host_unregister(address) != 0  # it is not locked any more
-    assert not tensor.is_pinned()
+def test_a_buffer_that_is_closed_or_dropped_is_unlocked_once_its_copies_have_ended() -> None:
+    for close in (True, False):
+        simulator.reset("lazy")
+        buffer = HostBuffer(8192, torch.device("sim", 0))
+        address, there = buffer.tensor.data_ptr(), torch.empty(8192, dtype=torch.uint8, device="sim")
+        there.copy_(buffer.tensor, non_blocking=True)
+        buffer.events.append(torch.accelerator.current_stream().record_event())
+        tensor = buffer.tensor  # its mapping stays
+        if close:
+            buffer.close()
+        del buffer
+        assert simulator.early == []
+        assert host_unregister(address) != 0  # it is not locked any more
+        assert not tensor.is_pinned()
 
 
 @simulated
