@@ -273,7 +273,8 @@ class Hooks:
     def using_tile(self, unit: Unit, following: Sequence[Unit]) -> Iterator[None]:
         """Have a tile gathered; see :data:`infinity.partition.tiles.Using`."""
         for segment in unit.segments:
-            segment.param.requires_grad_(segment.whole.requires_grad)
+            if segment.is_tile:
+                segment.param.requires_grad_(segment.whole.requires_grad)
         if not self.prefetcher.streams(unit.index):
             with self._saving_handles():
                 yield
@@ -459,7 +460,8 @@ class Hooks:
     def _hook_parameters(self) -> None:
         """Register gradient hooks of parameters that became trainable."""
         for _, segment in self.units.segments():
-            segment.param.requires_grad_(segment.whole.requires_grad)
+            if segment.is_tile:
+                segment.param.requires_grad_(segment.whole.requires_grad)
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
                 self._hooked.add(id(segment.param))
                 drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(segment.param))

@@ -184,13 +184,6 @@ def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_
         assert starts == ["None", wanted]
 
 
-def forked(function: str, argument: str, log: Path) -> Fork:
-    """A process that calls a function of this module and writes to ``log``."""
-    path = [str(ROOT), *filter(None, sys.path)]
-    job = Job(__name__, function, argument, environment=dict(os.environ), path=path, log=str(log))
-    return Fork(job, SEEDS[0])
-
-
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
@@ -207,7 +200,13 @@ def test_a_signal_closes_files_and_is_the_exit_code(
 ) -> None:
     log = tmp_path / "log"
     log.touch()
-    process = forked("sleep_instead_of_training", str(tmp_path / "may close"), log)
+    process = Fork(
+        Job(
+            module=__name__, function="sleep_instead_of_training", argument=str(tmp_path / "may close"),
+            environment=dict(os.environ), path=[str(ROOT), *filter(None, sys.path)], log=str(log),
+        ),
+        SEEDS[0],
+    )  # fmt: skip
 
     def wait_for(line: str) -> None:
         until = time.monotonic() + HANG_S
@@ -314,15 +313,15 @@ def test_a_damaged_plan_is_an_error_that_names_its_file(
     assert f"{name}: " in capsys.readouterr().err
 
 
-def print_to_nobody(argument: str) -> int:
+def test_a_pipe_that_was_read_enough_of_is_no_traceback() -> None:
     read, write_end = os.pipe()
     os.close(read)
-    os.dup2(write_end, 1)
+    run = subprocess.run(
+        [sys.executable, "-m", "infinity", "recipe"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        check=False,
+        cwd=ROOT,
+    )
     os.close(write_end)
-    return main([argument])
-
-
-def test_a_pipe_that_was_read_enough_of_is_no_traceback(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert forked(print_to_nobody.__name__, "recipe", log).wait() == 1, log.read_text()
-    assert log.read_text() == ""
+    assert (run.returncode, run.stderr) == (1, b"")

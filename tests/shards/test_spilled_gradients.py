@@ -27,6 +27,8 @@ from tests.test_faults import breakable
 
 #: The moves of :func:`play`; without those that accumulate, for which memory must hold all gradients.
 MOVES = "...ccc..c.zirlL"
+#: Which weights are tiled depends on the budget, and the least budget on what is tiled.
+UNTILED = "partition.tile=never"
 VERSIONS = ("memory.versions=2", "memory.versions=1")
 
 
@@ -45,7 +47,7 @@ def lockstep(
 ) -> Iterator[Lockstep]:
     """A model in the least memory with which it can be clipped, and ``extra`` bytes."""
     rule = Rule(max_grad_norm=FREE)
-    where = streaming(directory, *overrides)
+    where = streaming(directory, UNTILED, *overrides)
 
     def make(device_nbytes: int) -> Lockstep:
         given = [*where, f"memory.device={device_nbytes}"]
@@ -202,7 +204,7 @@ def test_two_ranks_give_the_same_bits(tmp_path):
 @pytest.mark.parametrize(("extra", "versions"), [(0, VERSIONS[0]), (9 * 8192, VERSIONS[0]), (0, VERSIONS[1])])
 def test_bytes_are_the_planned_ones_and_gradients_are_among_them(tmp_path, versions, extra):
     factory, batches = models.build("gpt", seed=0)
-    where = streaming(tmp_path, versions)
+    where = streaming(tmp_path, versions, UNTILED)
     least = needed(lambda: optimizer_for(build(factory, "bf16", [*where, "memory.device=1KiB"]), Rule()))
     model = build(factory, "bf16", [*where, f"memory.device={least + extra}"])
     optimizer = optimizer_for(model, Rule(max_grad_norm=FREE))
@@ -246,7 +248,7 @@ def test_their_room_on_the_drive_is_taken_when_the_optimizer_is_made_and_used_ag
 
 def test_a_model_that_only_runs_has_no_room_taken_for_them(tmp_path):
     factory, batches = models.build("gpt", seed=0)
-    where = streaming(tmp_path)
+    where = streaming(tmp_path, UNTILED)
     least = needed(lambda: optimizer_for(build(factory, "bf16", [*where, "memory.device=1KiB"]), Rule()))
     model = build(factory, "bf16", [*where, f"memory.device={least}"])
     runtime = runtime_of(model)
@@ -263,7 +265,9 @@ def test_a_model_that_only_runs_has_no_room_taken_for_them(tmp_path):
 @pytest.mark.parametrize("clip", [FREE, CLIPPED])
 def test_a_run_that_is_interrupted_goes_on_with_them(tmp_path, clip):
     def begin(folder: str, memory: str) -> tuple[Any, Any, Any]:
-        return start("gpt", "bf16", overrides(tmp_path / folder, "nvme", memory), Rule(max_grad_norm=clip))
+        return start(
+            "gpt", "bf16", overrides(tmp_path / folder, "nvme", memory, UNTILED), Rule(max_grad_norm=clip)
+        )
 
     least = needed(lambda: begin("least", "memory.device=1KiB"))
     large, optimizer, batches = begin("whole", "memory.device=8MiB")
