@@ -591,7 +591,7 @@ class _Planner:
         """Return the dry run with this trace."""
         if self.budget.asks_what_a_step_leaves:
             left = self.free_nbytes - self.budget.division.total - trace.peak_nbytes
-            self.budget.divide_after_step(left_for_states(left, self.free_nbytes))
+            self.budget.divide_after_step(left_for_states(left, self.free_nbytes, trace.peak_nbytes))
         division = self.budget.division
         staged = rounded(self.storage.chunk_numel * (self._itemsize()))
         room = 0

@@ -358,9 +358,14 @@ def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scr
     return replace(made, total=total, window=window, on_device=tuple(chosen), states=states)
 
 
-def left_for_states(free: int, total: int) -> int:
-    """Return what states may take of memory that a step has left ``free``: a part stays for other batches."""
-    return max(0, free - total // 16)
+def left_for_states(free: int, total: int, used: int) -> int:
+    """Return what states may take of memory that a step has left ``free``: a part stays for other batches.
+
+    Args:
+        total: All memory of the device.
+        used: What that step's activations took, which is not in ``free``: later ones may be twice as large.
+    """
+    return max(0, free - max(total // 16, used))
 
 
 def rounded(nbytes: int) -> int:

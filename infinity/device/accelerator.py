@@ -106,6 +106,14 @@ def memory_nbytes(device: torch.device) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def cached_nbytes(device: torch.device) -> int:
+    """Return what torch's allocator keeps of an accelerator's memory and nothing uses (bytes)."""
+    module = _module(device)
+    if not hasattr(module, "memory_reserved"):
+        module = torch.accelerator
+    return int(module.memory_reserved(device) - module.memory_allocated(device))
+
+
 def name_of(device: torch.device) -> str:
     """Return the name that an accelerator's maker gave it; the device's own where its kind has none."""
     return str(getattr(_module(device), "get_device_name", str)(device))

@@ -21,7 +21,7 @@ from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.nbytes import format_nbytes
-from infinity.device.accelerator import memory_nbytes
+from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import free_host_nbytes, total_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
@@ -209,7 +209,9 @@ class StepExecutor:
         on_device, chosen = self.tiers.on_device, frozenset(self.budget.division.on_device)
         if on_device is None or self.gradients.received:
             return
-        for index in on_device.elsewhere(chosen):
+        elsewhere = on_device.elsewhere(chosen)
+        self.prefetcher.forget(elsewhere)  # copies of them may still be asked of the device
+        for index in elsewhere:
             self._leave_device(index)
         if chosen != on_device.chosen:
             on_device.chosen = chosen
@@ -218,14 +220,17 @@ class StepExecutor:
     def _divide_after_step(self) -> None:
         """Let states have what the first step has left of the device's memory, if its budget was derived."""
         if self.budget.asks_what_a_step_leaves:
-            free, total = memory_nbytes(self.ranks.device)
-            self.budget.divide_after_step(
-                self.ranks.least(budget.left_for_states(free, total), "memory.device")
-            )
+            device, pool = self.ranks.device, self.device_pool
+            free, total = memory_nbytes(device)
+            free -= pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes  # which it may still take
+            left = budget.left_for_states(free, total, cached_nbytes(device))
+            self.budget.divide_after_step(self.ranks.least(left, "memory.device"))
             self._apply_division()
 
     def _leave_device(self, index: int) -> None:
-        self.tiers.at_home(self.units[index])
+        home = self.updates.bring_home(index)
+        if home is not None:
+            home.wait()
         assert self.tiers.on_device is not None
         self.tiers.on_device.leave(index)
 

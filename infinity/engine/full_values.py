@@ -250,6 +250,7 @@ class FullValues:
         trained = [unit for unit in self.units if any(segment.steps for segment in unit.segments)]
         if trained:
             self._executor().updates.drain()
+            self._executor().prefetcher.forget()  # copies of them may still be asked of the device
         for unit in trained:
             exact = self.tiers.shard_fields(unit)[0]
             self.tiers.set_shard_fields(unit, (exact, torch.zeros_like(exact), torch.zeros_like(exact)))

@@ -268,8 +268,8 @@ class Unit:
         ``model.cpu()``, as some trainers end with, and ``model.to(device)`` are undone.
         """
         param = segment.param
-        if param.device != self.device and self._was_moved(segment):
-            self._restore()
+        if self._was_moved(segment):  # others may have been given other values
+            self._restore([each for each in self.segments if self._was_moved(each)])
             return
         if self.flat is None:
             if param.dtype != self.dtype or not is_placeholder(param):
@@ -309,6 +309,8 @@ class Unit:
 
     def _was_moved(self, segment: Segment) -> bool:
         """Whether the parameter has the same values as before, on another device."""
+        if segment.param.device == self.device:
+            return False
         data = segment.param.data
         if data.is_meta or data.dtype != self.dtype or data.shape != segment.shape:
             return False
@@ -319,9 +321,9 @@ class Unit:
     def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
         return flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
 
-    def _restore(self) -> None:
-        """Put the unit's parameters back where they belong."""
-        for each in self.segments:
+    def _restore(self, segments: Iterable[Segment]) -> None:
+        """Put parameters back where they belong."""
+        for each in segments:
             each.param.data = (
                 placeholder(each.shape, self.dtype, self.device)
                 if self.flat is None
@@ -331,7 +333,7 @@ class Unit:
     def _refuse(self, segment: Segment) -> NoReturn:
         """Put the unit's parameters back where they belong, and raise."""
         data = segment.param.data
-        self._restore()
+        self._restore(self.segments)
         if data.shape != segment.shape:
             raise StateError(
                 f"{segment.name}: its data was given the shape {tuple(data.shape)} outside infinity; it has "

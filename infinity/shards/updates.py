@@ -539,11 +539,12 @@ class Updates:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
         for index in self.tiers.changed_residents():
             self._pass_barrier()
-            updated = self._bring_home(index) or self._futures.get(index)
+            updated = self.bring_home(index) or self._futures.get(index)
             self._stored[index] = self.tiers.store_resident(self.units[index], self._next_place, updated)
             self.planned_written += self.tiers.residents[index].nbytes
 
-    def _bring_home(self, index: int) -> Transfer | None:
+    def bring_home(self, index: int) -> Transfer | None:
+        """Start to copy a unit's newest values home, after writes of those there; None: they are."""
         return self.tiers.bring_home(self.units[index], self._stored.get(index, ()))
 
     def _make_commit(self) -> "Commit":
@@ -704,7 +705,7 @@ class Updates:
             self._store_residents()
         landing: dict[int, Sequence[Transfer]] = {}
         for index in {*self._futures, *self._stored}:
-            home = self._bring_home(index)
+            home = self.bring_home(index)
             stored = self._stored.get(index, [self._futures[index]] if index in self._futures else [])
             landing[index] = stored if home is None else [home, *stored]
         return self.tiers.pin(self.units, landing)
@@ -793,13 +794,20 @@ class Updates:
         future = ready.future = self._futures[unit.index] = UpdateFuture()
 
         def ended(error: BaseException | None) -> None:
-            ready.release()
+            try:
+                ready.release()
+            except BaseException as raised:  # of a device that does nothing any more
+                error = error or raised.with_traceback(None)
             self._landed(future, error)
 
-        on_device.update(
-            unit, resident.values, lambda: ready.lease.tensor.view(grad.dtype),
-            self.hypers.runs(unit, ready.used, grad_scale), earlier, ended,
-        )  # fmt: skip
+        try:
+            on_device.update(
+                unit, resident.values, lambda: ready.lease.tensor.view(grad.dtype),
+                self.hypers.runs(unit, ready.used, grad_scale), earlier, ended,
+            )  # fmt: skip
+        except BaseException as error:
+            future.finish(error)  # it may be waited for
+            raise
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         """Update a unit in its place: see [Note: shards in host memory]."""

@@ -68,6 +68,7 @@ def test_memory_that_is_locked_already_is_refused_and_nothing_after_it() -> None
 
 def move_between_steps(folder: str) -> None:
     """Trainers end with ``model.cpu()``; weights that were written elsewhere are refused all the same."""
+    from infinity.engine.runtime import runtime_of
     from tests.accelerator import device, harness
 
     device.start().reset("eager", 0)
@@ -86,6 +87,12 @@ def move_between_steps(folder: str) -> None:
             with pytest.raises(StateError, match="its data was replaced outside infinity"):
                 model.cpu()
             model.to(harness.here())
+            first, second = runtime_of(model).units[0].segments[:2]
+            for lost in (torch.ones_like(second.param), torch.ones_like(second.param, device="cpu")):
+                first.param.data = first.param.data.cpu()
+                second.param.data = lost
+                with pytest.raises(StateError, match="its data was replaced outside infinity"):
+                    list(model.parameters())
 
     moved, plain = harness.train(scenario, folder, before), harness.train(scenario, folder)
     assert harness.digest(moved) == harness.digest(plain)

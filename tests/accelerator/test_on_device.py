@@ -1,7 +1,9 @@
 """States in accelerator memory: where they are, and all that needs their values in host memory meanwhile."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.core.errors import StateError
+from infinity.device.accelerator import cached_nbytes
 from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import AdamWRule
@@ -173,6 +176,33 @@ def test_as_many_units_as_fit_are_on_the_device_and_the_others_in_host_memory(
     assert found["states"] == found["most"]
     assert found["total"] < found["budget"] == 512 * 1024
     assert found["peak"] <= found["budget"]
+
+
+def left_by_a_step(spare_nbytes: int) -> tuple[int, int]:
+    """Cached bytes after a step that left as many again, and what pools may still take, free; units there."""
+    from infinity.engine import executor as module
+
+    begin()
+    model, optimizer = make(["memory.host=64MiB"])
+    executor, cached = executor_of(model), []
+
+    def free(device: torch.device) -> tuple[int, int]:
+        pool = executor.device_pool
+        cached.append(cached_nbytes(device))
+        return cached[-1] + pool.capacity_nbytes - pool.leased_nbytes - pool.kept_nbytes + spare_nbytes, 16
+
+    module.memory_nbytes = free
+    steps(model, optimizer, range(2))
+    there = executor.tiers.on_device.elsewhere(frozenset())
+    optimizer.close()
+    return cached[0], len(there)
+
+
+@pytest.mark.parametrize("spare_nbytes", [0, 512 * 1024])
+def test_what_activations_took_and_pools_may_take_stays_free_of_states(spare_nbytes: int):
+    cached, there = run(left_by_a_step, spare_nbytes)
+    assert cached > 0
+    assert bool(there) == bool(spare_nbytes)
 
 
 @pytest.mark.parametrize("why", ["none wanted", "no room"])
@@ -348,23 +378,76 @@ def test_states_give_way_to_a_window_that_a_layer_schedule_needs():
     assert run(through_all_blocks) == (2, 0, True)
 
 
-def failing() -> str:
-    """The error of an update on the device, as training meets it."""
-    from infinity.shards import on_device
+def take_from_device(executor: Any) -> None:
+    """Let all units leave the device at the next forward pass; a copy of one waits until they have left."""
+    budget, on_device, prefetcher = executor.budget, executor.tiers.on_device, executor.prefetcher
+    gate, leave, forget = threading.Event(), on_device.leave, prefetcher.forget
+    prefetcher.forget()
+    executor.mover._uploads.submit(gate.wait)
+    prefetcher.begin_visit()
+    prefetcher._start(executor.units[0].index)
+
+    def left(index: int) -> None:
+        leave(index)
+        on_device._thread.submit(int).result()
+        gate.set()
+
+    def forgotten(units: Any = None) -> None:
+        gate.set()
+        forget(units)
+
+    on_device.leave, prefetcher.forget = left, forgotten
+    budget.division = replace(budget.division, on_device=())
+
+
+def leaving_while_copied() -> bool:
+    """Whether bits are right when units leave the device whose next copies have been asked for."""
+    begin()
+    finals = []
+    for more in (ALL, ("memory.updates=host",)):
+        model, optimizer = make(["memory.host=64MiB", *more])
+        steps(model, optimizer, range(2))
+        if more == ALL:
+            take_from_device(executor_of(model))
+        steps(model, optimizer, range(2, 4))
+        assert not executor_of(model).tiers.on_device.elsewhere(frozenset())
+        finals.append(state(model, optimizer))
+        optimizer.close()
+    return same(*finals)
+
+
+def test_units_leave_the_device_whose_next_copies_have_been_asked_for():
+    assert run(leaving_while_copied)
+
+
+def failing(where: str) -> tuple[str, bool]:
+    """The error of an update on the device, as training meets it; whether every update has ended."""
+    from infinity.shards import on_device, updates
 
     begin()
     model, optimizer = make(["memory.host=64MiB", *ALL])
-    steps(model, optimizer, range(2))
+    steps(model, optimizer, range(2 if where != "lease" else 0))
+    executor = executor_of(model)
 
     def fail(*args: Any, **options: Any) -> None:
         raise StateError("no update")
 
-    on_device.adamw_on_device = fail  # type: ignore[assignment]
+    if where == "lease":
+        executor.tiers.on_device.pool._make = fail
+    elif where == "update":
+        on_device.adamw_on_device = fail
+    else:
+        updates.PendingUpdate.release = fail  # type: ignore[method-assign]
     with pytest.raises(StateError) as raised:
         steps(model, optimizer, range(2, 6))
+    executor.tiers.on_device._thread.submit(int).result()  # after those that were asked for
+    ended = all(future.done() for future in executor.updates._futures.values())
     infinity.close(model)
-    return str(raised.value)
+    return str(raised.value), ended
 
 
-def test_an_update_that_fails_on_the_device_ends_training_with_its_error():
-    assert "no update" in run(failing)
+@pytest.mark.parametrize("where", ["lease", "update", "release"])
+def test_an_update_that_fails_on_the_device_ends_training_with_its_error(where: str):
+    error, ended = run(failing, where)
+    assert "no update" in error
+    assert ended

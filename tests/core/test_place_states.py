@@ -95,5 +95,10 @@ def test_a_gradient_that_waits_in_device_memory_anyway_is_not_counted_again():
 
 
 def test_a_part_of_the_memory_stays_for_larger_batches():
-    assert left_for_states(10 * MIB, 80 * MIB) == 5 * MIB
-    assert left_for_states(MIB, 80 * MIB) == 0
+    assert left_for_states(10 * MIB, 80 * MIB, MIB) == 5 * MIB
+    assert left_for_states(MIB, 80 * MIB, MIB) == 0
+
+
+def test_as_much_as_activations_took_stays_for_batches_twice_as_large():
+    assert left_for_states(40 * MIB, 80 * MIB, 30 * MIB) == 10 * MIB
+    assert left_for_states(20 * MIB, 80 * MIB, 30 * MIB) == 0
