@@ -459,7 +459,8 @@ class Hooks:
     def _hook_parameters(self) -> None:
         """Register gradient hooks of parameters that became trainable."""
         for _, segment in self.units.segments():
-            segment.param.requires_grad_(segment.whole.requires_grad)
+            if segment.is_tile:
+                segment.param.requires_grad_(segment.whole.requires_grad)
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
                 self._hooked.add(id(segment.param))
                 drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(segment.param))
