@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import StateError
@@ -357,6 +358,52 @@ def test_an_embedding_that_scales_gradients_by_frequency_is_gathered_whole(tmp_p
     model = build(factory, "fp32", streaming(tmp_path, "partition.tile=64KiB", "memory.host=64MiB"))
     assert tiles_of(model) == {}
     assert model(torch.tensor([1])).shape == (1, 64)
+    infinity.close(model)
+
+
+class Block(nn.Module):
+    gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(64, 32)
+        self.up = nn.Linear(32, 512, bias=False)
+        self.down = nn.Linear(512, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.a(x))))
+
+
+class Recomputed(nn.Module):
+    """Its tied head is kept through the whole backward pass, if there is room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(60, 64), nn.Linear(64, 60, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head.weight = self.rows.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.rows(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def test_tiles_of_recomputed_blocks_stay_within_the_window(tmp_path, monkeypatch):
+    places = [f"memory.nvme=[{tmp_path}]", "memory.host=300KiB", "memory.resident=false"]
+    model = build(Recomputed, "fp32", [*places, "partition.tile=16KiB", "memory.device=80KiB"])
+    optimizer = optimizer_for(model, Rule(max_grad_norm=None))
+    prefetcher, most = runtime_of(model).executor().prefetcher, [0]
+    start = prefetcher.mover.start
+    monkeypatch.setattr(
+        prefetcher.mover, "start",
+        lambda unit: (most.append(sum(prefetcher.nbytes[u] for u in prefetcher.present)), start(unit))[1],
+    )  # fmt: skip
+    for step in range(3):
+        model(torch.arange(step, step + 32).view(4, 8)).backward()
+        optimizer.step()
+    assert max(most) == prefetcher.capacity_nbytes == 48 * 2**10
     infinity.close(model)
 
 
