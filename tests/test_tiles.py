@@ -1,7 +1,9 @@
 """Parameters in tiles: never gathered whole, and the bits of those that are."""
 
+import copy
 import gc
 import os
+import pickle
 import weakref
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import StateError
@@ -257,6 +260,150 @@ def test_a_linear_layer_larger_than_the_device_trains(tmp_path, clip):
     assert losses[0] == plain[0]
     assert losses == pytest.approx(plain, rel=1e-5)
     assert runtime.peak_nbytes()["device"] <= device_nbytes
+    infinity.close(model)
+
+
+@pytest.fixture
+def wide(tmp_path):
+    torch.manual_seed(1)
+    model = build(Wide, "fp32", streaming(tmp_path, "partition.tile=64KiB"))
+    yield model
+    infinity.close(model)
+
+
+CASTS: dict[str, Any] = {
+    "half": lambda model: model.half(),
+    "to": lambda model: model.to(torch.float16),
+    "type": lambda model: model.type(torch.float16),
+    "one": lambda model: model.down.weight.to(torch.float16),
+}
+
+
+@pytest.mark.parametrize("how", CASTS)
+def test_a_cast_of_a_model_in_tiles_is_refused_and_leaves_no_whole_parameter(wide, how):
+    with pytest.raises(StateError, match=r"train\.dtype"):
+        CASTS[how](wide)
+    assert {(p.dtype, p.untyped_storage().nbytes()) for p in wide.parameters()} == {(torch.float32, 4)}
+    assert wide.float() is wide.cpu() is wide
+    assert {p.untyped_storage().nbytes() for p in wide.parameters()} == {4}
+
+
+def test_dtype_and_device_of_a_tiled_parameter_may_be_asked_for(wide):
+    weight = wide.down.weight
+    for made in (
+        torch.zeros(2).half().to(weight),
+        torch.zeros(2).half().type_as(weight),
+        weight.new_zeros(2),
+    ):
+        assert type(made) is torch.Tensor
+        assert made.dtype is torch.float32
+        assert made.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_tiled_parameter_is_neither_copied_nor_pickled(wide, copying):
+    with pytest.raises(StateError, match=r"(copy|pickling) on down\.weight"):
+        copying(wide.down.weight)
+
+
+REPLACEMENTS: dict[str, Any] = {
+    "data": lambda param: setattr(param, "data", torch.zeros(param.shape)),
+    "shape": lambda param: setattr(param, "data", param.data[1:]),
+    "fill": lambda param: param.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("how", REPLACEMENTS)
+def test_what_is_written_to_a_tiled_parameter_outside_gathered_is_not_lost_in_silence(wide, how):
+    tokens = torch.arange(8).view(1, 8)
+    before = wide(tokens).item()
+    REPLACEMENTS[how](wide.down.weight)
+    with pytest.raises(StateError, match=r"down\.weight: its data was"):
+        wide(tokens)
+    assert wide(tokens).item() == before
+
+
+def test_a_tiled_parameter_is_whole_in_all_of_nested_blocks(wide):
+    weight = wide.down.weight
+    with infinity.gathered([weight]):
+        with infinity.gathered([weight], modify=True):
+            weight.fill_(3)
+        assert weight.min() == 3
+    with infinity.gathered([weight], modify=True):
+        with infinity.gathered([weight]):
+            assert weight.max() == 3
+        weight.fill_(6)
+    assert infinity.state_dict(wide)["down.weight"].unique().tolist() == [6]
+
+
+def test_an_embedding_in_tiles_that_is_resized_stays_in_tiles(wide):
+    with infinity.Init(wide):
+        wide.rows.weight.data = torch.cat([wide.rows.weight.data, torch.ones(64, 64)])
+    assert tiles_of(wide)["rows.weight"] == 17
+    assert torch.equal(infinity.state_dict(wide)["rows.weight"][4096:], torch.ones(64, 64))
+    wide(torch.tensor([[4100, 0]])).backward()
+    optimizer_for(wide, Rule()).step()
+
+
+def test_another_optimizer_of_tiled_parameters_alone_is_refused(wide):
+    wide(torch.arange(8).view(1, 8)).backward()
+    with pytest.raises(StateError, match=r"SGD\.step"):
+        torch.optim.SGD([wide.down.weight], lr=1.0).step()
+
+
+def test_an_embedding_that_scales_gradients_by_frequency_is_gathered_whole(tmp_path):
+    def factory() -> nn.Module:
+        return nn.Embedding(4096, 64, scale_grad_by_freq=True)
+
+    model = build(factory, "fp32", streaming(tmp_path, "partition.tile=64KiB", "memory.host=64MiB"))
+    assert tiles_of(model) == {}
+    assert model(torch.tensor([1])).shape == (1, 64)
+    infinity.close(model)
+
+
+class Block(nn.Module):
+    gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(64, 32)
+        self.up = nn.Linear(32, 512, bias=False)
+        self.down = nn.Linear(512, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.a(x))))
+
+
+class Recomputed(nn.Module):
+    """Its tied head is kept through the whole backward pass, if there is room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(60, 64), nn.Linear(64, 60, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head.weight = self.rows.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.rows(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def test_tiles_of_recomputed_blocks_stay_within_the_window(tmp_path, monkeypatch):
+    places = [f"memory.nvme=[{tmp_path}]", "memory.host=300KiB", "memory.resident=false"]
+    model = build(Recomputed, "fp32", [*places, "partition.tile=16KiB", "memory.device=80KiB"])
+    optimizer = optimizer_for(model, Rule(max_grad_norm=None))
+    prefetcher, most = runtime_of(model).executor().prefetcher, [0]
+    start = prefetcher.mover.start
+    monkeypatch.setattr(
+        prefetcher.mover, "start",
+        lambda unit: (most.append(sum(prefetcher.nbytes[u] for u in prefetcher.present)), start(unit))[1],
+    )  # fmt: skip
+    for step in range(3):
+        model(torch.arange(step, step + 32).view(4, 8)).backward()
+        optimizer.step()
+    assert max(most) == prefetcher.capacity_nbytes == 48 * 2**10
     infinity.close(model)
 
 

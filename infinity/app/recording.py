@@ -57,6 +57,7 @@ class Do(Enum):
     KEEP = auto()  # in backward, until its gradients are complete
     KEEP_FOR = auto()  # in backward, for one node
     KEEP_TO_THE_END = auto()  # of what a recomputed forward, or a leaf, reads
+    MAKE_ROOM = auto()  # in backward, for what is used beside what is kept
     LET_GO = auto()
     RECEIVE = auto()  # the gradient of a parameter
     COMPLETE = auto()  # gradients of units that are complete together
@@ -348,6 +349,9 @@ class _Pins:
 
     def keep(self, index: int, node: int | None, *, to_the_end: bool = False) -> None:
         self._tell(Do.KEEP_TO_THE_END if to_the_end else Do.KEEP, index, node=node)
+
+    def make_room(self, index: int, node: int | None) -> None:
+        self._tell(Do.MAKE_ROOM, index, node=node)
 
     def keep_for(self, node: int | None, index: int) -> None:
         self._tell(Do.KEEP_FOR, index, node=node)
@@ -659,6 +663,8 @@ def play(made: Record, subject: Subject) -> Played:
             pins.keep(unit, node, to_the_end=True)
         elif do is Do.KEEP_FOR:
             pins.keep_for(node, unit)
+        elif do is Do.MAKE_ROOM:
+            pins.make_room(unit, node)
         elif do is Do.LET_GO:
             pins.unpin(unit)
         elif do is Do.RECEIVE:
@@ -686,4 +692,4 @@ def play(made: Record, subject: Subject) -> Played:
     )  # fmt: skip
 
 
-_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_TO_THE_END, Do.KEEP_FOR, Do.LET_GO})
+_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_TO_THE_END, Do.KEEP_FOR, Do.MAKE_ROOM, Do.LET_GO})

@@ -70,10 +70,11 @@ class FullValues:
 
     @contextlib.contextmanager
     def _full_tiles(self, param: nn.Parameter, modify: bool) -> Iterator[None]:
-        """Let a parameter in tiles have its full values."""
-        placeholder = param.data
-        param.data = self._joined(param, param.device)
-        compute_whole(param)
+        """Let a parameter in tiles have its full values, those of an outer block if it is inside one."""
+        placeholder, outer = param.data, type(param) is nn.Parameter
+        if not outer:
+            param.data = self._joined(param, param.device)
+            compute_whole(param)
         try:
             with torch.no_grad():
                 yield
@@ -83,8 +84,9 @@ class FullValues:
                 with self._full(unit, modify=True):
                     segment.param.copy_(param[rows.start : rows.stop])
         finally:
-            param.data = placeholder
-            compute_in_tiles(param)
+            if not outer:
+                param.data = placeholder
+                compute_in_tiles(param)
 
     def _joined(self, param: nn.Parameter, device: torch.device) -> Tensor:
         """The full values of a parameter in tiles, which are gathered one after the other, on ``device``."""

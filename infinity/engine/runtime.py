@@ -647,7 +647,7 @@ def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> No
     if not _opened or hasattr(optimizer, "runtime"):
         return
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if any(runtime.units.find(param) for runtime in _opened):
+        if any(runtime.units.places(param) for runtime in _opened):
             raise StateError(
                 f"{type(optimizer).__name__}.step() on parameters that were made under infinity.Init, whose "
                 "gradients and states are sharded: write optimizer = infinity.AdamW(model, lr=...)"

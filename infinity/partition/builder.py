@@ -98,7 +98,9 @@ class TileSizes:
         """Rows of a tile of a parameter of ``module``; 0: it is not tiled."""
         experts = is_packed(module, param)
         linear = isinstance(module, nn.Linear) or (
-            isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+            isinstance(module, nn.Embedding)
+            and module.max_norm is None
+            and not (module.sparse or module.scale_grad_by_freq)
         )
         nbytes = param.numel() * itemsize
         most = self.most_experts_nbytes if experts else self.most_nbytes
@@ -242,11 +244,12 @@ class UnitBuilder:
 
     def rejoin(self, unit: Unit, segment: Segment) -> None:
         """Take a parameter, which has another shape now, out of its closed unit into the open one."""
-        param = segment.whole
-        for each in [*self.units.places(param)]:
+        param, places = segment.whole, [*self.units.places(segment.whole)]
+        rows = len(places[0][1].rows) if segment.is_tile else 0  # as large as they were
+        for each in places:
             self.units.drop(*each)
-        self._open[id(param)] = _Joined(segment.whole_name, param, None, 0, False)
-        self._open_nbytes += param.numel() * self.dtype.itemsize
+        self._open[id(param)] = _Joined(segment.whole_name, param, None, rows, unit.routed)
+        self._open_nbytes += 0 if rows else param.numel() * self.dtype.itemsize
 
     def close(self, used: Container[int] | None = None) -> None:
         """Close the open unit, without the parameters of modules that were dropped.

@@ -460,11 +460,18 @@ class BackwardPins:
             if self._kept[index] is not None:
                 self._kept[index] = None if to_the_end else node
             return
-        self._make_room(index, node)
+        self.make_room(index, node)
         self._kept[index] = None if to_the_end else node
         self._prefetcher.use(index)
 
-    def _make_room(self, index: int, node: Any) -> None:
+    def make_room(self, index: int, node: Any) -> None:
+        """Release what need not be kept, where a unit that is to be used does not fit beside it.
+
+        Args:
+            node: Number of the autograd node that reads it, or for which it is recomputed.
+        """
+        if index in self._kept or index in self._read:
+            return
         if not self._prefetcher.holds([*self._kept, *self._read, index]):
             self._reach(node)
         for earlier, reader in list(self._kept.items()):
@@ -477,7 +484,7 @@ class BackwardPins:
         """Use a unit without gradients until another node reads one."""
         self._reach(node)
         if index not in self._read:
-            self._make_room(index, node)
+            self.make_room(index, node)
             self._read.append(index)
             self._prefetcher.use(index)
 

@@ -25,7 +25,7 @@ gradient of zeros, so backward is the same on all ranks, too.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +48,15 @@ _PLAIN = frozenset(
         "untyped_storage", "data_ptr", "get_device", "is_floating_point", "is_complex",
         "is_contiguous", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg",
         "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "detach",
-        "detach_", "to", "cpu", "cuda", "type", "has_names", "_is_view",
+        "detach_", "type", "has_names", "_is_view",
         "_has_compatible_shallow_copy_type", "_has_symbolic_sizes_strides", "empty_like",
-        "zeros_like", "ones_like", "is_tensor",
+        "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full",
+        "new_tensor", "is_tensor",
     ]
+)  # fmt: skip
+#: What moves a parameter, or casts it.
+_MOVES = frozenset(
+    ["to", "cpu", "cuda", "type", "type_as", "half", "bfloat16", "float", "double"]
 )  # fmt: skip
 _TRANSPOSED = ("T", "mT", "H", "mH")
 
@@ -152,19 +157,28 @@ class TiledWeight:
         """``compute`` with one expert's weight."""
         if self.several_ranks:
             self.refuse("experts one by one, with several ranks,")
+        row += self.places[0][1].whole_shape[0] * (row < 0)
         for unit, segment in self.places:
             if row in segment.rows:
                 with self.using(unit, ()):
                     return compute(segment.param[row - segment.rows.start])
         raise IndexError(f"expert {row} of {self.name}, which has {self.places[0][1].whole_shape[0]}")
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
         """Raise: ``what`` would read the parameter as a whole."""
         raise StateError(
             f"{what} on {self.name}, which is too large to be gathered whole and is computed in "
             f"{len(self.places)} tiles: linear layers, embeddings, and experts of transformers (their "
             "grouped_mm implementation, or eager with one rank) can be. To gather it whole set "
             "partition.tile=never; to read its values use infinity.gathered or infinity.state_dict"
+        )
+
+    def refuse_cast(self, how: str) -> NoReturn:
+        """Raise: the dtype of a parameter is that of its units."""
+        raise StateError(
+            f"{how} on {self.name}, which is {self.places[0][0].dtype} in its units: choose the dtype with "
+            "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
+            "change it"
         )
 
 
@@ -273,13 +287,13 @@ class TiledParameter(nn.Parameter):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__") and func.__self__.__name__ in _TRANSPOSED:  # a property of it
             return TileView(args[0].tiled, transposed=True)
-        if name in ("to", "cpu", "cuda") and _keeps_dtype(func, *args, **kwargs):
-            return args[0]  # not moved: a copy would be whole
-        if name in _PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         own = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
-        if own is None:
+        moves = name in _MOVES and len(args) + len(kwargs) > (name == "type")
+        if moves and args[0] is own:
+            if not _keeps_dtype(func, *args, **kwargs):
+                own.tiled.refuse_cast(name)
+            return own  # not moved: a copy would be whole
+        if own is None or moves or name in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         whole = TileView(own.tiled)
@@ -288,6 +302,12 @@ class TiledParameter(nn.Parameter):
         if len(args) > 1 and args[1] is own:
             return TileView.__torch_function__(func, types, (args[0], whole, *args[2:]), kwargs)
         return own.tiled.refuse(name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.tiled.refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.tiled.refuse("pickling")
 
 
 def _keeps_dtype(func: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:

@@ -268,6 +268,8 @@ class Unit:
         ``model.cpu()``, as some trainers end with, and ``model.to(device)`` are undone.
         """
         param = segment.param
+        if segment.is_tile and type(segment.whole) is not nn.Parameter:  # else it has its full values now
+            self._check_whole(segment)
         if self._was_moved(segment):  # others may have been given other values
             self._restore([each for each in self.segments if self._was_moved(each)])
             return
@@ -330,18 +332,34 @@ class Unit:
                 else self._view_of(each, self.flat)
             )
 
+    def _check_whole(self, segment: Segment) -> None:
+        """Raise if the model's parameter, whose tile this is, was given other data than its placeholder."""
+        data = segment.whole.data
+        kept = (data.dtype, data.device, data.shape) == (
+            self.dtype,
+            segment.param.device,
+            segment.whole_shape,
+        )
+        if not kept or not is_placeholder(data) or _filled(data):
+            segment.whole.data = placeholder(segment.whole_shape, self.dtype, self.device)
+            self._raise(segment.whole_name, segment.whole_shape, data)
+
     def _refuse(self, segment: Segment) -> NoReturn:
         """Put the unit's parameters back where they belong, and raise."""
         data = segment.param.data
         self._restore(self.segments)
-        if data.shape != segment.shape:
+        self._raise(segment.name, segment.shape, data)
+
+    def _raise(self, name: str, shape: torch.Size, data: Tensor) -> NoReturn:
+        """Raise: ``data`` was put in place of a parameter's, which is back."""
+        if data.shape != shape:
             raise StateError(
-                f"{segment.name}: its data was given the shape {tuple(data.shape)} outside infinity; it has "
-                f"{tuple(segment.shape)} again. Change shapes (resize_token_embeddings) inside "
+                f"{name}: its data was given the shape {tuple(data.shape)} outside infinity; it has "
+                f"{tuple(shape)} again. Change shapes (resize_token_embeddings) inside "
                 "`with infinity.Init(recipe)`, or, of a finished model, `with infinity.Init(model)`"
             )
         raise StateError(
-            f"{segment.name}: its data was replaced outside infinity, or written ({data.dtype} on "
+            f"{name}: its data was replaced outside infinity, or written ({data.dtype} on "
             f"{data.device}); it is {self.dtype} in its unit again, as it was. Choose the dtype with "
             "train.dtype in the recipe before building the model: .half(), .float() and .to(dtype) cannot "
             "change it. Write values inside `with infinity.gathered(params, modify=True)`"

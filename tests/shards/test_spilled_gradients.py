@@ -164,7 +164,7 @@ def test_every_block_that_is_read_is_compared_also_of_gradients(tmp_path):
 
 def compared(kind: str, folder: str, moves: str, device_nbytes: int) -> None:
     """In little memory, and in enough."""
-    small, speculated, rolled_back = trained(kind, folder, moves, f"memory.device={device_nbytes}")
+    small, speculated, rolled_back = trained(kind, folder, moves, f"memory.device={device_nbytes}", UNTILED)
     large, *others = trained(kind, folder, moves, "memory.device=8MiB")
     assert small == large
     assert others == [speculated, rolled_back]
@@ -173,7 +173,7 @@ def compared(kind: str, folder: str, moves: str, device_nbytes: int) -> None:
 
 def least(kind: str, folder: str) -> int:
     """The least memory, as the error tells it (bytes)."""
-    return needed(lambda: trained(kind, folder, "", "memory.device=1KiB"))
+    return needed(lambda: trained(kind, folder, "", "memory.device=1KiB", UNTILED))
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
@@ -186,7 +186,9 @@ def test_adapters_give_the_same_bits(tmp_path):
 def test_the_layer_schedule_gives_the_same_bits_in_what_it_says_it_needs(tmp_path):
     folder = str(tmp_path)
     small = least("layer", folder)
-    more = needed(lambda: trained("layer", folder, "..c.z.", f"memory.device={small}"), "Raise it by")
+    more = needed(
+        lambda: trained("layer", folder, "..c.z.", f"memory.device={small}", UNTILED), "Raise it by"
+    )
     compared("layer", folder, "..c.z.", small + more)
 
 
