@@ -150,8 +150,9 @@ class HostBuffer:
         self.events.clear()
 
     def close(self) -> None:
+        self.wait()
         if self._unlock is not None:
-            self._unlock()  # which waits for copies
+            self._unlock()
         # The pages go now; the addresses go with the last view of them, so that a view that
         # outlives its lease reads zeros and never another buffer's memory.
         self._map.madvise(mmap.MADV_DONTNEED)
