@@ -118,7 +118,7 @@ class UnitBudget:
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: "UnitsInUse",
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: UnitsInUse,
         ranks: Ranks, tiers: Tiers, device_nbytes: int | None, ceiling_nbytes: int, *, shared: bool,
         early: bool, updates_nbytes: int, states: bool,
     ) -> None:  # fmt: skip

@@ -272,9 +272,6 @@ class Hooks:
     @contextmanager
     def using_tile(self, unit: Unit, following: Sequence[Unit]) -> Iterator[None]:
         """Have a tile gathered; see :data:`infinity.partition.tiles.Using`."""
-        for segment in unit.segments:
-            if segment.is_tile:
-                segment.param.requires_grad_(segment.whole.requires_grad)
         if not self.prefetcher.streams(unit.index):
             with self._saving_handles():
                 yield

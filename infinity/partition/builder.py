@@ -87,7 +87,7 @@ class TileSizes:
 
         A linear layer is tiled only where it could not be gathered at all (its gradient and update, and two
         units in flight), because the gradient of its input is rounded otherwise. Experts in tiles give the
-        same bits. What is no larger than any unit may be is not tiled.
+        same bits. What adds no more than ``TARGET_SHARD_NBYTES`` to a rank's shards is not tiled.
         """
         copies = 2 + (2 if world_size == 1 else 4)  # as infinity.core.budget counts them
         least = TARGET_SHARD_NBYTES * world_size
@@ -159,9 +159,8 @@ class UnitBuilder:
         self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = (),
         *, tiles: TileSizes | None = None, without_values: bool = False, on_accelerator: bool = False,
     ) -> None:  # fmt: skip
-        self.on_accelerator = on_accelerator
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
-        self._close = close
+        self._close, self._on_accelerator = close, on_accelerator
         self.units = UnitIndex()
         self._known: set[int] = set()  # ids of parameters that joined; units hold the references
         self._open: dict[int, _Joined] = {}
@@ -294,7 +293,7 @@ class UnitBuilder:
     def target_nbytes(self) -> int:
         """Bytes of a full unit, in the compute dtype."""
         nbytes = TARGET_SHARD_NBYTES * self.world_size
-        return max(nbytes, TARGET_ACCELERATOR_NBYTES) if self.on_accelerator else nbytes
+        return max(nbytes, TARGET_ACCELERATOR_NBYTES) if self._on_accelerator else nbytes
 
 
 def _has_experts(module: nn.Module) -> bool:

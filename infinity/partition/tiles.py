@@ -55,9 +55,7 @@ _PLAIN = frozenset(
     ]
 )  # fmt: skip
 #: What moves a parameter, or casts it.
-_MOVES = frozenset(
-    ["to", "cpu", "cuda", "type", "type_as", "half", "bfloat16", "float", "double"]
-)  # fmt: skip
+_MOVES = frozenset(["to", "cpu", "cuda", "type", "type_as", "half", "bfloat16", "float", "double"])
 _TRANSPOSED = ("T", "mT", "H", "mH")
 
 
