@@ -333,6 +333,8 @@ def test_a_tiled_parameter_is_whole_in_all_of_nested_blocks(wide):
         with infinity.gathered([weight]):
             assert weight.max() == 3
         weight.fill_(6)
+        assert infinity.state_dict(wide)["down.weight"].unique().tolist() == [6]
+        assert wide.state_dict()["down.weight"].unique().tolist() == [6]
     assert infinity.state_dict(wide)["down.weight"].unique().tolist() == [6]
 
 

@@ -18,7 +18,7 @@ from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.errors import StateError
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
-from infinity.partition.tiles import compute_in_tiles, compute_whole
+from infinity.partition.tiles import TiledParameter, compute_in_tiles, compute_whole
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
 
@@ -192,7 +192,7 @@ class FullValues:
         if self.construction.active:
             self.construction.touch(param)
             return param.detach().clone()
-        if self.units.find(param) is None:  # in tiles
+        if isinstance(param, TiledParameter):  # one that `gathered` holds whole is none
             values = self._joined(param, torch.device("cpu"))
             return values if self.every_rank or self.ranks.rank == 0 else None
         with self.gathered([param], modify=False):

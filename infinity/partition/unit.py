@@ -318,7 +318,7 @@ class Unit:
             return False
         if self.flat is None:
             return bool(data.isnan().all())
-        return torch.equal(data, self._view_of(segment, self.flat).to(data.device))
+        return torch.equal(_bits(data), _bits(self._view_of(segment, self.flat)).to(data.device))
 
     def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
         return flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
@@ -488,6 +488,11 @@ def _shared_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One for all: on an accelerator each takes a kernel, and what is written to one is not looked for."""
     with torch.inference_mode(False):
         return torch.full((), math.nan, dtype=dtype, device=device)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bytes of ``values``, which are equal for a NaN and its copy."""
+    return values.reshape(-1).view(torch.uint8)
 
 
 def is_placeholder(data: Tensor) -> bool:

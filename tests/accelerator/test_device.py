@@ -79,8 +79,13 @@ def move_between_steps(folder: str) -> None:
             assert next(model.cpu().parameters()).device.type == "sim"
             model.to(harness.here())  # its buffers
             with infinity.gathered(model):
+                flat = runtime_of(model).units[0].flat
+                assert flat is not None
+                values = flat.clone()
+                flat.fill_(float("nan"))  # of training that has diverged: no NaN equals another
                 model.cpu()
                 assert all(p.device.type == "sim" for p in model.parameters())
+                flat.copy_(values)
             model.to(harness.here())
             p = next(model.parameters())
             p.data = torch.ones_like(p, device="cpu")
