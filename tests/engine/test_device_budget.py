@@ -1,6 +1,7 @@
 """The device budget when more gradients wait than an optimizer step alone tells."""
 
 import contextlib
+import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from infinity import BudgetError
 from infinity.device.memory import BufferPool
 from infinity.engine import executor
 from tests.helpers import models, training
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.lockstep import Toy, batch, seeded
 from tests.helpers.reference import Reference, Rule
@@ -230,9 +232,14 @@ def within_the_least(
     return trained(needed(raised)), needed(raised)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+#: Each two of them.
+PAIRS = (("keep", False, 1.0), ("keep", True, None), ("recompute", False, None), ("recompute", True, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("activations", "frozen", "clip"),
+    few(PAIRS, itertools.product(("keep", "recompute"), (False, True), (None, 1.0))),
+)
 def test_the_least_budget_has_room_for_all_units_in_use_at_one_time(
     tmp_path, monkeypatch, activations, frozen, clip
 ):
@@ -306,8 +313,10 @@ def test_transformers_gradient_checkpointing_has_room_for_a_block_or_the_next_fo
     infinity.close(model)
 
 
-@pytest.mark.parametrize("resident", ["true", "false"])
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(
+    ("resident", "adapters"),
+    few((("true", False), ("false", True)), itertools.product(("true", "false"), (False, True))),
+)
 def test_the_least_host_memory_that_the_error_names_trains_the_same_and_less_does_not(
     tmp_path, monkeypatch, resident, adapters
 ):
