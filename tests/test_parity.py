@@ -1,6 +1,7 @@
 """Promise 1: placement never changes numbers. One rank against the plain loop, bit by bit."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_placements_do_not_change_numbers(tmp_path, place):
     assert_bitwise(ours, plain_loop("llama", 2, steps=STEPS))
 
 
-DTYPES = [(p, dtype, c) for p in ("host", "nvme") for dtype in ("bf16", "fp16", "fp32") for c in (1.0, None)]
+DTYPES = tuple(itertools.product(("host", "nvme"), ("bf16", "fp16", "fp32"), (1.0, None)))
 
 
 @pytest.mark.parametrize(("place", "dtype", "clip"), few(FAST_DTYPES, DTYPES))
@@ -77,7 +78,7 @@ def test_dtypes_with_and_without_clipping(tmp_path, dtype, clip, place):
     ("place", "clip"),
     few(
         (("host", None), ("nvme", 1.0), ("one-version", None)),
-        [(place, clip) for place in ("host", "nvme", "one-version") for clip in (1.0, None)],
+        itertools.product(("host", "nvme", "one-version"), (1.0, None)),
     ),
 )
 def test_accumulated_micro_batches(tmp_path, place, clip):
@@ -107,7 +108,8 @@ def test_dropout_draws_the_same_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reentrant", "clip"), few(((True, 1.0), (False, None)), [(r, c) for r in (True, False) for c in (1.0, None)])
+    ("reentrant", "clip"),
+    few(((True, 1.0), (False, None)), [(r, c) for r in (True, False) for c in (1.0, None)]),
 )
 def test_recomputation_of_blocks(tmp_path, reentrant, clip):
     factory, batch = models.build("llama", seed=8)

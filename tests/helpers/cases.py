@@ -1,9 +1,14 @@
 """Which of many cases the fast suite runs; the long one runs all of them."""
 
+import os
 from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+#: Set in conftest.py, for ``make slow``.
+LONG = os.environ.get("INFINITY_TEST_LONG") == "1"
 
 
 def few(fast: Container[Any], every: Iterable[Any]) -> list[Any]:
@@ -14,3 +19,8 @@ def few(fast: Container[Any], every: Iterable[Any]) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in every
     ]
+
+
+def examples(count: int, **options: Any) -> settings:
+    """Settings of a property: ``count`` examples in the long suite, a quarter of them in the fast one."""
+    return settings(max_examples=count if LONG else max(count // 4, 6), **options)

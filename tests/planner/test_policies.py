@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError
@@ -21,6 +21,7 @@ from infinity.planner.policies import (
 )
 from infinity.planner.search import bounded
 from infinity.planner.simulator import play, play_in_detail
+from tests.helpers.cases import examples
 from tests.helpers.profiles import (
     MIB,
     budget_between,
@@ -30,7 +31,7 @@ from tests.helpers.profiles import (
     transformer,
 )
 
-fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+fast = examples(25, suppress_health_check=[HealthCheck.too_slow])
 
 
 def well_formed(profile: Profile, made: ActivationPlan) -> None:

@@ -273,9 +273,7 @@ def random_moves(seed: int, count: int) -> str:
     return "".join(random.Random(seed).choices(".cirlLaz", weights=[14, 4, 1, 1, 1, 1, 1, 1], k=count))
 
 
-@pytest.mark.parametrize(
-    "seed", few((1, 2), range(60))
-)
+@pytest.mark.parametrize("seed", few((1, 2), range(60)))
 def test_random_delays_and_steps_of_all_kinds_give_the_same_bits(tmp_path, seed):
     place, dtype = PLACES[seed % 3], ("bf16", "fp16")[seed % 2]
     with jitter(seed), lockstep(place, tmp_path, dtype, **POISONED) as pair:

@@ -122,9 +122,7 @@ def test_parts_that_are_frozen_now_and_then(tmp_path):
         pair.check()
 
 
-@pytest.mark.parametrize(
-    "seed", few((1,), range(20))
-)
+@pytest.mark.parametrize("seed", few((1,), range(20)))
 def test_random_delays_give_the_same_bits(tmp_path, seed):
     with jitter(seed), lockstep(tmp_path, VERSIONS[seed % 2], extra=8192 * (seed % 5), **POISONED) as pair:
         play(pair, MOVES)
