@@ -148,7 +148,7 @@ def check(counted: Counted, name: str) -> None:
 
 
 def test_two_ranks_move_the_planned_bytes_exactly(tmp_path):
-    cases = [CASES[1], CASES[2], CASES[5]]  # one of each kind; tight, with room, tight
+    cases = [CASES[2], CASES[5]]  # with room, tight
     for rank in run_ranks(count_all, 2, str(tmp_path), cases):
         for counted, (name, *_) in zip(rank, cases, strict=True):
             check(counted, name)

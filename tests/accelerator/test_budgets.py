@@ -69,6 +69,7 @@ def test_gradients_that_do_not_fit_host_memory_wait_on_nvme_and_change_no_bit(tm
     assert trained(small, tmp_path, "random", **options) == trained(large, tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_units_that_stay_in_host_memory_have_room_for_their_gradients(tmp_path: Path) -> None:
     harness.needs_simulator()
     [(host, _, _)] = run_ranks(enough, 1, str(tmp_path), "true", group=False)

@@ -166,6 +166,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("infinity ")
 
 
+@pytest.mark.slow
 def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nprint(os.environ.get('GLIBC_TUNABLES'), file=sys.stderr)\n"
@@ -325,6 +326,7 @@ def write_to_a_closed_pipe(argument: str) -> int:
     os.close(read)
     os.dup2(write_end, 1)
     os.close(write_end)
+    sys.stdout = os.fdopen(1, "w")  # the log's could be sought in
     return main(["recipe"])
 
 

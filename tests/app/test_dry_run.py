@@ -111,9 +111,8 @@ CASES = {
 
 #: Each way that units, homes and budgets are decided, once; the others are long tests.
 FEW = (
-    "gpt-tied", "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-recomputed",
-    "llama-lora-read-where-it-lies", "quantized-lora-in-host-memory", "llama-logits-in-slices",
-    "gpt-in-tiles-recomputed",
+    "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
+    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed",
 )  # fmt: skip
 
 

@@ -280,7 +280,7 @@ LOOPS = [
 
 
 #: Of loops that differ in the place only, and of those that other tests kill, no step in the fast suite.
-ALIKE = (Loop, OneCycle, Frozen, Forgetting, Durable, Rare)
+ALIKE = (Loop, Lambda, OneCycle, Frozen, Forgetting, Resized, Durable, Rare, RareHost)
 
 
 @pytest.mark.parametrize(

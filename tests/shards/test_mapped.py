@@ -1,6 +1,7 @@
 """A frozen base is read where it lies in the checkpoint: not copied, and bitwise as in plain PyTorch."""
 
 import contextlib
+import itertools
 import os
 import pickle
 import shutil
@@ -128,8 +129,17 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", quantized.KINDS)
-def test_adapters_on_a_quantized_base_train_as_with_plain_pytorch_and_peft(tmp_path, kind):
+IN_HOST = ("kimi_k2", "gptq")
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_host"),
+    few(
+        [(kind, kind in IN_HOST) for kind in quantized.KINDS],
+        itertools.product(quantized.KINDS, (False, True)),
+    ),
+)
+def test_adapters_on_a_quantized_base_train_as_with_plain_pytorch_and_peft(tmp_path, kind, in_host):
     directory, targets = tmp_path / kind, TARGETS.get(kind)
     values = quantized.write(kind, directory)
     with loaded(directory, tmp_path / "nvme", "memory.device=1MiB") as model:
@@ -137,11 +147,12 @@ def test_adapters_on_a_quantized_base_train_as_with_plain_pytorch_and_peft(tmp_p
         assert any(unit.stored for unit in runtime_of(model).units)
         assert written_nbytes(model) == 0
         losses = train(model, targets=targets)
-    more = ["memory.device=1MiB", "memory.host=16MiB", "memory.resident=true"]
-    with loaded(directory, tmp_path / "nvme", *more) as model:
-        assert {unit.home for unit in runtime_of(model).units} == {Tier.HOST}
-        assert set(runtime_of(model).tiers.held) == {unit.index for unit in mapped(model)} != set()
-        assert train(model, targets=targets) == losses
+    if in_host:
+        more = ["memory.device=1MiB", "memory.host=16MiB", "memory.resident=true"]
+        with loaded(directory, tmp_path / "nvme", *more) as model:
+            assert {unit.home for unit in runtime_of(model).units} == {Tier.HOST}
+            assert set(runtime_of(model).tiers.held) == {unit.index for unit in mapped(model)} != set()
+            assert train(model, targets=targets) == losses
     where, options = directory, {}
     if kind == "gpt_oss":
         options = {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -358,7 +369,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("change", "message"), few([CHANGES[name] for name in ("cut", "replaced", "removed")], CHANGES.values())
+)
 def test_a_file_that_changes_under_a_run_is_an_error_that_names_it(tmp_path, checkpoint, change, message):
     path = checkpoint / "model.safetensors"
     _, batch = models.build("llama", 1)

@@ -260,7 +260,8 @@ def _compile_all(model, backend):
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        (_compile_blocks, "aot_eager"),
+        (_compile_blocks, "eager"),
+        pytest.param(_compile_blocks, "aot_eager", marks=pytest.mark.slow),
         pytest.param(_wrap_blocks, "eager", marks=pytest.mark.slow),
         pytest.param(_compile_all, "eager", marks=pytest.mark.slow),
     ],
