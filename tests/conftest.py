@@ -15,6 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if os.environ.setdefault("INFINITY_TEST_ACCELERATOR", str(int("gpu" in sys.argv))) == "0":
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
 
+# The long suite tries properties, too, with more examples; workers inherit it.
+os.environ.setdefault("INFINITY_TEST_LONG", str(int(any(each.startswith("slow") for each in sys.argv))))
+
 # Images often forbid bytecode. Then every process of the suite compiles the package again, and every worker
 # rewrites the assertions of all tests again: a third of the suite's processor time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -24,9 +27,10 @@ sys.dont_write_bytecode = False
 gc.disable()
 
 import pytest  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, is_hypothesis_test, settings  # noqa: E402
 
 from tests.helpers import forks  # noqa: E402
+from tests.helpers.cases import LONG  # noqa: E402
 
 forks.own()  # before xdist starts its workers, which inherit it
 
@@ -35,7 +39,7 @@ forks.own()  # before xdist starts its workers, which inherit it
 settings.register_profile(
     "suite",
     deadline=None,
-    max_examples=50,  # of every run; a property is tried with others in the next one
+    max_examples=60 if LONG else 15,  # of every run; a property is tried with others in the next one
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=bool(os.environ.get("CI")),
 )
@@ -59,9 +63,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with tests of guarantees, which take longest; skip those marked ``gpu`` where there is none."""
     import torch
+
+    for item in items:
+        if LONG and isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+            item.add_marker(pytest.mark.slow)
 
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)  # else one may be left at the end
     if torch.accelerator.is_available():

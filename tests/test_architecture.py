@@ -1,6 +1,7 @@
 """The house: imports point down only, floor by floor, and never in a circle."""
 
 import ast
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,13 @@ class Import:
     type_checking: bool
 
 
-def imports_of(file: Path, root: Path) -> Iterator[Import]:
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports_of(file: Path, root: Path) -> tuple[Import, ...]:
     """Every import in ``file``, with relative ones made absolute."""
     package = ["infinity", *file.relative_to(root).parent.parts]
 
@@ -59,12 +66,15 @@ def imports_of(file: Path, root: Path) -> Iterator[Import]:
                     yield Import(file, child.lineno, f"{stem}.{alias.name}", lazy, typing)
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 yield from visit(child, True, typing)
-            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            elif isinstance(child, ast.If) and any(
+                "TYPE_CHECKING" in (getattr(each, "id", ""), getattr(each, "attr", ""))
+                for each in ast.walk(child.test)
+            ):
                 yield from visit(child, lazy, True)
             else:
                 yield from visit(child, lazy, typing)
 
-    yield from visit(ast.parse(file.read_text()), False, False)
+    return tuple(visit(parsed(file), False, False))
 
 
 def violations(root: Path) -> list[str]:
@@ -193,7 +203,7 @@ def found_by(find: Callable[[ast.AST], Sequence[object]], exempt: tuple[str, ...
         f"{name}: {what}"
         for file, name in files
         if not exempt or not name.startswith(exempt)
-        for what in find(ast.parse(file.read_text(encoding="utf-8")))
+        for what in find(parsed(file))
     ]
 
 
@@ -269,7 +279,7 @@ def attributes_of(cls: ast.ClassDef) -> set[str]:
         found = {ast.unparse(node.target) for node in fields if "ClassVar" not in ast.unparse(node)}
     for method in (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.args.args):
         used = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
-        mine = (node for node in used if ast.unparse(node.value) == method.args.args[0].arg)
+        mine = (node for node in used if getattr(node.value, "id", "") == method.args.args[0].arg)
         found |= {node.attr for node in mine if isinstance(node.ctx, ast.Store)}
     return found
 

@@ -20,6 +20,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rules import prepare
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
@@ -147,13 +148,13 @@ def check(counted: Counted, name: str) -> None:
 
 
 def test_two_ranks_move_the_planned_bytes_exactly(tmp_path):
-    cases = [CASES[1], CASES[2], CASES[5]]  # one of each kind; tight, with room, tight
+    cases = [CASES[2], CASES[5]]  # with room, tight
     for rank in run_ranks(count_all, 2, str(tmp_path), cases):
         for counted, (name, *_) in zip(rank, cases, strict=True):
             check(counted, name)
 
 
-@pytest.mark.parametrize(("name", "clip", "tight"), CASES)
+@pytest.mark.parametrize(("name", "clip", "tight"), few((CASES[0], CASES[1], CASES[3], CASES[5]), CASES))
 def test_one_rank_moves_the_planned_bytes_exactly(tmp_path, name, clip, tight):
     overrides = [least_device(str(tmp_path), clip)] if tight else []
     counted = count(str(tmp_path), clip, *overrides)

@@ -84,6 +84,7 @@ def assert_transformers_agrees(folder: Path) -> None:
     assert plain_perplexity(adapted, tokenizer, test) == pytest.approx(after, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_small_fine_tune_learns_and_transformers_loads_its_result(tmp_path, threads, capsys):
     example = runpy.run_path(str(EXAMPLE))
     folder = tmp_path / "made"

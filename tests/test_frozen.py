@@ -1,11 +1,13 @@
 """Frozen weights in recomputed forwards: the plain bits, and they leave when backward has passed them."""
 
+import itertools
 from typing import Any
 
 import pytest
 from torch import nn
 
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, build, optimizer_for, reference, streaming, train
 
@@ -45,9 +47,13 @@ def both(*changes: Any) -> Any:
     return change
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("recomputed", RECOMPUTED)
+#: Each of them.
+PAIRS = (("llama", freeze_matrices_of_mlps, recompute), ("gpt2", freeze_some_vectors, recompute_reentrant))
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen", "recomputed"), few(PAIRS, itertools.product(("llama", "gpt2"), FROZEN, RECOMPUTED))
+)
 def test_recomputed_models_that_are_frozen_in_part_train_bitwise(tmp_path, name, frozen, recomputed):
     factory, batch = models.build(name, seed=2)
     rule, change = Rule(max_grad_norm=None), both(frozen, recomputed)

@@ -72,6 +72,7 @@ def test_what_fails_is_on_the_page_and_the_rest_goes_on(gpu, tmp_path, monkeypat
     assert "## Machine" in out.read_text()
 
 
+@pytest.mark.slow
 def test_results_of_tests_are_told_with_those_that_failed(gpu, tmp_path):
     (tmp_path / "test_two.py").write_text(
         "import pytest\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_bad(): assert False\n"

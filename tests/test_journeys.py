@@ -1,6 +1,7 @@
 """docs/journeys.md is true: its functions exist, each is called by one before it, and no journey is long."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,13 @@ def journeys(page: str) -> Iterator[tuple[str, list[Step]]]:
             yield title, steps
 
 
+@functools.cache
+def parsed(file: Path) -> tuple[list[str], list[ast.stmt]]:
+    """The lines of a file, and its statements."""
+    text = file.read_text()
+    return text.split("\n"), ast.parse(text).body
+
+
 def source_of(step: Step, package: Path) -> str:
     """The source of a step's function.
 
@@ -42,8 +50,7 @@ def source_of(step: Step, package: Path) -> str:
     file = package / step.file
     if not file.is_file():
         raise LookupError(f"{step.file} does not exist")
-    text = file.read_text()
-    body: list[ast.stmt] = ast.parse(text).body
+    lines, body = parsed(file)
     found: ast.AST | None = None
     for part in step.name.split("."):
         defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -51,7 +58,7 @@ def source_of(step: Step, package: Path) -> str:
         if found is None:
             raise LookupError(f"{step.file} has no {step.name}")
         body = found.body
-    return ast.get_source_segment(text, found) or ""
+    return "\n".join(lines[found.lineno - 1 : found.end_lineno])
 
 
 def faults(steps: list[Step], package: Path) -> list[str]:

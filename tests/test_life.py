@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from infinity import DiskError, StateError
 from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
 from tests.helpers.launch import mark, run_ranks, start_ranks
 from tests.helpers.limits import HANG_S, limit
@@ -268,8 +270,11 @@ def remove_directory_of(optimizer: infinity.AdamW) -> None:
 HOW = ["closed", "dropped", "dropped in backward", "dropped with its loss alive", "dropped after an error"]
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("settings", [(), ("memory.activations=offload",)], ids=["keep", "offload"])
+OFFLOAD = ("memory.activations=offload",)
+FEW = [((), HOW[0]), (OFFLOAD, HOW[1]), ((), HOW[2]), (OFFLOAD, HOW[3]), ((), HOW[4])]
+
+
+@pytest.mark.parametrize(("settings", "how"), few(FEW, itertools.product(((), OFFLOAD), HOW)))
 def test_a_model_that_is_not_held_any_more_costs_nothing(tmp_path, how, settings):
     with OwnedStack() as stack:
         stack.close_with(held)  # the thread that closes is there
@@ -384,7 +389,7 @@ def cells(how: str) -> tuple[int, int]:
     return figures[1][0] - figures[0][0], figures[1][1] - figures[0][1]
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped"])
+@pytest.mark.parametrize("how", few(("dropped",), ("closed", "dropped")))
 def test_a_cell_that_runs_again_and_again_costs_nothing(how):
     [(grown_mib, more)] = run_ranks(cells, 1, how, group=False)
     assert more <= 0

@@ -1,11 +1,13 @@
 """Promise 1: placement never changes numbers. One rank against the plain loop, bit by bit."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.reference import Rule
 from tests.helpers.training import Trained, assert_bitwise, reference, streaming, train
 
@@ -40,8 +42,18 @@ def placements(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", ["host", pytest.param("nvme", marks=pytest.mark.slow), "tight"])
+#: Each model, in memory or in as little as it can; every place in every dtype, clipped or not.
+IN_HOST, TIGHT = ("llama", "bert", "vit"), ("gpt2", "t5", "gpt")
+FAST = (*(("host", name) for name in IN_HOST), *(("tight", name) for name in TIGHT))
+FAST_DTYPES = (
+    (*LONG[0], MANY_STEPS), ("nvme", "fp32", None, STEPS), ("nvme", "fp16", None, STEPS),
+    ("host", "fp16", 1.0, STEPS), ("host", "bf16", None, STEPS),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), few(FAST, [(place, name) for place in ("host", "nvme", "tight") for name in NAMES])
+)
 def test_one_rank_equals_the_plain_loop_to_the_bit(tmp_path, name, place):
     ours = train(*models.build(name, seed=1), placements(tmp_path)[place], steps=STEPS)
     assert_bitwise(ours, plain_loop(name, 1, steps=STEPS))
@@ -53,19 +65,27 @@ def test_placements_do_not_change_numbers(tmp_path, place):
     assert_bitwise(ours, plain_loop("llama", 2, steps=STEPS))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("place", ["host", "nvme"])
-def test_dtypes_with_and_without_clipping(tmp_path, dtype, clip, place):
+DTYPES = (
+    *itertools.product(("host", "nvme"), ("bf16", "fp16", "fp32"), (1.0, None), (STEPS,)),
+    *((*each, MANY_STEPS) for each in LONG),
+)
+
+
+@pytest.mark.parametrize(("place", "dtype", "clip", "steps"), few(FAST_DTYPES, DTYPES))
+def test_dtypes_with_and_without_clipping(tmp_path, dtype, clip, place, steps):
     factory, batch = models.build("gpt2", seed=3)
     rule = Rule(max_grad_norm=clip)
-    steps = MANY_STEPS if (place, dtype, clip) in LONG else STEPS
     ours = train(factory, batch, placements(tmp_path)[place], dtype=dtype, rule=rule, steps=steps)
     assert_bitwise(ours, plain_loop("gpt2", 3, dtype=dtype, rule=rule, steps=steps))
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("place", ["host", "nvme", "one-version"])
+@pytest.mark.parametrize(
+    ("place", "clip"),
+    few(
+        (("host", None), ("nvme", 1.0), ("one-version", None)),
+        itertools.product(("host", "nvme", "one-version"), (1.0, None)),
+    ),
+)
 def test_accumulated_micro_batches(tmp_path, place, clip):
     factory, batch = models.build("llama", seed=4)
     rule = Rule(max_grad_norm=clip)
@@ -94,12 +114,7 @@ def test_dropout_draws_the_same_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("reentrant", "clip"),
-    [
-        (True, 1.0),
-        (False, None),
-        pytest.param(True, None, marks=pytest.mark.slow),
-        pytest.param(False, 1.0, marks=pytest.mark.slow),
-    ],
+    few(((True, 1.0), (False, None)), [(r, c) for r in (True, False) for c in (1.0, None)]),
 )
 def test_recomputation_of_blocks(tmp_path, reentrant, clip):
     factory, batch = models.build("llama", seed=8)

@@ -17,6 +17,7 @@ import infinity
 from infinity import StateError
 from infinity.engine.runtime import runtime_of
 from tests.helpers import models, quantized, zoo
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule
 from tests.helpers.training import (
@@ -75,10 +76,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("mixtral", marks=pytest.mark.slow), *list(CASES)[1:]])
 def test_experts_in_tiles_give_the_plain_loops_bits(tmp_path, case):
     factory, batch = zoo.build(case.split()[0], seed=4)
-    options = {"steps": 4, **CASES[case]}
+    options = {"steps": 3, **CASES[case]}
     plain = reference(factory, batch, **options)
     tiled = TILED[options["dtype"]]
     assert_bitwise(train(factory, batch, streaming(tmp_path, tiled), **options), plain)
@@ -94,15 +95,16 @@ def route_by_rank(model: Any) -> None:
 
 CASES_OF_RANKS = {
     **{case: CASES[case] for case in ("qwen2_moe", "deepseek_v3", "qwen2_moe frozen")},
-    "qwen2_moe routed": {"dtype": "bf16", "change": route_by_rank},
+    "qwen2_moe routed": {"dtype": "bf16", "change": route_by_rank, "accumulate": 2},
 }
 
 
-def ranks_in_tiles(folder: str) -> list[list[tuple[Any, ...]]]:
+def ranks_in_tiles(folder: str, cases: list[str]) -> list[list[tuple[Any, ...]]]:
     """Losses, norms and weights of a rank, with whole experts and with tiles, by case."""
     rank = int(os.environ["RANK"])
     found = []
-    for case, given in CASES_OF_RANKS.items():
+    for case in cases:
+        given = CASES_OF_RANKS[case]
         factory, batch = zoo.build(case.split()[0], seed=4)
         options = {**given, "steps": 3}
         trained = [
@@ -113,9 +115,16 @@ def ranks_in_tiles(folder: str) -> list[list[tuple[Any, ...]]]:
     return found
 
 
-def test_two_ranks_in_tiles_give_the_bits_of_whole_experts(tmp_path):
-    for cases in run_ranks(ranks_in_tiles, 2, str(tmp_path)):
-        for whole, tiled in cases:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["deepseek_v3", "qwen2_moe routed"],
+        pytest.param(["qwen2_moe", "qwen2_moe frozen"], marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_in_tiles_give_the_bits_of_whole_experts(tmp_path, cases):
+    for found in run_ranks(ranks_in_tiles, 2, str(tmp_path), cases):
+        for whole, tiled in found:
             assert tiled[0] == whole[0]
             assert tiled[1] == pytest.approx(whole[1], rel=1e-12)
             assert [name for name in whole[2] if not torch.equal(whole[2][name], tiled[2][name])] == []
@@ -151,7 +160,7 @@ def losses_by(way: str, folder: Any, tile: str, change: Any) -> tuple[list[float
     model = build(factory, "bf16", streaming(folder, tile, *WAYS[way]))
     change(model)
     optimizer, losses = optimizer_for(model, Rule(max_grad_norm=None)), []
-    runs: Any = infinity.layer_schedule(model, micro_batches=4) if way == "layers" else model
+    runs: Any = infinity.layer_schedule(model, micro_batches=2) if way == "layers" else model
     for step in range(4):
         loss = runs(**batch(step)).loss
         loss.backward()
@@ -162,8 +171,20 @@ def losses_by(way: str, folder: Any, tile: str, change: Any) -> tuple[list[float
     return losses, weights
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", [lambda model: None, freeze_experts], ids=["trained", "frozen"])
+CHANGES = {"trained": lambda model: None, "frozen": freeze_experts}
+#: Recomputed blocks are among the cases above.
+FEW = (("layers", "frozen"), ("planned", "trained"))
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        pytest.param(way, CHANGES[name], id=f"{name}-{way}", marks=mark)
+        for way in WAYS
+        for name in CHANGES
+        for mark in [[] if (way, name) in FEW else pytest.mark.slow]
+    ],
+)
 def test_activations_and_schedules_of_tiles_are_those_of_whole_experts(tmp_path, way, change):
     whole, weights = losses_by(way, tmp_path, "partition.tile=never", change)
     tiled, same = losses_by(way, tmp_path, TILED["bf16"], change)
@@ -206,18 +227,19 @@ def test_a_wrong_size_of_tiles_is_refused(tile):
 # --- linear layers, heads and embeddings -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "change"), [("llama", lambda model: None), ("gpt", lambda model: None), ("llama", recompute)]
-)
+@pytest.mark.parametrize(("name", "change"), [("gpt", lambda model: None), ("llama", recompute)])
 def test_linear_layers_in_tiles_give_the_plain_outputs_and_gradients_within_rounding(tmp_path, name, change):
     factory, batch = models.build(name, seed=4)
-    options = {"dtype": "fp32", "steps": 5, "change": change}
+    options = {"dtype": "fp32", "steps": 4, "change": change}
     plain = reference(factory, batch, **options)
-    ours = train(factory, batch, streaming(tmp_path, "partition.tile=1KiB"), **options)
+    ours = train(factory, batch, streaming(tmp_path, "partition.tile=3KiB"), **options)
     assert ours.losses[0] == plain.losses[0]
     assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
     for key, weight in plain.weights.items():
         assert torch.allclose(ours.weights[key], weight, rtol=1e-3, atol=2e-4), key
+
+
+WIDTH = 2048
 
 
 class Wide(nn.Module):
@@ -225,21 +247,21 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Embedding(4096, 64, padding_idx=3)
-        self.up = nn.Linear(64, 16384)
-        self.down = nn.Linear(16384, 64, bias=False)
+        self.rows = nn.Embedding(512, 64, padding_idx=3)
+        self.up = nn.Linear(64, WIDTH)
+        self.down = nn.Linear(WIDTH, 64, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.rows(tokens)
         return (hidden + self.down(torch.tanh(self.up(hidden)))).square().mean()
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("clip", few((1.0,), (1.0, None)))
 def test_a_linear_layer_larger_than_the_device_trains(tmp_path, clip):
     def tokens(step: int) -> torch.Tensor:
-        return torch.randint(4096, (4, 8), generator=torch.Generator().manual_seed(step))
+        return torch.randint(512, (4, 8), generator=torch.Generator().manual_seed(step))
 
-    device_nbytes, rule = 2 * 2**20, Rule(max_grad_norm=clip)
+    device_nbytes, rule = 2 * 2**17, Rule(max_grad_norm=clip)
     torch.manual_seed(1)
     plain, loop = [], Reference(Wide(), torch.float32, rule)
     for step in range(3):
@@ -248,7 +270,7 @@ def test_a_linear_layer_larger_than_the_device_trains(tmp_path, clip):
         plain.append(loss.item())
         loop.finish([loss])
     torch.manual_seed(1)
-    model = build(Wide, "fp32", streaming(tmp_path, f"memory.device={device_nbytes}", "memory.host=6MiB"))
+    model = build(Wide, "fp32", streaming(tmp_path, f"memory.device={device_nbytes}", "memory.host=768KiB"))
     assert {name.partition(".")[0] for name in tiles_of(model)} == {"rows", "up", "down"}
     assert model.up.weight.nbytes > device_nbytes
     optimizer, runtime, losses = optimizer_for(model, rule), runtime_of(model), []
@@ -266,7 +288,7 @@ def test_a_linear_layer_larger_than_the_device_trains(tmp_path, clip):
 @pytest.fixture
 def wide(tmp_path):
     torch.manual_seed(1)
-    model = build(Wide, "fp32", streaming(tmp_path, "partition.tile=64KiB"))
+    model = build(Wide, "fp32", streaming(tmp_path, "partition.tile=32KiB"))
     yield model
     infinity.close(model)
 
@@ -341,9 +363,9 @@ def test_a_tiled_parameter_is_whole_in_all_of_nested_blocks(wide):
 def test_an_embedding_in_tiles_that_is_resized_stays_in_tiles(wide):
     with infinity.Init(wide):
         wide.rows.weight.data = torch.cat([wide.rows.weight.data, torch.ones(64, 64)])
-    assert tiles_of(wide)["rows.weight"] == 17
-    assert torch.equal(infinity.state_dict(wide)["rows.weight"][4096:], torch.ones(64, 64))
-    wide(torch.tensor([[4100, 0]])).backward()
+    assert tiles_of(wide)["rows.weight"] == 5
+    assert torch.equal(infinity.state_dict(wide)["rows.weight"][512:], torch.ones(64, 64))
+    wide(torch.tensor([[520, 0]])).backward()
     optimizer_for(wide, Rule()).step()
 
 
@@ -443,7 +465,7 @@ def test_a_tile_without_tokens_is_not_read_and_has_a_gradient_of_zeros_if_it_is_
     started.clear()
     routed = [unit for unit in runtime.units if unit.routed]
     assert len(routed) == 2 * 2 * 4  # layers, parameters, experts
-    for step in range(5):
+    for step in range(3):
         model(**batch(step)).loss.backward()
         optimizer.step()
         runtime.synchronize()
@@ -461,7 +483,13 @@ def test_a_tile_without_tokens_is_not_read_and_has_a_gradient_of_zeros_if_it_is_
 # --- checkpoints -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", quantized.KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("gpt_oss", "kimi_k2") else pytest.mark.slow)
+        for kind in quantized.KINDS
+    ],
+)
 def test_adapters_on_a_base_in_tiles_train_as_on_a_whole_one(tmp_path, kind):
     transformers.utils.logging.set_verbosity_error()
     quantized.write(kind, tmp_path / kind)
@@ -529,7 +557,11 @@ def test_states_in_tiles_are_saved_loaded_and_exported_by_the_models_own_names(t
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("7KiB", "7KiB"), ("7KiB", "3KiB"), ("never", "7KiB"), ("7KiB", "never")]
+    ("before", "after"),
+    few(
+        (("7KiB", "3KiB"), ("never", "7KiB")),
+        [("7KiB", "7KiB"), ("7KiB", "3KiB"), ("never", "7KiB"), ("7KiB", "never")],
+    ),
 )
 def test_a_run_goes_on_in_other_tiles(tmp_path, before, after):
     model, optimizer, batch = in_tiles(tmp_path, before, "run.name=mine")

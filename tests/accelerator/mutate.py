@@ -68,6 +68,9 @@ def _calls(file: str, tree: ast.AST) -> Iterator[tuple[Mutation, ast.Call]]:
 
 
 def _orders(file: str, call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if not name.startswith(("wait", "record", "synchronize", "query")):
+        return False  # soon: to unparse every call of the package takes seconds
     text = ast.unparse(call.func)
     return any(where in ("", file) and re.fullmatch(pattern, text) for where, pattern in ORDERS)
 

@@ -54,7 +54,13 @@ def test_the_rule_gives_the_same_bits_on_the_accelerator() -> None:
     assert run_ranks(compare, 1, group=False) == [[]]
 
 
-@pytest.mark.parametrize("place", [("memory.host=64MiB",), ("memory.host=4MiB", "memory.resident=false")])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(("memory.host=64MiB",), marks=pytest.mark.slow),
+        ("memory.host=4MiB", "memory.resident=false"),
+    ],
+)
 def test_training_with_updates_on_the_accelerator_gives_the_same_bits(
     tmp_path: Path, place: tuple[str, ...]
 ) -> None:

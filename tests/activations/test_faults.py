@@ -11,6 +11,7 @@ from infinity.activations import tensor_cache
 from infinity.core.errors import DiskError, InfinityError, PeerError
 from infinity.shards import storage
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.faulty import Fault, breakable
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
@@ -92,7 +93,7 @@ def test_two_ranks_store_their_activations(tmp_path):
     assert first == second
 
 
-@pytest.mark.parametrize("policy", ["offload", "recompute"])
+@pytest.mark.parametrize("policy", few(("offload",), ("offload", "recompute")))
 def test_a_slow_disk_changes_no_bit(tmp_path, policy):
     factory, batch = models.build("gpt2", seed=3, dropout=0.1)
     with breakable() as engines:

@@ -7,12 +7,17 @@ import pytest
 from infinity.activations import tensor_cache
 from infinity.activations.controller import METERED
 from tests.helpers import models, zoo
+from tests.helpers.cases import few
 from tests.helpers.reference import Rule
 from tests.helpers.training import assert_bitwise, reference, streaming, train
 
 POLICIES = ("offload", "recompute", "plan")
-#: Recomputed and planned in the fast suite, too.
-FEW = ("llama", "t5", "mixtral", "gpt")
+#: In the fast suite: each kind of model, and each policy with several of them.
+FEW = {
+    "offload": ("t5", "vit", "deepseek_v3", "whisper"),
+    "recompute": ("llama", "mixtral"),
+    "plan": ("t5", "gpt", "mixtral"),
+}
 
 
 def steps_of(policy):
@@ -26,19 +31,11 @@ def _small_slots(monkeypatch):
     monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
 
 
-def cases(all_of_them, few):
-    """Those that are not among the ``few`` are long tests."""
-    return [pytest.param(*case, marks=[] if case in few else pytest.mark.slow) for case in all_of_them]
-
-
 NAMES = (*zoo.NAMES, "gpt")
-OFFLOADED = [(name, "offload") for name in NAMES]
 CASES = [(name, policy) for name in NAMES for policy in POLICIES]
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"), cases(CASES, [*OFFLOADED, *(case for case in CASES if case[0] in FEW)])
-)
+@pytest.mark.parametrize(("name", "policy"), few([case for case in CASES if case[0] in FEW[case[1]]], CASES))
 def test_activations_that_leave_memory_come_back_to_the_bit(tmp_path, name, policy):
     overrides = streaming(tmp_path, f"memory.activations={policy}")
     steps, dtype = steps_of(policy), "fp32" if name == "whisper" else "bf16"
@@ -54,7 +51,7 @@ def plain(name, steps, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "policy"),
-    cases([(d, p) for d in ("fp16", "fp32") for p in POLICIES], [("fp16", "plan"), ("fp32", "recompute")]),
+    few([("fp16", "plan"), ("fp32", "recompute")], [(d, p) for d in ("fp16", "fp32") for p in POLICIES]),
 )
 def test_dtypes(tmp_path, policy, dtype):
     options = {"steps": steps_of(policy), "dtype": dtype}
@@ -66,9 +63,9 @@ def test_dtypes(tmp_path, policy, dtype):
 
 @pytest.mark.parametrize(
     ("engine", "policy"),
-    cases(
-        [(e, p) for e in ("threads", "libaio") for p in POLICIES],
+    few(
         [("threads", "recompute"), ("threads", "plan"), ("libaio", "offload")],
+        [(e, p) for e in ("threads", "libaio") for p in POLICIES],
     ),
 )
 def test_dropout_and_micro_batches(tmp_path, policy, engine):

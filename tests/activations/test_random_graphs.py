@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -11,6 +11,7 @@ from infinity.activations.tensor_cache import PlannedPolicy
 from infinity.core.plan import ActivationPlan, Load, Place, StoreWait
 from infinity.core.profile import SlotKey
 from tests.activations.stage import Stage, assert_same
+from tests.helpers.cases import examples
 
 N = 16
 WEIGHTS = 2
@@ -133,7 +134,7 @@ def plans(draw, keys: list[SlotKey], blocks: int) -> ActivationPlan:
 
 
 @given(blocks=BLOCKS, data=st.data())
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@examples(40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_any_computation_under_any_plan_has_the_gradients_of_plain_pytorch(tmp_path_factory, blocks, data):
     model = Model(blocks)
     plain = outcome(model, run(model))

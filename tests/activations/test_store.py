@@ -4,19 +4,20 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.activations.store import DirectStore
 from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES
 from tests.activations.stage import Stage
+from tests.helpers.cases import examples
 from tests.helpers.faulty import Fault
 from tests.helpers.limits import HANG_S
 
 
 @given(nbytes=st.one_of(st.integers(1, 40_000), st.integers(-2, 2).map(lambda n: 4 * BLOCK_NBYTES + n)))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_every_size_comes_back_to_the_byte_at_the_same_place_of_a_block(tmp_path_factory, nbytes):
     stage = Stage(tmp_path_factory.mktemp("store"))
     try:

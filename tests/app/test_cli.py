@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from infinity.app import plan_recipe
 from infinity.app import train as train_module
+from infinity.app.machines import load_machine
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError, InfinityError
@@ -164,6 +166,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("infinity ")
 
 
+@pytest.mark.slow
 def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nprint(os.environ.get('GLIBC_TUNABLES'), file=sys.stderr)\n"
@@ -263,6 +266,10 @@ def test_any_argument_is_a_run_or_one_message_and_an_exit_code(
     monkeypatch.setattr(rok_module, "measure_all", lambda *args: iter(()))
     monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
     write(tmp_path)
+    if "--tokens={}" in command:  # each of the same plan
+        planned = plan_recipe.plan_recipe(load_recipe("recipe.yaml"), load_machine("gh200"))
+        monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *args: planned)
+        monkeypatch.setattr(plan_recipe, "changes", lambda planned: iter(()))
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "run").mkdir()
     (tmp_path / "file").write_text("x")
@@ -313,15 +320,24 @@ def test_a_damaged_plan_is_an_error_that_names_its_file(
     assert f"{name}: " in capsys.readouterr().err
 
 
-def test_a_pipe_that_was_read_enough_of_is_no_traceback() -> None:
+def write_to_a_closed_pipe(argument: str) -> int:
+    """As a process of its own: the command, whose output nobody reads."""
     read, write_end = os.pipe()
     os.close(read)
-    run = subprocess.run(
-        [sys.executable, "-m", "infinity", "recipe"],
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        check=False,
-        cwd=ROOT,
-    )
+    os.dup2(write_end, 1)
     os.close(write_end)
-    assert (run.returncode, run.stderr) == (1, b"")
+    sys.stdout = os.fdopen(1, "w")  # the log's could be sought in
+    return main(["recipe"])
+
+
+def test_a_pipe_that_was_read_enough_of_is_no_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    process = Fork(
+        Job(
+            module=__name__, function="write_to_a_closed_pipe", argument="", environment=dict(os.environ),
+            path=[str(ROOT), *filter(None, sys.path)], log=str(log),
+        ),
+        seed=1,
+    )  # fmt: skip
+    assert (process.wait(), log.read_text()) == (1, "")

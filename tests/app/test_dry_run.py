@@ -20,6 +20,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.planner.clock import DECODE, plan_of, play_step
 from tests.helpers import quantized
+from tests.helpers.cases import few
 
 GPT = ["model.n_layers=4", "model.d_model=64", "model.n_heads=4", "model.seq_len=32", "train.batch_size=2"]
 MACHINE = load_machine("vm-2core")
@@ -108,7 +109,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Each way that units, homes and budgets are decided, once; the others are long tests.
+FEW = (
+    "gpt-tight", "gpt-spilled", "gpt-accumulated", "llama-lora-read-where-it-lies",
+    "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles-recomputed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", few(FEW, CASES))
 def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, tmp_path: Path) -> None:
     overrides = ["memory.resident=false", *CASES[case]]
     made = {"llama": llama, "quantized": quantized_llama}.get(overrides[1])
@@ -181,11 +189,15 @@ def metered(recipe: Recipe) -> int:
     "overrides",
     [
         GPT,
-        ["model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.seq_len=32"],  # most: gradients
-        ["llama"],
+        # most: gradients
+        pytest.param(
+            ["model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.seq_len=32"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["llama"], marks=pytest.mark.slow),
         ["llama", "memory.activations=recompute", "lora.rank=2"],
         ["llama", "data.packing=true"],
-        ["llama", "data.packing=false"],
+        pytest.param(["llama", "data.packing=false"], marks=pytest.mark.slow),
     ],
     ids=lambda overrides: " ".join(overrides),
 )
@@ -198,7 +210,7 @@ def test_the_peak_of_activations_is_that_of_a_run(overrides: list[str], tmp_path
     assert planned == pytest.approx(real, abs=64)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_fp8", "gpt_oss", "gptq"])
+@pytest.mark.parametrize("kind", few(("gpt_oss",), ("qwen3_fp8", "gpt_oss", "gptq")))
 def test_decoding_costs_what_its_operators_read_and_write(kind: str, tmp_path: Path) -> None:
     quantized.write(kind, tmp_path / "model")
     overrides = [f"model.path={tmp_path / 'model'}", "lora.rank=2", "model.seq_len=32", "train.batch_size=2"]

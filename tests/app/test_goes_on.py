@@ -116,11 +116,12 @@ def stop(patch: pytest.MonkeyPatch, where: str, step: int, error: BaseException)
 
 #: Where it stops, and the step that is kept: a step is committed when the next one has begun.
 STOPS = [
-    ("loss", 1, 0),
     ("loss", 4, 3),
     ("_evaluate", 4, 3),
-    ("_step", STEPS, STEPS - 1),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in (("loss", 2, 1), ("_step", 3, 2))),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("loss", 1, 0), ("loss", 2, 1), ("_step", 3, 2), ("_step", STEPS, STEPS - 1))
+    ),
 ]
 
 

@@ -32,7 +32,7 @@ from tests.helpers.models import build
 #: Section, field and type by key.
 KEYS = {f"{section}.{spec.name}": (spec, hint) for section, spec, hint in _settings()}
 #: The fewest cases in which a fault shows soon, and many.
-FEW, MANY = 30, 2000
+FEW, MANY = 12, 2000
 QUICK = settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
 
@@ -262,7 +262,7 @@ def check_run(cases: list[tuple[str, str]], base: list[str]) -> None:
         event(type(error).__name__)
 
 
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=8)
 @given(case=plausible())
 def test_a_recipe_that_is_valid_runs_or_says_what_to_change(place: Path, case: tuple[str, str]) -> None:
     check_run([case], [*SMALL, *NEW])

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.checkpoint import conversions
 from infinity.checkpoint.conversions import Traced, UntraceableError
 from infinity.checkpoint.directory import MemoryTensor
+from tests.helpers.cases import examples
 
 
 class Counting(MemoryTensor):
@@ -77,7 +78,7 @@ OPERATIONS = [
 steps = st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, 5)), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=3), steps=steps)
 def test_any_chain_of_operations_gives_the_same_elements(shape, steps):
     tensor, stand_in = pair(*shape)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from infinity.checkpoint.directory import DTYPES, Checkpoint, TensorFile, read_json_object
 from infinity.core.errors import CheckpointError
+from tests.helpers.cases import examples
 
 INDEX = "model.safetensors.index.json"
 #: Two files, one of three tensors and one of one.
@@ -384,7 +385,7 @@ indexes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(index=indexes.map(json.dumps) | st.text(max_size=20))
 def test_no_index_does_harm_or_opens_what_it_could_not_rightly_name(sharded, opened, index):
     save_file({"s": torch.ones(1)}, sharded.parent / "secret.safetensors")
@@ -421,7 +422,7 @@ entries = st.fixed_dictionaries(
     },
 )
 headers = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4)
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def survives(path):

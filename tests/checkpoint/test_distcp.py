@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.core.errors import CheckpointError
 from infinity.core.intervals import Box
+from tests.helpers.cases import examples
 
 
 def save(path: Path, state: dict[str, Any]) -> Path:
@@ -107,7 +108,7 @@ def _cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(cut=_cut(), data=st.data())
 def test_any_range_is_read_whatever_the_parts_are(
     cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -317,7 +318,7 @@ def test_a_file_that_is_cut_after_it_was_opened_is_an_error(tmp_path: Path) -> N
             read(checkpoint, "t")
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(data=st.data())
 def test_bytes_that_were_changed_give_an_error_or_values_and_nothing_else(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

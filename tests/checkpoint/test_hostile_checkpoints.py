@@ -26,7 +26,7 @@ from infinity.app.train import train
 from infinity.core.errors import InfinityError
 from tests.helpers.tokenizers import MARKED, write_tokenizer
 
-FEW, MANY = 20, 2000
+FEW, MANY = 10, 2000
 QUICK = settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
 

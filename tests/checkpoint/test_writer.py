@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -24,6 +24,7 @@ from infinity.checkpoint.writer import (
     plan_files,
 )
 from infinity.core.errors import CheckpointError, DiskError
+from tests.helpers.cases import examples
 
 #: Types whose values numpy and torch both compare; 8-bit floats are compared as bytes.
 DTYPES = [
@@ -87,7 +88,7 @@ def assert_holds(path: Path, values: dict[str, torch.Tensor]) -> None:
             assert torch.equal(raw(got), raw(value)), key
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensors=tensors, cuts=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_any_names_types_and_shapes_come_back_from_safetensors(
     tmp_path_factory: pytest.TempPathFactory, tensors: Any, cuts: int, seed: int

@@ -74,6 +74,8 @@ def gather(dies: bool, timeout_s: float, closes: bool = False) -> tuple[str, boo
     failed.wait(HANG_S / 2)
     aborted = stuck.aborted.wait(HANG_S / 2)
     ranks.collectives.close()
+    if not dies:
+        dist.barrier()  # a rank that leaves takes the connections of the other one with it
     dist.destroy_process_group()  # before the helper waits for the other rank
     return f"{type(errors[0]).__name__}: {errors[0]}", aborted
 
@@ -91,6 +93,7 @@ def test_a_peer_that_dies_inside_a_collective_is_named_long_before_the_time_is_o
 def test_a_collective_that_does_not_end_is_given_up_when_the_time_is_over():
     with start_ranks(gather, 2, False, 1.0) as running:
         for ended in running.wait():
+            assert ended.exit_code == 0, ended
             told, aborted = ended.result
             assert told.startswith("PeerError")
             assert aborted
@@ -99,6 +102,7 @@ def test_a_collective_that_does_not_end_is_given_up_when_the_time_is_over():
 def test_a_rank_that_fails_and_closes_at_once_leaves_no_collective_on_its_accelerator():
     with start_ranks(gather, 2, False, 10_000.0, True) as running:
         for ended in running.wait():
+            assert ended.exit_code == 0, ended
             assert ended.result[1]
 
 

@@ -38,4 +38,4 @@ def test_each_start_has_keys_of_its_own(launcher: TCPStore) -> None:
 def test_a_rank_that_does_not_come_is_named(launcher: TCPStore) -> None:
     start(2)  # what rank 1 of the start before asked is still there
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come"):
-        _store_of_this_start(0, 3, timedelta(seconds=0.2))
+        _store_of_this_start(0, 3, timedelta(seconds=1))

@@ -4,10 +4,11 @@ import functools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.intervals import Box, Span, boxes, flat_offset, overlap, pieces, shard_pieces
+from tests.helpers.cases import examples
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -94,7 +95,7 @@ def _layouts(draw, sizes):
     return ranks, units
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_shards_of_any_layout_are_made_of_those_of_any_other(data):
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))

@@ -99,6 +99,7 @@ def test_a_loop_of_ones_own_is_told_what_to_set(old_glibc, monkeypatch, tmp_path
 # --- the memory of a process -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(allocator._glibc_version() is None, reason="another C library")
 def test_what_activations_do_not_take_is_not_resident_either(tmp_path):
     """Peaks of two processes, kept and offloaded; what differs is what was stored."""

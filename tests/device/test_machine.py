@@ -290,6 +290,7 @@ print(init.runtime.config.dtype, *init.runtime.notes)
 """
 
 
+@pytest.mark.slow  # a new interpreter; make bare runs much more without it
 def test_a_processor_without_avx512_computes_in_fp32() -> None:
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     command = [sys.executable, "-W", "error", "-c", SLOW_AT_BF16]

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.memory import Buffer, BufferLease, DevicePool, HostPool
+from tests.helpers.cases import examples
 from tests.helpers.limits import HANG_S
 
 MIB = 2**20
@@ -192,7 +193,7 @@ def test_device_memory_is_given_back_before_other_memory_takes_its_place(monkeyp
     assert alive == [False]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=25),
     st.integers(MIB, 8 * MIB),

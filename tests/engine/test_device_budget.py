@@ -1,6 +1,7 @@
 """The device budget when more gradients wait than an optimizer step alone tells."""
 
 import contextlib
+import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from infinity import BudgetError
 from infinity.device.memory import BufferPool
 from infinity.engine import executor
 from tests.helpers import models, training
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.lockstep import Toy, batch, seeded
 from tests.helpers.reference import Reference, Rule
@@ -70,6 +72,7 @@ def test_the_first_no_sync_says_what_accumulating_needs_and_that_is_enough(tmp_p
     assert max(each.peak_nbytes["device"] for each in trained.reports) <= nbytes
 
 
+@pytest.mark.slow
 def test_on_two_ranks_too(tmp_path):
     for losses, nbytes, peak in run_ranks(on_a_rank, 2, str(tmp_path)):
         assert len(losses) == 12
@@ -230,9 +233,14 @@ def within_the_least(
     return trained(needed(raised)), needed(raised)
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+#: Each of them.
+PAIRS = (("keep", True, None), ("recompute", False, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("activations", "frozen", "clip"),
+    few(PAIRS, itertools.product(("keep", "recompute"), (False, True), (None, 1.0))),
+)
 def test_the_least_budget_has_room_for_all_units_in_use_at_one_time(
     tmp_path, monkeypatch, activations, frozen, clip
 ):
@@ -306,8 +314,10 @@ def test_transformers_gradient_checkpointing_has_room_for_a_block_or_the_next_fo
     infinity.close(model)
 
 
-@pytest.mark.parametrize("resident", ["true", "false"])
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(
+    ("resident", "adapters"),
+    few((("true", False), ("false", True)), itertools.product(("true", "false"), (False, True))),
+)
 def test_the_least_host_memory_that_the_error_names_trains_the_same_and_less_does_not(
     tmp_path, monkeypatch, resident, adapters
 ):

@@ -1,6 +1,7 @@
 """Logits in slices under ``Init``: numbers within rounding, alike in every placement; uses as for whole."""
 
 import contextlib
+import itertools
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from infinity.activations.controller import METERED
 from infinity.app.models.causal import CausalLoss
 from infinity.core.errors import BudgetError, StateError
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, several
 from tests.helpers.reference import Rule
 from tests.helpers.runs import metrics_of
@@ -47,7 +49,7 @@ def counted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", few(("gpt2",), ("llama", "gpt2")))
 def test_training_is_the_plain_loops_within_rounding_and_the_same_in_every_placement(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,8 +86,10 @@ def events(overrides: list[str], steps: int = 4, *, freeze: bool, after: bool) -
         return plan.events, on_demand
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(
+    ("freeze", "after"),
+    few(((True, False), (False, True)), itertools.product((False, True), (False, True))),
+)
 def test_the_order_of_uses_is_that_of_whole_logits(tmp_path: Path, freeze: bool, after: bool) -> None:
     of_slices = events(streaming(tmp_path, SLICES), freeze=freeze, after=after)
     of_whole = events(streaming(tmp_path, "memory.logits=whole"), freeze=freeze, after=after)
@@ -167,7 +171,7 @@ def losses_of(folder: Path, name: str, *overrides: str) -> tuple[list[float], li
     return tuple([line["loss"] for line in lines if line["kind"] == kind] for kind in ("step", "evaluation"))
 
 
-@pytest.mark.parametrize("schedule", ["step", "layer"])
+@pytest.mark.parametrize("schedule", few(("layer",), ("step", "layer")))
 def test_a_recipe_says_so_in_both_schedules(
     tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,15 +188,18 @@ def test_a_recipe_says_so_in_both_schedules(
 # --- a vocabulary that does not fit ------------------------------------------------------------------
 
 
+WIDE = 2**11
+
+
 class Wide(nn.Module):
     """A model whose logits are all that is large."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(2**12, 16)
+        self.embed = nn.Embedding(WIDE, 16)
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.lm_head = nn.Linear(16, 2**12, bias=False)
+        self.lm_head = nn.Linear(16, WIDE, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -209,7 +216,7 @@ def wide(folder: Path, *overrides: str) -> tuple[list[float], Any]:
     optimizer, losses = optimizer_for(model, Rule(lr=1e-3)), []
     with contextlib.closing(optimizer):
         for step in range(METERED + 2):
-            tokens = torch.randint(2**12, (4, 64), generator=torch.Generator().manual_seed(step))
+            tokens = torch.randint(WIDE, (4, 64), generator=torch.Generator().manual_seed(step))
             loss = model(tokens)
             loss.backward()
             optimizer.step()
@@ -218,7 +225,7 @@ def wide(folder: Path, *overrides: str) -> tuple[list[float], Any]:
 
 
 def test_auto_trains_within_a_budget_that_whole_logits_exceed(tmp_path: Path) -> None:
-    logits_nbytes = 4 * 64 * 2**12 * 4
+    logits_nbytes = 4 * 64 * WIDE * 4
     device = f"memory.device={logits_nbytes}"
     with pytest.raises(BudgetError, match=re.escape("memory.device")):
         wide(tmp_path, device, "memory.logits=whole")

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import infinity
 from infinity.engine.runtime import runtime_of
 from tests.helpers import training
+from tests.helpers.cases import few
 from tests.helpers.reference import Reference, Rule
 
 WIDTH = 32
@@ -19,6 +21,9 @@ WIDTH = 32
 TINY_UNIT = 3000
 #: In host memory, on NVMe, and on NVMe with one version (no update inside backward).
 PLACES = ("host", "nvme", "one-version")
+#: A place where weights come and go at each use, in memory in the long suite only; and both places.
+NVME = pytest.mark.parametrize("place", few(("nvme",), ("host", "nvme")))
+BOTH = pytest.mark.parametrize("place", ["host", "nvme"])
 
 
 def place(name: str, directory: Any) -> list[str]:

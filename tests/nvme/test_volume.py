@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DirectoryError, DiskError
@@ -15,6 +15,7 @@ from infinity.core.extent import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import SealedFile, Space, Volume, open_sealed
+from tests.helpers.cases import examples
 from tests.helpers.limits import file_limit
 
 MIB = 2**20
@@ -235,7 +236,7 @@ def test_a_full_disk_raises_and_keeps_what_was_written(name: str, tmp_path: Path
     engine.close()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), max_size=40))
 def test_ranges_never_overlap_and_all_room_comes_back(steps: list[tuple[int, bool]]) -> None:
     space, live = Space(), []

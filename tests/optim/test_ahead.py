@@ -4,12 +4,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.transfer import Transfer
 from infinity.optim.layout import GRAIN_NUMEL
 from infinity.optim.pipeline import RESERVE, Expected, StateLayout
+from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine
 from tests.helpers.limits import HANG_S
 from tests.optim.test_pipeline import DTYPES, make_shard, playing
@@ -35,7 +36,7 @@ def shards_of(engine, count: int, chunks: int = 3, **options) -> list:
     ]
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.permutations(range(5)), st.lists(st.integers(0, 4), unique=True), st.integers(1, 9), st.booleans(),
     st.booleans(),

@@ -6,11 +6,12 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
 from infinity.optim.layout import StateLayout
+from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine
 from tests.helpers.limits import HANG_S
 from tests.optim.test_ahead import expected, shards_of, wait_for
@@ -26,7 +27,7 @@ def again(shard):
     return job, ends
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 3))
 def test_whenever_a_job_is_cancelled_the_next_one_writes_the_right_bits(
     seed, depth, at_hand, grad_at_hand, ahead

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.optim.layout import StateLayout, master_of, store_master
+from tests.helpers.cases import examples
 
 EDGES = [
     0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00007FFF, 0x00008000, 0x00008001,
@@ -40,7 +41,7 @@ def join(weight: Tensor, remainder: Tensor, eager: bool = False) -> Tensor:
     return master_of(BF16, weight, (remainder,), eager=eager)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 2**32 - 1).filter(lambda bits: not is_nan(bits)), min_size=1, max_size=64))
 @FORMS
 def test_join_of_split_gives_every_bit_back(eager, bits):

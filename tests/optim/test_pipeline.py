@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
 from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import AdamWRule, Hyper, adamw_by_torch
+from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine, FakePool
 from tests.helpers.limits import HANG_S
 
@@ -121,7 +122,7 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
     return grains, list(zip(cuts[::2], cuts[1::2], strict=False))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     dtype=st.sampled_from(DTYPES),
     jobs=st.lists(

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
@@ -25,6 +25,7 @@ from infinity.optim import kernels
 from infinity.optim.layout import StateLayout, master_of, split, store_master
 from infinity.optim.norm import sum_of_squares
 from infinity.optim.rules import AdamWRule, Hyper, _root_in_float64, adamw_by_torch, prepare
+from tests.helpers.cases import examples
 from tests.helpers.launch import run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -166,7 +167,7 @@ def test_any_number_of_threads_gives_the_same_bits(dtype):
     assert all(result == results[0] for result in results)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     dtype=st.sampled_from(DTYPES),
     numel=st.integers(1, 5000),

@@ -1,11 +1,12 @@
 """The prefetcher with a mover that only writes down what it is told."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.partition.prefetcher import Prefetcher
+from tests.helpers.cases import examples
 
-fast = settings(deadline=None, max_examples=100)
+fast = examples(100)
 
 
 class FakeMover:

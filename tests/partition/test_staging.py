@@ -5,12 +5,13 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece
 from infinity.partition.mover import Staging
+from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine, FakePool
 
 B = BLOCK_NBYTES
@@ -40,7 +41,7 @@ class Shard:
         return bytes(self.out.numpy()) == self.content
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
 def test_every_byte_arrives_once_within_the_pool(blocks, piece, room):
     engine, pool = FakeEngine(), FakePool(max(room, piece) * B)

@@ -4,14 +4,15 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from infinity.core.errors import StateError
 from infinity.partition.unit import SHARD_QUANTUM, Unit, is_placeholder, layout, placeholder, span
+from tests.helpers.cases import examples
 
-fast = settings(deadline=None, max_examples=60)
+fast = examples(60)
 shapes = st.lists(
     st.one_of(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.tuples(st.integers(1, 99)), st.just(())),
     min_size=1,

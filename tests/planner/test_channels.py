@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware
 from infinity.core.profile import Traffic
 from infinity.planner.channels import Channel, ChannelTimeline, FenwickTree, channel_timelines, mixed_rates
+from tests.helpers.cases import examples
 
-fast = settings(deadline=None, max_examples=100)
+fast = examples(100)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())

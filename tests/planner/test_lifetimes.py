@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.profile import Kind, Operator, Phase, Profile, SlotKey, StorageUse
 from infinity.planner.lifetimes import lifetimes_of, memory, operator_times
+from tests.helpers.cases import examples
 from tests.helpers.profiles import Tape, random_profiles, transformer
 
 FORWARD = Phase.FORWARD
@@ -33,7 +34,7 @@ def test_memory_counts_what_the_step_makes_from_birth_to_death() -> None:
 
 
 @given(random_profiles())
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_no_operator_uses_a_storage_inside_its_inactive_period(profile: Profile) -> None:
     storages = {slot.key: slot.storage for slot in profile.slots}
     for period in lifetimes_of(profile).periods:
@@ -42,7 +43,7 @@ def test_no_operator_uses_a_storage_inside_its_inactive_period(profile: Profile)
 
 
 @given(random_profiles())
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_memory_is_the_sum_of_what_is_alive(profile: Profile) -> None:
     alive = [
         sum(
@@ -148,7 +149,7 @@ def test_a_storage_that_other_code_holds_cannot_leave() -> None:
 
 
 @given(random_profiles(), st.data())
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_keys_are_distinct_and_needs_are_in_order_for_any_recomputation(
     profile: Profile, data: st.DataObject
 ) -> None:

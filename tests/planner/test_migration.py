@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.plan import Hardware, Place
@@ -13,6 +13,7 @@ from infinity.core.profile import SlotKey
 from infinity.planner.channels import channel_timelines
 from infinity.planner.lifetimes import InactivePeriod
 from infinity.planner.migration import Migration, Pressure, migrate
+from tests.helpers.cases import examples
 
 
 def endless() -> Hardware:
@@ -70,7 +71,7 @@ def test_a_migration_takes_as_long_as_its_transfers() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40), st.integers(1, 50)), max_size=30), st.data()
 )
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_migrations_lie_within_their_periods_and_channels_are_never_overbooked(
     drawn: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
@@ -91,7 +92,7 @@ def test_migrations_lie_within_their_periods_and_channels_are_never_overbooked(
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.data())
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_pressure_is_the_time_above_capacity_after_any_changes(
     numbers: list[int], data: st.DataObject
 ) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError
@@ -21,6 +21,7 @@ from infinity.planner.policies import (
 )
 from infinity.planner.search import bounded
 from infinity.planner.simulator import play, play_in_detail
+from tests.helpers.cases import examples, few
 from tests.helpers.profiles import (
     MIB,
     budget_between,
@@ -30,7 +31,7 @@ from tests.helpers.profiles import (
     transformer,
 )
 
-fast = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+fast = examples(25, suppress_health_check=[HealthCheck.too_slow])
 
 
 def well_formed(profile: Profile, made: ActivationPlan) -> None:
@@ -176,7 +177,7 @@ def test_a_plan_for_a_drive_that_is_too_slow_bounds_what_waits_for_it() -> None:
     assert play(profile, replace(made, backlog_nbytes=None), slow).peak_nbytes > least
 
 
-@pytest.mark.parametrize("gigabytes_per_s", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("gigabytes_per_s", few((1.0,), (0.3, 1.0, 4.0)))
 def test_to_keep_a_budget_on_a_slower_drive_costs_nothing_on_the_one_that_was_measured(
     gigabytes_per_s: float,
 ) -> None:

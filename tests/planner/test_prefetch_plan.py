@@ -5,12 +5,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.planner.prefetch_plan import LEAD, Event, Kind, Plan, make_plan, runs_of
+from tests.helpers.cases import examples
 
-fast = settings(deadline=None, max_examples=150)
+fast = examples(150)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from infinity.core.errors import ChangedFileError, InfinityError, StateError
 from infinity.shards import commits
 from infinity.shards.commits import read_commit
+from tests.helpers.cases import examples
 from tests.helpers.crashes import go_on
 
 
@@ -183,10 +184,8 @@ def changed(value, path, new):
     return copy
 
 
-@settings(
-    max_examples=60, deadline=None, derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+@examples(60, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
 @given(st.data())
 def test_no_content_is_loaded_that_contradicts_itself(kept, tmp_path, data):
     """Any value of a record or layout is another one, with the right checksum: no error of another type."""

@@ -18,6 +18,7 @@ import infinity
 from infinity.core.errors import StateError
 from infinity.shards.commits import Commits
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Loader, Net
 from tests.helpers.training import build, recipe, small_units
 
@@ -278,12 +279,25 @@ LOOPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", LOOPS, ids=lambda kind: kind.__name__)
-def test_a_loop_goes_on_bitwise_after_every_step(tmp_path, kind):
+#: Of loops that differ in the place only, and of those that other tests kill, no step in the fast suite.
+ALIKE = (Loop, Lambda, OneCycle, Frozen, Forgetting, Resized, Durable, Rare, RareHost)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        pytest.param(kind, first, marks=[pytest.mark.slow] if kind in ALIKE or first == 0 else [])
+        for kind in LOOPS
+        for first in (2, 0)
+    ],
+    ids=lambda each: getattr(each, "__name__", f"from {each}"),
+)
+def test_a_loop_goes_on_bitwise_after_every_step(tmp_path, kind, first):
+    """Those after the step ``first``, every second one."""
     (tmp_path / "copies").mkdir()
     losses, weights, states = kind(tmp_path / "nvme", 1).run(tmp_path / "copies")
     starts = set()
-    for number, copy in enumerate(sorted((tmp_path / "copies").iterdir())[::2]):
+    for number, copy in enumerate(sorted((tmp_path / "copies").iterdir())[first::2]):
         loop = kind(copy, 2 + number)
         starts.add(loop.start)
         if loop.start == 0:  # nothing was recorded: another seed gives another run
@@ -414,7 +428,7 @@ class Raises(Loop):
         return loss
 
 
-@pytest.mark.parametrize("place", ["nvme", "both"])
+@pytest.mark.parametrize("place", few(("both",), ("nvme", "both")))
 def test_weights_are_as_they_were_if_the_block_that_writes_them_raises(tmp_path, monkeypatch, place):
     monkeypatch.setattr(Loop, "place", place)
     wanted = Loop(tmp_path / "one", 1).run()

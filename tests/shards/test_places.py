@@ -11,6 +11,7 @@ import torch
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
 from infinity.nvme.run_directory import RunDirectory
 from infinity.optim.pipeline import UpdatePipeline
+from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Net, go_on
 from tests.helpers.launch import holding
 from tests.helpers.limits import file_limit
@@ -132,7 +133,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, whole):
 # --- full disks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", few(("nvme", "both"), PLACES))
 def test_a_full_disk_leaves_the_commit_and_there_may_be_room_later(tmp_path, whole, place, monkeypatch):
     """However much is written before the disk is full: while building, resuming, training, recording."""
     monkeypatch.setattr("infinity.nvme.volume._GROWTH_NBYTES", 2**12)

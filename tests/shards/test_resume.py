@@ -1,10 +1,13 @@
 """A run that was interrupted goes on: bitwise the run that was not."""
 
+import itertools
+
 import pytest
 import torch
 
 import infinity
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.crashes import Net
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
@@ -73,16 +76,15 @@ def whole():
     return get
 
 
-#: Every way from one place to another in one dtype, every place in each dtype; the rest are long tests.
-DTYPES = ("bf16", "fp16", "fp32")
-WAYS = [(before, after, dtype) for before in PLACES for after in PLACES for dtype in DTYPES]
-LONG = [way for way in WAYS if way[2] != "bf16" and way[:2] not in (("nvme", "both"), ("host", "nvme"))]
+#: From and to every place, in every dtype; the rest are long tests.
+WAYS = tuple(itertools.product(PLACES, PLACES, ("bf16", "fp16", "fp32")))
+FEW = (
+    ("nvme", "nvme", "bf16"), ("nvme", "both", "fp16"), ("host", "nvme", "fp32"), ("both", "host", "bf16"),
+    ("both", "both", "bf16"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "dtype"),
-    [pytest.param(*way, marks=[pytest.mark.slow] if way in LONG else []) for way in WAYS],
-)
+@pytest.mark.parametrize(("before", "after", "dtype"), few(FEW, WAYS))
 def test_a_run_goes_on_bitwise_in_every_place(tmp_path, before, after, dtype, whole):
     rule = Rule(max_grad_norm=None)
     losses, final = whole("gpt", dtype, rule, tmp_path)
@@ -99,7 +101,7 @@ def test_a_run_goes_on_bitwise_in_every_place(tmp_path, before, after, dtype, wh
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", few(("nvme", "both"), PLACES))
 def test_with_fewer_records_a_run_goes_on_from_the_last_one(tmp_path, place, whole):
     rule = Rule(max_grad_norm=None)
     losses, final = whole("gpt", "bf16", rule, tmp_path)
@@ -128,7 +130,10 @@ def train_some(directory, steps, expected, wanted, place="nvme", ending="keep"):
     return losses, final
 
 
-@pytest.mark.parametrize("places", [("nvme", "nvme", "nvme"), ("host", "nvme", "both")])
+@pytest.mark.parametrize(
+    "places",
+    [pytest.param(("nvme", "nvme", "nvme"), marks=pytest.mark.slow), ("host", "nvme", "both")],
+)
 def test_states_are_the_same_on_any_number_of_ranks(tmp_path, places):
     found = {}
     for number, (world, place) in enumerate(zip((1, 2, 1), places)):

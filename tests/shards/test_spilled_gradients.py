@@ -14,6 +14,7 @@ from infinity.core.extent import Extent
 from infinity.core.transfer import Transfer
 from infinity.engine.runtime import runtime_of, runtimes
 from tests.helpers import models
+from tests.helpers.cases import few
 from tests.helpers.faulty import Fault, FaultyEngine
 from tests.helpers.launch import run_ranks
 from tests.helpers.limits import file_limit
@@ -82,11 +83,11 @@ def spilled_nbytes(optimizer: Any) -> int:
 @pytest.mark.parametrize(
     ("dtype", "extra", "versions"),
     [
-        ("bf16", 0, VERSIONS[0]),
+        pytest.param("bf16", 0, VERSIONS[0], marks=pytest.mark.slow),
         ("bf16", 3 * 8192, VERSIONS[0]),
         ("fp16", 2 * 8192, VERSIONS[0]),
         ("fp32", 0, VERSIONS[1]),
-        ("bf16", 3 * 8192, VERSIONS[1]),
+        pytest.param("bf16", 3 * 8192, VERSIONS[1], marks=pytest.mark.slow),
     ],
 )
 def test_clipped_and_free_steps_give_the_plain_loops_bits(tmp_path, dtype, extra, versions):
@@ -121,9 +122,7 @@ def test_parts_that_are_frozen_now_and_then(tmp_path):
         pair.check()
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 20))]
-)
+@pytest.mark.parametrize("seed", few((1,), range(20)))
 def test_random_delays_give_the_same_bits(tmp_path, seed):
     with jitter(seed), lockstep(tmp_path, VERSIONS[seed % 2], extra=8192 * (seed % 5), **POISONED) as pair:
         play(pair, MOVES)
@@ -176,6 +175,7 @@ def least(kind: str, folder: str) -> int:
     return needed(lambda: trained(kind, folder, "", "memory.device=1KiB", UNTILED))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_give_the_same_bits(tmp_path):
@@ -196,6 +196,7 @@ def two_ranks(folder: str) -> None:
     compared("whole", folder, "..c.z.", least("whole", folder))
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_bits(tmp_path):
     run_ranks(two_ranks, 2, str(tmp_path))
 
@@ -203,7 +204,13 @@ def test_two_ranks_give_the_same_bits(tmp_path):
 # --- bytes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("extra", "versions"), [(0, VERSIONS[0]), (9 * 8192, VERSIONS[0]), (0, VERSIONS[1])])
+@pytest.mark.parametrize(
+    ("extra", "versions"),
+    few(
+        ((9 * 8192, VERSIONS[0]),),
+        [(0, VERSIONS[0]), (9 * 8192, VERSIONS[0]), (0, VERSIONS[1])],
+    ),
+)
 def test_bytes_are_the_planned_ones_and_gradients_are_among_them(tmp_path, versions, extra):
     factory, batches = models.build("gpt", seed=0)
     where = streaming(tmp_path, versions, UNTILED)
@@ -264,7 +271,7 @@ def test_a_model_that_only_runs_has_no_room_taken_for_them(tmp_path):
     optimizer.close()
 
 
-@pytest.mark.parametrize("clip", [FREE, CLIPPED])
+@pytest.mark.parametrize("clip", few((CLIPPED,), (FREE, CLIPPED)))
 def test_a_run_that_is_interrupted_goes_on_with_them(tmp_path, clip):
     def begin(folder: str, memory: str) -> tuple[Any, Any, Any]:
         return start(

@@ -1,14 +1,15 @@
 """Which elements of a shard are updated with which numbers."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from infinity.partition.unit import Unit, layout
 from infinity.shards.updates import runs_of
+from tests.helpers.cases import examples
 
-fast = settings(deadline=None, max_examples=150)
+fast = examples(150)
 HYPERS = [torch.zeros(8), torch.ones(8)]
 
 

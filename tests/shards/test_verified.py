@@ -24,6 +24,7 @@ from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Space, Volume
 from infinity.shards.commits import read_commit
 from infinity.shards.verified import BlockSums, VerifiedEngine, sums_of, verify
+from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import build
@@ -254,7 +255,7 @@ def test_a_fresh_range_of_a_file_that_was_found_reads_as_zeros(tmp_path):
 # --- training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", few(("both",), PLACES))
 def test_checked_runs_have_the_same_bits_and_no_false_alarm(tmp_path, place, monkeypatch):
     """Partial reads, writes in place, residents, activations beside units, commits and resumes."""
     monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)  # as if these activations were large
@@ -293,7 +294,7 @@ def test_sums_begin_with_the_run_that_goes_on(tmp_path, caplog):
         train(tmp_path, 5, VERIFY)
 
 
-@pytest.mark.parametrize("part", ["weight", "exact", "moments"])
+@pytest.mark.parametrize("part", few(("exact",), ("weight", "exact", "moments")))
 def test_training_ends_at_the_first_read_of_a_flipped_byte(tmp_path, part):
     torch.manual_seed(3)
     given = [f"memory.nvme=[{tmp_path}]", "memory.host=500KiB", "memory.resident=false", VERIFY]

@@ -10,9 +10,9 @@ from torch import nn
 import infinity
 from infinity import StateError
 from tests.helpers import models, training
-from tests.helpers.lockstep import WIDTH, Block, Toy, batch, lockstep, place, seeded
+from tests.helpers.cases import few
+from tests.helpers.lockstep import BOTH, NVME, WIDTH, Block, Toy, batch, lockstep, place, seeded
 
-BOTH = pytest.mark.parametrize("place", ["host", "nvme"])
 CASTS = {
     "half": lambda m: m.half(),
     "float": lambda m: m.float(),
@@ -31,7 +31,7 @@ def _then(*calls):
 # --- casts and moves -----------------------------------------------------------------------------
 
 
-@BOTH
+@NVME
 def test_moving_to_the_device_where_it_is_changes_nothing(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         for _ in range(2):
@@ -43,7 +43,7 @@ def test_moving_to_the_device_where_it_is_changes_nothing(tmp_path, place):
         pair.check()
 
 
-@BOTH
+@NVME
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_changing_the_dtype_or_the_data_is_an_error_before_any_number(tmp_path, place, cast, stepped):
@@ -91,7 +91,7 @@ READS = {
 }
 
 
-@BOTH
+@NVME
 def test_the_values_of_a_gradient_are_an_error_its_shape_is_not(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         bias = pair.model.last.bias
@@ -108,7 +108,7 @@ def test_the_values_of_a_gradient_are_an_error_its_shape_is_not(tmp_path, place)
                 read(bias)
 
 
-@BOTH
+@NVME
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
 def test_torchs_clipping_is_an_error_that_names_max_grad_norm(tmp_path, place, foreach, clip):
@@ -146,7 +146,7 @@ def _replaced_inside():
     return model
 
 
-@BOTH
+@NVME
 @pytest.mark.parametrize("make", [Headed, _replaced_inside])
 def test_replacing_a_submodule_inside_init_works(tmp_path, place, make):
     with lockstep(place, tmp_path, seeded(make)) as pair:
@@ -154,7 +154,7 @@ def test_replacing_a_submodule_inside_init_works(tmp_path, place, make):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_replacing_a_submodule_outside_init_is_an_error_at_the_optimizer(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.model.last = nn.Linear(WIDTH, 4, dtype=torch.bfloat16)
@@ -162,7 +162,7 @@ def test_replacing_a_submodule_outside_init_is_an_error_at_the_optimizer(tmp_pat
             infinity.AdamW(pair.model)
 
 
-@BOTH
+@NVME
 def test_replacing_a_submodule_after_the_optimizer_is_an_error_at_the_next_step(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -171,7 +171,7 @@ def test_replacing_a_submodule_after_the_optimizer_is_an_error_at_the_next_step(
             pair.step()
 
 
-@BOTH
+@NVME
 def test_replacing_a_parameter_after_the_optimizer_is_an_error_at_the_next_step(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.model.blocks[0].up.bias = nn.Parameter(torch.zeros(2 * WIDTH, dtype=torch.bfloat16))
@@ -223,7 +223,7 @@ def test_hooks_of_the_user_fire_with_the_right_values(tmp_path, place, when):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_weight_norm_of_torch_trains_bitwise(tmp_path, place):
     def make():
         model = Toy()
@@ -260,7 +260,8 @@ def _compile_all(model, backend):
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        (_compile_blocks, "aot_eager"),
+        (_compile_blocks, "eager"),
+        pytest.param(_compile_blocks, "aot_eager", marks=pytest.mark.slow),
         pytest.param(_wrap_blocks, "eager", marks=pytest.mark.slow),
         pytest.param(_compile_all, "eager", marks=pytest.mark.slow),
     ],
@@ -282,8 +283,8 @@ def test_compiled_blocks_train_as_the_plain_ones(tmp_path, place, how, backend):
 # --- generation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-@BOTH
+@pytest.mark.parametrize("name", few(("gpt2", "t5"), ("llama", "gpt2", "t5")))
+@NVME
 def test_generation_between_steps_gives_the_plain_models_tokens(tmp_path, name, place):
     factory, batches = models.build(name, seed=1)
     with lockstep(place, tmp_path, factory, batches=batches) as pair:

@@ -1,5 +1,6 @@
 """Graphs of every shape: what runs twice, never, in another order, or raises on the way."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,10 @@ from torch import nn
 
 import infinity
 from infinity import StateError
-from tests.helpers.lockstep import WIDTH, Block, Toy, batch, lockstep, seeded
+from tests.helpers.cases import few
+from tests.helpers.lockstep import BOTH, NVME, WIDTH, Block, Toy, batch, lockstep, seeded
 from tests.helpers.reference import Rule
 
-BOTH = pytest.mark.parametrize("place", ["host", "nvme"])
 CLIP = pytest.mark.parametrize("clip", [1.0, None])
 
 
@@ -118,9 +119,17 @@ GRAPHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-@BOTH
-@CLIP
+#: Each graph where weights come and go, some in memory, too.
+FEW = (
+    *((name, "nvme", (1.0, None)[number % 2]) for number, name in enumerate(GRAPHS)),
+    ("unused-parameters", "host", 1.0),
+    ("shared-modules-and-weights", "host", None),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "clip"), few(FEW, itertools.product(GRAPHS, ("host", "nvme"), (1.0, None)))
+)
 def test_graphs_train_bitwise_as_in_the_plain_loop(tmp_path, name, place, clip):
     with lockstep(place, tmp_path, seeded(GRAPHS[name]), rule=Rule(max_grad_norm=clip)) as pair:
         for step in range(5):
@@ -146,7 +155,7 @@ def test_two_forwards_before_one_backward(tmp_path, place, clip):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_forwards_first_and_backwards_after(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -160,7 +169,7 @@ def test_forwards_first_and_backwards_after(tmp_path, place):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_a_graph_kept_for_a_second_backward(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -177,7 +186,7 @@ def test_a_graph_kept_for_a_second_backward(tmp_path, place):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_backward_of_a_graph_from_before_the_step_is_an_error(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         old = pair.model(**batch(9)).loss
@@ -188,7 +197,7 @@ def test_backward_of_a_graph_from_before_the_step_is_an_error(tmp_path, place):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_autograd_grad_with_respect_to_inputs(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -202,7 +211,7 @@ def test_autograd_grad_with_respect_to_inputs(tmp_path, place):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_autograd_grad_with_respect_to_parameters(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -229,7 +238,7 @@ def test_autograd_grad_between_backward_and_step(tmp_path, place):
         pair.check()
 
 
-@BOTH
+@NVME
 @CLIP
 def test_a_gradient_penalty_differentiates_twice(tmp_path, place, clip):
     with lockstep(place, tmp_path, rule=Rule(max_grad_norm=clip)) as pair:
@@ -270,10 +279,23 @@ class Failing(Toy):
         return x + self.offset.to(x.dtype)
 
 
-@BOTH
-@CLIP
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("then", ["nothing", "step", "zero_grad"])
+@pytest.mark.parametrize(
+    ("place", "clip", "where", "then"),
+    few(
+        (
+            ("nvme", 1.0, "forward", "nothing"),
+            ("nvme", None, "forward", "step"),
+            ("host", None, "forward", "zero_grad"),
+            ("nvme", None, "backward", "nothing"),
+            ("host", 1.0, "backward", "step"),
+            ("nvme", 1.0, "backward", "zero_grad"),
+            ("nvme", None, "backward", "zero_grad"),
+        ),
+        itertools.product(
+            ("host", "nvme"), (1.0, None), ("forward", "backward"), ("nothing", "step", "zero_grad")
+        ),
+    ),
+)
 def test_a_pass_that_raises_leaves_nothing_behind(tmp_path, place, clip, where, then):
     with lockstep(place, tmp_path, seeded(Failing), rule=Rule(max_grad_norm=clip)) as pair:
         pair.step(2)
@@ -287,7 +309,7 @@ def test_a_pass_that_raises_leaves_nothing_behind(tmp_path, place, clip, where, 
         pair.check()
 
 
-@BOTH
+@NVME
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_steps(tmp_path, place, mode):
     with lockstep(place, tmp_path, seeded(Encoder), rule=Rule(max_grad_norm=None)) as pair:
@@ -308,7 +330,7 @@ def test_evaluation_between_steps(tmp_path, place, mode):
         pair.check()
 
 
-@BOTH
+@NVME
 def test_submodules_can_be_called_alone(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()

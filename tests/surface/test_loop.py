@@ -1,6 +1,7 @@
 """What people do in their training loops: schedulers, zero_grad, accumulation, mistakes."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.optim import lr_scheduler
 import infinity
 from infinity import StateError
 from tests.helpers import training
-from tests.helpers.lockstep import PLACES, batch, lockstep
+from tests.helpers.cases import few
+from tests.helpers.lockstep import BOTH, NVME, PLACES, batch, lockstep
 from tests.helpers.reference import Rule
 
 FREE = Rule(max_grad_norm=None)
@@ -30,7 +32,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@NVME
 def test_learning_rate_schedulers_work_as_they_are(tmp_path, name, place):
     with lockstep(place, tmp_path, rule=FREE) as pair:
         scheduler = SCHEDULES[name](pair.optimizer)
@@ -84,7 +86,7 @@ def test_zero_grad_in_place_of_step_forgets(tmp_path, place, clip):
         pair.check()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@BOTH
 def test_zero_grad_forgets_micro_batches(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -95,7 +97,7 @@ def test_zero_grad_forgets_micro_batches(tmp_path, place):
         pair.check()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@NVME
 def test_zero_grad_before_backward_or_after_step_changes_nothing(tmp_path, place):
     with lockstep(place, tmp_path, rule=FREE) as pair:
         for _ in range(3):
@@ -106,7 +108,7 @@ def test_zero_grad_before_backward_or_after_step_changes_nothing(tmp_path, place
         pair.check()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@NVME
 def test_model_zero_grad_in_place_of_step_is_an_error(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -132,7 +134,7 @@ def test_model_zero_grad_between_micro_batches_is_an_error(tmp_path):
         pair.check()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@NVME
 def test_a_gradient_that_was_replaced_is_an_error(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.backward(1)
@@ -141,7 +143,7 @@ def test_a_gradient_that_was_replaced_is_an_error(tmp_path, place):
             pair.optimizer.step()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@BOTH
 def test_a_second_backward_is_an_error_that_says_what_to_write(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
@@ -169,9 +171,13 @@ def test_step_takes_a_closure(tmp_path):
         pair.check()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
-@pytest.mark.parametrize("clip", [1.0, None])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("place", "clip", "dtype"),
+    few(
+        (("nvme", 1.0, "bf16"), ("nvme", None, "fp16"), ("host", 1.0, "fp16"), ("host", None, "bf16")),
+        itertools.product(("host", "nvme"), (1.0, None), ("bf16", "fp16")),
+    ),
+)
 def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path, place, clip, dtype):
     def batches(number):
         made = batch(number)
@@ -197,7 +203,7 @@ def test_fp16_without_a_scaled_loss_is_an_error(tmp_path):
             pair.optimizer.step()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@NVME
 def test_grad_norm_is_the_norm_before_clipping(tmp_path, place):
     with lockstep(place, tmp_path, rule=Rule(max_grad_norm=1e-3)) as pair:
         assert pair.optimizer.grad_norm is None
@@ -205,7 +211,7 @@ def test_grad_norm_is_the_norm_before_clipping(tmp_path, place):
         assert pair.optimizer.grad_norm > 1e-3
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@BOTH
 def test_parameters_frozen_and_thawed_between_steps(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         for part, train in [("blocks.1", False), ("blocks.1.up", True), ("last.bias", False), ("", True)]:
@@ -214,7 +220,7 @@ def test_parameters_frozen_and_thawed_between_steps(tmp_path, place):
         pair.check()
 
 
-@pytest.mark.parametrize("place", ["host", "nvme"])
+@NVME
 def test_optimizer_state_round_trip_continues_bitwise(tmp_path, place):
     with lockstep(place, tmp_path / "a") as pair:
         pair.step(3)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.app.data import documents as documents_module
@@ -23,6 +23,7 @@ from infinity.app.data.documents import (
     read_lines,
     read_pieces,
 )
+from tests.helpers.cases import examples
 
 
 def test_names_keep_their_order_and_each_file_comes_once(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=60) | VALUES.map(line))
 def test_any_line_is_a_record_or_malformed(content: bytes) -> None:
     with suppress(MalformedError):

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.app.data.documents import DataError
 from infinity.app.data.loader import BatchShape, Data, DataConfig, HeldOut, TokenLoader, open_data
 from infinity.app.data.sequences import Batch, TokenStream
+from tests.helpers.cases import examples
 
 # ten sequences of four, each known by its first token
 TOKENS = TokenStream(np.arange(10 * 4 + 1, dtype=np.uint16), 4)
@@ -43,7 +44,7 @@ def test_every_rank_knows_the_number_of_targets_on_all_ranks() -> None:
     assert [(b.token_count, b.target_count) for b in map(next, loaders(3, 2))] == [(24, 24)] * 3
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(world_size=st.integers(1, 4), batch_size=st.integers(1, 2), seed=st.integers(0, 5))
 def test_ranks_share_an_epoch_without_a_common_sequence(world_size: int, batch_size: int, seed: int) -> None:
     steps = 10 // (world_size * batch_size)
@@ -62,7 +63,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert firsts(list(islice(other, 10))) != first
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(before=st.integers(0, 25), seed=st.integers(0, 3), batch_size=st.integers(1, 3))
 def test_a_saved_position_resumes_exactly(before: int, seed: int, batch_size: int) -> None:
     (loader,), (resumed,) = loaders(1, batch_size, seed=seed), loaders(1, batch_size, seed=seed)

@@ -6,18 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.app.data.documents import DataError
 from infinity.app.data.loader import BatchShape, Data, DataConfig, TokenLoader, open_data
 from infinity.app.data.sequences import Batch, DocumentRows, RowLayout, TokenStream, best_fit, join, lay_out
 from infinity.app.data.tokens import Tokens
+from tests.helpers.cases import examples
 
 SIZES = st.lists(st.integers(1, 40), max_size=60)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(SIZES)
 def test_rows_hold_every_document_within_their_capacity(sizes: list[int]) -> None:
     rows = best_fit(np.array(sizes, np.int64), 40)
@@ -83,7 +84,7 @@ def test_documents_without_targets_are_counted_as_empty() -> None:
     assert len(lay_out(documents(1), None, seq_len=4, packing=True)) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 12))
 def test_packed_text_is_all_there(lengths: list[int], seq_len: int) -> None:
     layout = lay_out(documents(*lengths), None, seq_len=seq_len, packing=True)

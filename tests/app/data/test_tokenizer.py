@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.app.data import tokenizer as tokenizer_module
@@ -26,6 +26,7 @@ from infinity.app.data.tokenizer import (
     render_turns,
 )
 from infinity.core.errors import CheckpointError
+from tests.helpers.cases import examples
 from tests.helpers.tokenizers import CHATML, MARKED, write_tokenizer
 
 #: A template that leaves out what the assistant thought, except in the last turn.
@@ -158,7 +159,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return open_tokenizer(str(folder))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     messages=st.lists(
         st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]) | st.text(), "content": JSON}),

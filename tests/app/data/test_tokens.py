@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from infinity.app.data import tokens as tokens_module
 from infinity.app.data.documents import DataError
 from infinity.app.data.tokenizer import BytesTokenizer, encode_completion, open_tokenizer
 from infinity.app.data.tokens import Tokens, open_tokens
+from tests.helpers.cases import examples
 from tests.helpers.tokenizers import write_tokenizer
 
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -206,7 +207,7 @@ LINES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=LINES, skip=st.booleans())
 def test_any_jsonl_is_tokens_or_an_error_of_data(
     tmp_path_factory: pytest.TempPathFactory, lines: Sequence[bytes], skip: bool
