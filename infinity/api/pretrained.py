@@ -121,7 +121,8 @@ def from_pretrained(
         if quantization is not None:
             notes.append(
                 f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
-                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized"
+                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized, without stored_as "
+                "(infinity export --stored)"
             )
         if frozen:
             loading.freeze(runtime.units)

@@ -1,4 +1,4 @@
-"""Stored forms of weights, decoded to what a model computes with: elementwise torch, on any device.
+"""Stored forms of weights, decoded to what a model computes with, and encoded: elementwise torch.
 
 [Note: the same bits]
 Each function does the arithmetic of the library that reads the format for inference, in the same dtypes and
@@ -16,16 +16,37 @@ A matrix of 576 rows in blocks of 128 has 5 rows of scales, the last for 64 rows
 the layers of transformers divide the index by the block's size. (The dequantization of transformers 5.23
 divides the matrix into as many equal parts as there are scales, and refuses 576 rows.)
 
-Sources: DeepSeek-V3 ``inference/kernel.py`` (``weight_dequant``); transformers ``Fp8Dequantize`` and
-``convert_moe_packed_tensors``; compressed-tensors ``PackedQuantizationCompressor``; GPTQModel
-``dequantize_weight``.
+[Note: which scale]
+Beside each decoder stands its encoder, which is given the scales that the values had before they were
+trained. A block, or group, of values keeps its scale (and zero point), unless the one that the format's own
+rule gives has a smaller error (the sum of squares); each value becomes the nearest number. So values that are
+still the decoded ones come back as the numbers and scales that they were, and those that changed little lose
+little. A scale with which nothing can be encoded (0, NaN) is not kept.
+
+The formats' rules: FP8 brings the largest value to 448 (up to the next power of two, where scales are such);
+MXFP4 takes the exponent of the largest, less 2 (OCP Microscaling 1.0, 6.3), and saturates; whole numbers
+divide the range from the smallest to the largest value, 0 between them, or a range that is symmetric, into
+``2**bits - 1`` steps.
+
+Sources: DeepSeek-V3 ``inference/kernel.py`` (``weight_dequant``); transformers ``Fp8Dequantize``,
+``Fp8Quantize`` and ``convert_moe_packed_tensors``; compressed-tensors ``PackedQuantizationCompressor`` and
+``calculate_qparams``; GPTQModel ``dequantize_weight`` and ``Quantizer.find_params``.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 #: Values of the sixteen e2m1 numbers; the upper eight are negative.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+#: Between which sizes a value goes to the next e2m1 number; a tie to the one with an even last bit.
+_E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+#: The largest e4m3 number.
+_E4M3_MOST = 448.0
+#: Elements that are encoded at one time, where a whole matrix is given.
+_PIECE_NUMEL = 2**18
 #: What GPTQ's first format subtracts from the zero points, all eight of a word at one time.
 _ONE_IN_EACH_NIBBLE = 0x11111111
 
@@ -58,6 +79,86 @@ def _as_float(scales: Tensor) -> Tensor:
     return scales.float()
 
 
+def encode_fp8(
+    values: Tensor, scales: Tensor, block: tuple[int, int], *, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Encode rows of a matrix as :func:`decode_fp8` decodes them; see [Note: which scale].
+
+    Args:
+        values: Rows from the first one of a block on, to the last one of a block or of the matrix, fp32.
+        scales: That their blocks had, ``(blocks of rows, blocks of columns)``.
+        power_of_two: All scales are, also those of more than one byte.
+
+    Returns:
+        The numbers, float8_e4m3fn, and the scales.
+    """
+    (rows, columns), (down, across) = values.shape, scales.shape
+    values = pad(values, (0, across * block[1] - columns, 0, down * block[0] - rows))
+    values = values.view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
+    own = _fp8_scales(values.abs().amax(-1), scales.dtype, power_of_two)
+
+    def quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
+        factors = _as_float(scales).unsqueeze(-1)
+        codes = (values / factors).clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), codes.float() * factors
+
+    codes, scales = _nearest(values, quantize, (scales,), (own,))
+    codes = codes.view(down, across, *block).transpose(1, 2).reshape(down * block[0], -1)
+    return codes[:rows, :columns].contiguous().view(torch.float8_e4m3fn), scales
+
+
+def _fp8_scales(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    scales = torch.where(largest == 0, 1.0, largest / _E4M3_MOST)
+    if dtype.itemsize > 1 and not power_of_two:
+        return _clamped(scales, dtype)
+    mantissa, exponent = torch.frexp(scales)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    if dtype.itemsize > 1:
+        return _clamped(exponent.float().exp2(), dtype)
+    return (exponent + 127).to(torch.uint8).view(dtype)
+
+
+def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in their dtype; neither zero nor infinite."""
+    limits = torch.finfo(dtype)
+    return scales.clamp(limits.tiny * limits.eps, limits.max).to(dtype)
+
+
+def _nearest(
+    values: Tensor,
+    quantize: Callable[..., tuple[Tensor, Tensor]],
+    had: Sequence[Tensor],
+    own: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Quantize in two ways, and take for each group what is nearer; see [Note: which scale].
+
+    Args:
+        values: ``(..., groups, n)``.
+        quantize: Returns numbers and what they stand for, like ``values``.
+        had: Its arguments, ``(..., groups)``, as they were: taken if the other ones are no better.
+        own: As the format's rule has them.
+
+    Returns:
+        The numbers, and for each argument what was taken.
+    """
+    (kept, before), (codes, after) = quantize(*had), quantize(*own)
+    # In fp64: squares of small weights are 0 in fp32. What NaN stands for is not kept.
+    errors = [(each - values).double().square().sum(-1) for each in (before, after)]
+    keep = errors[0] <= errors[1]
+    taken = []
+    for a, b in zip(had, own, strict=True):
+        a, b = (each.view(torch.uint8) if each.itemsize == 1 else each for each in (a, b))
+        taken.append(torch.where(keep, a, b).view(had[len(taken)].dtype))
+    return torch.where(keep.unsqueeze(-1), kept, codes), *taken
+
+
+def _in_pieces(encode: Callable[..., Sequence[Tensor]], values: Tensor, *others: Tensor) -> list[Tensor]:
+    """Call ``encode`` with some rows of each tensor at a time, and join what it returns."""
+    rows = max(1, _PIECE_NUMEL // max(1, values[:1].numel()))
+    pieces = zip(*(each.split(rows) for each in (values, *others)), strict=True)
+    return [torch.cat(parts) for parts in zip(*(encode(*piece) for piece in pieces), strict=True)]
+
+
 def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Decode matrices of gpt-oss's experts, and transpose them as its model has them.
 
@@ -71,6 +172,43 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
     values = _pairs(blocks, torch.tensor(_E2M1, dtype=dtype, device=blocks.device))
     values = torch.ldexp(values, scales.int().sub_(127).unsqueeze(-1)).to(dtype)
     return values.flatten(-2).transpose(1, 2).contiguous()
+
+
+def encode_mxfp4(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode matrices as :func:`decode_mxfp4` decodes them; see [Note: which scale].
+
+    Args:
+        values: ``(experts, in, out)``, fp32.
+        scales: That their groups had, ``(experts, out, groups)``, uint8.
+
+    Returns:
+        Blocks and scales.
+    """
+    experts, out, groups = scales.shape
+    rows = values.transpose(1, 2).reshape(experts * out, groups, 32)
+    codes, scales = _in_pieces(_encode_e2m1, rows, scales.flatten(0, 1))
+    return _join_nibbles(codes).view(experts, out, groups, 16), scales.view(experts, out, groups)
+
+
+def _encode_e2m1(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    """The four bits of each value, ``(n, groups, 32)``, and the scales."""
+    exponents = torch.frexp(values.abs().amax(-1)).exponent - 3  # of 1 it is 1, and of the largest number 2
+    ties = torch.tensor(_E2M1_TIES, device=values.device)
+    ties[1::2] = ties[1::2].nextafter(ties.new_zeros(()))  # these ties go up, the others down
+    numbers = torch.tensor(_E2M1, device=values.device)
+
+    def quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
+        exponents = scales.int().sub(127).unsqueeze(-1)
+        sizes = torch.ldexp(values, -exponents).abs()
+        codes = torch.bucketize(sizes, ties, out_int32=True) + 8 * values.signbit()
+        return codes.to(torch.uint8), torch.ldexp(numbers[codes], exponents)
+
+    return _nearest(values, quantize, (scales,), ((exponents.clamp(-127, 127) + 127).to(torch.uint8),))
+
+
+def _join_nibbles(codes: Tensor) -> Tensor:
+    """Two values of four bits in each byte, the first in the low half: the last dimension is half as long."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _pairs(packed: Tensor, of_nibbles: Tensor) -> Tensor:
@@ -103,6 +241,60 @@ def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
     return values.mul_(scales.unsqueeze(-1)).flatten(1)
 
 
+def encode_packed(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> tuple[Tensor, ...]:
+    """Encode rows as :func:`decode_packed` decodes them; see [Note: which scale].
+
+    Args:
+        values: ``(n, columns)``, fp32.
+        scales: That their groups had, ``(n, groups)``.
+        zeros: The same of what stands for zero; None: 0, and ranges are symmetric.
+        bits: 4 or 8.
+
+    Returns:
+        Words, scales and, where there are some, zeros.
+    """
+    middle = 1 << bits - 1
+    centres = torch.full_like(scales, middle, dtype=torch.int16) if zeros is None else zeros + middle
+    values = values.view(len(values), scales.shape[1], -1)
+    codes, scales, centres = _encode_numbers(values, scales, centres, bits, symmetric=zeros is None)
+    packed = _pack(codes.flatten(1), bits)
+    return (packed, scales) if zeros is None else (packed, scales, centres - middle)
+
+
+def _encode_numbers(
+    values: Tensor, scales: Tensor, centres: Tensor, bits: int, *, symmetric: bool
+) -> tuple[Tensor, ...]:
+    """Unsigned numbers of groups, ``(n, groups, k)`` uint8; their scales, and what stands for zero, int16."""
+    most, dtype = (1 << bits) - 1, scales.dtype
+    low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    own = _clamped(torch.where(high == low, 1.0, high / most - low / most), dtype)
+    middle = torch.full_like(centres, 1 << bits - 1)
+    if not symmetric:
+        middle = (-low / own.float()).round().clamp(0, most).to(torch.int16)
+
+    def quantize(scales: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+        scales, centres = scales.unsqueeze(-1), centres.unsqueeze(-1)
+        codes = (values / scales.float()).round().add_(centres).clamp_(0, most)
+        return codes.to(torch.uint8), (codes - centres).to(dtype) * scales
+
+    return _nearest(values, quantize, (scales, centres), (own, middle))
+
+
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """Zero points, ``(rows, groups)`` int16, as :func:`unpack_zeros` unpacks them."""
+    return _pack((zeros + (1 << bits - 1)).to(torch.uint8).T, bits).T
+
+
+def _pack(numbers: Tensor, bits: int) -> Tensor:
+    """The words of which :func:`_unpack` makes these, ``(rows, n)`` uint8; filled up with zeros."""
+    numbers = pad(numbers, (0, -numbers.shape[1] % (32 // bits)))
+    octets = _join_nibbles(numbers) if bits == 4 else numbers
+    return octets.contiguous().view(torch.int32)
+
+
 def unpack_zeros(packed: Tensor, bits: int) -> Tensor:
     """The zero points of compressed-tensors, which are packed down a column, ``(words, groups)`` int32.
 
@@ -126,12 +318,54 @@ def decode_gptq(
         zeros_less_one: As the format ``gptq`` has them; ``gptq_v2`` has them as they are.
     """
     if zeros_less_one:
-        zeros = zeros + (_ONE_IN_EACH_NIBBLE if bits == 4 else _ONE_IN_EACH_NIBBLE & 0x01010101)
+        zeros = zeros + _one_in_each(bits)
     groups = groups.long()
     values = _unpack(packed.T, bits, scales.dtype)[:, : len(groups)].contiguous()
     centres = _unpack(zeros, bits, scales.dtype)[:, : scales.shape[1]]
     values -= centres.T.index_select(1, groups)  # small whole numbers, exact in every dtype
     return values.mul_(scales.T.index_select(1, groups))
+
+
+def encode_gptq(
+    values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, *,
+    zeros_less_one: bool, symmetric: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Encode a whole matrix as :func:`decode_gptq` decodes it; see [Note: which scale].
+
+    Args:
+        values: ``(out, in)``, fp32.
+        symmetric: What stands for zero is in the middle, by the format's rule.
+
+    Returns:
+        Words, zeros and scales.
+    """
+    if zeros_less_one:
+        zeros = zeros + _one_in_each(bits)
+    rows, columns = values.shape
+    centres = _unpack(zeros, bits, torch.int16)[:, :rows].T
+    # The columns of each group; a short group is filled up with a column of zeros behind the others.
+    groups, order = groups.long(), groups.long().argsort(stable=True)
+    sizes = groups.bincount(minlength=len(scales))
+    within = torch.arange(columns, device=values.device) - (sizes.cumsum(0) - sizes)[groups[order]]
+    places = order.new_full((len(scales), int(sizes.max())), columns)
+    places[groups[order], within] = order
+
+    def encode(values: Tensor, scales: Tensor, centres: Tensor) -> tuple[Tensor, ...]:
+        grouped = pad(values, (0, 1))[:, places]
+        codes, scales, centres = _encode_numbers(grouped, scales, centres, bits, symmetric=symmetric)
+        out = codes.new_empty(len(codes), columns + 1)
+        out[:, places.flatten()] = codes.flatten(1)
+        return out[:, :columns], scales, centres
+
+    codes, by_row, centres = _in_pieces(encode, values, scales.T, centres)
+    points = _pack(centres.to(torch.uint8).T, bits)
+    if zeros_less_one:
+        points = points - _one_in_each(bits)
+    return _pack(codes, bits).T, points, by_row.T
+
+
+def _one_in_each(bits: int) -> int:
+    return _ONE_IN_EACH_NIBBLE if bits == 4 else _ONE_IN_EACH_NIBBLE & 0x01010101
 
 
 def _unpack(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
