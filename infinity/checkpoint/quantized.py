@@ -412,8 +412,9 @@ def _fp8(group: _Group) -> Decoded | None:
         return codecs.decode_fp8(values, of_rows, block, first % block[0])
 
     def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
+        matrix, codes = (each.view(-1, columns) for each in (values, had[0]))
         of_rows, power_of_two = had[1].view(-1, blocks[1]), group.quantization.power_of_two
-        return codecs.encode_fp8(values.view(-1, columns), of_rows, block, power_of_two=power_of_two)
+        return codecs.encode_fp8(matrix, codes, of_rows, block, power_of_two=power_of_two)
 
     return Decoded(
         (rows, columns), group.dtype or torch.float32, columns, needs, decode, encode, block[0], group.kept
@@ -451,7 +452,8 @@ def _mxfp4(group: _Group) -> Decoded:
         return codecs.decode_mxfp4(values, exponents)
 
     def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
-        return codecs.encode_mxfp4(values.view(-1, *shape[1:]), had[1].view(-1, rows, groups))
+        codes, exponents = had[0].view(-1, rows, groups, width), had[1].view(-1, rows, groups)
+        return codecs.encode_mxfp4(values.view(-1, *shape[1:]), codes, exponents)
 
     shape = (experts, 2 * groups * width, rows)
     return Decoded(shape, group.dtype or torch.bfloat16, 2 * nbytes, needs, decode, encode, 1, group.kept)
@@ -497,11 +499,12 @@ def _packed(group: _Group) -> Decoded:
         return codecs.decode_packed(values, of_rows, centres, bits, columns)
 
     def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
-        values, centres = values.view(-1, columns), None
+        codes, of_rows, centres = had[0].view(-1, words), had[1].view(-1, groups), None
         if zeros is not None:
-            centres = codecs.unpack_zeros(had[2].view(-1, groups), bits)[: len(values)]
-        words, factors, *points = codecs.encode_packed(values, had[1].view(-1, groups), centres, bits)
-        return words, factors, *(codecs.pack_zeros(each, bits) for each in points)
+            centres = codecs.unpack_zeros(had[2].view(-1, groups), bits)[: len(codes)]
+        matrix = values.view(-1, columns)
+        codes, of_rows, *points = codecs.encode_packed(matrix, codes, of_rows, centres, bits)
+        return codes, of_rows, *(codecs.pack_zeros(each, bits) for each in points)
 
     together = 1 if zeros is None else 32 // bits
     return Decoded(
@@ -543,11 +546,13 @@ def _gptq(group: _Group) -> Decoded:
         return codecs.decode_gptq(words, points, factors, groups, bits, zeros_less_one=less_one)
 
     def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
-        _, points, factors, groups = (each.view(part.shape) for each, part in zip(had, parts, strict=True))
+        words, points, factors, groups = (
+            each.view(part.shape) for each, part in zip(had, parts, strict=True)
+        )
         less_one, symmetric = group.quantization.zeros_less_one, group.quantization.symmetric
         matrix = values.view(rows, columns)
         words, points, factors = codecs.encode_gptq(
-            matrix, points, factors, groups, bits, zeros_less_one=less_one, symmetric=symmetric
+            matrix, words, points, factors, groups, bits, zeros_less_one=less_one, symmetric=symmetric
         )
         return words, points, factors, groups
 

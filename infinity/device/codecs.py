@@ -17,11 +17,12 @@ the layers of transformers divide the index by the block's size. (The dequantiza
 divides the matrix into as many equal parts as there are scales, and refuses 576 rows.)
 
 [Note: which scale]
-Beside each decoder stands its encoder, which is given the scales that the values had before they were
+Beside each decoder stands its encoder, which is given what the values were decoded from before they were
 trained. A block, or group, of values keeps its scale (and zero point), unless the one that the format's own
-rule gives has a smaller error (the sum of squares); each value becomes the nearest number. So values that are
-still the decoded ones come back as the numbers and scales that they were, and those that changed little lose
-little. A scale with which nothing can be encoded (0, NaN) is not kept.
+rule gives has a smaller error (the sum of squares). A value that is still the decoded one keeps its number,
+any other becomes the nearest. So blocks that did not change come back bit by bit, also where two numbers
+decode to one value (INT8 with scales in bf16), and those that changed little lose little. A scale with which
+nothing can be encoded (0, NaN) is not kept.
 
 The formats' rules: FP8 brings the largest value to 448 (up to the next power of two, where scales are such);
 MXFP4 takes the exponent of the largest, less 2 (OCP Microscaling 1.0, 6.3), and saturates; whole numbers
@@ -80,31 +81,37 @@ def _as_float(scales: Tensor) -> Tensor:
 
 
 def encode_fp8(
-    values: Tensor, scales: Tensor, block: tuple[int, int], *, power_of_two: bool = False
+    values: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, int], *, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Encode rows of a matrix as :func:`decode_fp8` decodes them; see [Note: which scale].
 
     Args:
         values: Rows from the first one of a block on, to the last one of a block or of the matrix, fp32.
-        scales: That their blocks had, ``(blocks of rows, blocks of columns)``.
+        codes: Their numbers before, float8_e4m3fn.
+        scales: The scales of their blocks before, ``(blocks of rows, blocks of columns)``.
         power_of_two: All scales are, also those of more than one byte.
 
     Returns:
-        The numbers, float8_e4m3fn, and the scales.
+        Numbers and scales.
     """
     (rows, columns), (down, across) = values.shape, scales.shape
-    values = pad(values, (0, across * block[1] - columns, 0, down * block[0] - rows))
-    values = values.view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
+    beyond = (0, across * block[1] - columns, 0, down * block[0] - rows)
+
+    def by_block(matrix: Tensor) -> Tensor:
+        return pad(matrix, beyond).view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
+
+    def decode(codes: Tensor, scales: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).float() * _as_float(scales).unsqueeze(-1)
+
+    def encode(values: Tensor, scales: Tensor) -> Tensor:
+        steps = values / _as_float(scales).unsqueeze(-1)
+        return steps.clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    values, before = by_block(values), by_block(codes.view(torch.uint8))
     own = _fp8_scales(values.abs().amax(-1), scales.dtype, power_of_two)
-
-    def quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
-        factors = _as_float(scales).unsqueeze(-1)
-        codes = (values / factors).clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn)
-        return codes.view(torch.uint8), codes.float() * factors
-
-    codes, scales = _nearest(values, quantize, (scales,), (own,))
-    codes = codes.view(down, across, *block).transpose(1, 2).reshape(down * block[0], -1)
-    return codes[:rows, :columns].contiguous().view(torch.float8_e4m3fn), scales
+    found, scales = _nearest(values, before, encode, decode, (scales,), (own,))
+    found = found.view(down, across, *block).transpose(1, 2).reshape(down * block[0], -1)
+    return found[:rows, :columns].contiguous().view(torch.float8_e4m3fn), scales
 
 
 def _fp8_scales(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
@@ -126,24 +133,29 @@ def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _nearest(
     values: Tensor,
-    quantize: Callable[..., tuple[Tensor, Tensor]],
+    before: Tensor,
+    encode: Callable[..., Tensor],
+    decode: Callable[..., Tensor],
     had: Sequence[Tensor],
     own: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Quantize in two ways, and take for each group what is nearer; see [Note: which scale].
+    """Encode in two ways, and take for each group what is nearer; see [Note: which scale].
 
     Args:
         values: ``(..., groups, n)``.
-        quantize: Returns numbers and what they stand for, like ``values``.
-        had: Its arguments, ``(..., groups)``, as they were: taken if the other ones are no better.
+        before: Their numbers until now, uint8.
+        encode: Returns the numbers of values, given a scale and the like of each group, ``(..., groups)``.
+        decode: Returns the values of numbers.
+        had: The scales and the like until now: kept if the other ones are no better.
         own: As the format's rule has them.
 
     Returns:
-        The numbers, and for each argument what was taken.
+        The numbers, and for each of ``had`` what was taken.
     """
-    (kept, before), (codes, after) = quantize(*had), quantize(*own)
+    kept = torch.where(decode(before, *had) == values, before, encode(values, *had))
+    codes = encode(values, *own)
     # In fp64: squares of small weights are 0 in fp32. What NaN stands for is not kept.
-    errors = [(each - values).double().square().sum(-1) for each in (before, after)]
+    errors = [(decode(*each) - values).double().square().sum(-1) for each in ((kept, *had), (codes, *own))]
     keep = errors[0] <= errors[1]
     taken = []
     for a, b in zip(had, own, strict=True):
@@ -174,36 +186,40 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
     return values.flatten(-2).transpose(1, 2).contiguous()
 
 
-def encode_mxfp4(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def encode_mxfp4(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Encode matrices as :func:`decode_mxfp4` decodes them; see [Note: which scale].
 
     Args:
         values: ``(experts, in, out)``, fp32.
-        scales: That their groups had, ``(experts, out, groups)``, uint8.
+        blocks: Their numbers before, ``(experts, out, groups, 16)``, uint8.
+        scales: The scales of their groups before, ``(experts, out, groups)``, uint8.
 
     Returns:
         Blocks and scales.
     """
-    experts, out, groups = scales.shape
-    rows = values.transpose(1, 2).reshape(experts * out, groups, 32)
-    codes, scales = _in_pieces(_encode_e2m1, rows, scales.flatten(0, 1))
-    return _join_nibbles(codes).view(experts, out, groups, 16), scales.view(experts, out, groups)
+    rows = values.transpose(1, 2).reshape(-1, scales.shape[2], 32)
+    found, by_row = _in_pieces(_encode_e2m1, rows, blocks.flatten(0, 1), scales.flatten(0, 1))
+    return found.view(blocks.shape), by_row.view(scales.shape)
 
 
-def _encode_e2m1(values: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    """The four bits of each value, ``(n, groups, 32)``, and the scales."""
+def _encode_e2m1(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    """Blocks and scales of values, ``(n, groups, 32)``."""
+    values, before = values.contiguous(), torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     exponents = torch.frexp(values.abs().amax(-1)).exponent - 3  # of 1 it is 1, and of the largest number 2
     ties = torch.tensor(_E2M1_TIES, device=values.device)
     ties[1::2] = ties[1::2].nextafter(ties.new_zeros(()))  # these ties go up, the others down
     numbers = torch.tensor(_E2M1, device=values.device)
 
-    def quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
-        exponents = scales.int().sub(127).unsqueeze(-1)
-        sizes = torch.ldexp(values, -exponents).abs()
-        codes = torch.bucketize(sizes, ties, out_int32=True) + 8 * values.signbit()
-        return codes.to(torch.uint8), torch.ldexp(numbers[codes], exponents)
+    def decode(codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.ldexp(numbers[codes.int()], scales.int().sub(127).unsqueeze(-1))
 
-    return _nearest(values, quantize, (scales,), ((exponents.clamp(-127, 127) + 127).to(torch.uint8),))
+    def encode(values: Tensor, scales: Tensor) -> Tensor:
+        sizes = torch.ldexp(values.abs(), 127 - scales.int().unsqueeze(-1))
+        return (torch.bucketize(sizes, ties, out_int32=True) + 8 * values.signbit()).to(torch.uint8)
+
+    own = (exponents.clamp(-127, 127) + 127).to(torch.uint8)
+    codes, scales = _nearest(values, before, encode, decode, (scales,), (own,))
+    return _join_nibbles(codes), scales
 
 
 def _join_nibbles(codes: Tensor) -> Tensor:
@@ -241,13 +257,16 @@ def decode_packed(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
     return values.mul_(scales.unsqueeze(-1)).flatten(1)
 
 
-def encode_packed(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> tuple[Tensor, ...]:
+def encode_packed(
+    values: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
+) -> tuple[Tensor, ...]:
     """Encode rows as :func:`decode_packed` decodes them; see [Note: which scale].
 
     Args:
         values: ``(n, columns)``, fp32.
-        scales: That their groups had, ``(n, groups)``.
-        zeros: The same of what stands for zero; None: 0, and ranges are symmetric.
+        packed: Their numbers before, ``(n, words)``.
+        scales: The scales of their groups before, ``(n, groups)``.
+        zeros: What stood for zero, ``(n, groups)``; None: 0, and ranges are symmetric.
         bits: 4 or 8.
 
     Returns:
@@ -255,14 +274,15 @@ def encode_packed(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: in
     """
     middle = 1 << bits - 1
     centres = torch.full_like(scales, middle, dtype=torch.int16) if zeros is None else zeros + middle
-    values = values.view(len(values), scales.shape[1], -1)
-    codes, scales, centres = _encode_numbers(values, scales, centres, bits, symmetric=zeros is None)
-    packed = _pack(codes.flatten(1), bits)
-    return (packed, scales) if zeros is None else (packed, scales, centres - middle)
+    before = _unpack(packed, bits, torch.int16).to(torch.uint8)[:, : values.shape[1]]
+    values, before = (each.reshape(len(each), scales.shape[1], -1) for each in (values, before))
+    codes, scales, centres = _encode_numbers(values, before, scales, centres, bits, symmetric=zeros is None)
+    words = _pack(codes.flatten(1), bits)
+    return (words, scales) if zeros is None else (words, scales, centres - middle)
 
 
 def _encode_numbers(
-    values: Tensor, scales: Tensor, centres: Tensor, bits: int, *, symmetric: bool
+    values: Tensor, before: Tensor, scales: Tensor, centres: Tensor, bits: int, *, symmetric: bool
 ) -> tuple[Tensor, ...]:
     """Unsigned numbers of groups, ``(n, groups, k)`` uint8; their scales, and what stands for zero, int16."""
     most, dtype = (1 << bits) - 1, scales.dtype
@@ -275,12 +295,14 @@ def _encode_numbers(
     if not symmetric:
         middle = (-low / own.float()).round().clamp(0, most).to(torch.int16)
 
-    def quantize(scales: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-        scales, centres = scales.unsqueeze(-1), centres.unsqueeze(-1)
-        codes = (values / scales.float()).round().add_(centres).clamp_(0, most)
-        return codes.to(torch.uint8), (codes - centres).to(dtype) * scales
+    def decode(codes: Tensor, scales: Tensor, centres: Tensor) -> Tensor:
+        return (codes - centres.unsqueeze(-1)).to(dtype) * scales.unsqueeze(-1)
 
-    return _nearest(values, quantize, (scales, centres), (own, middle))
+    def encode(values: Tensor, scales: Tensor, centres: Tensor) -> Tensor:
+        steps = (values / scales.float().unsqueeze(-1)).round_()
+        return steps.add_(centres.unsqueeze(-1)).clamp_(0, most).to(torch.uint8)
+
+    return _nearest(values, before, encode, decode, (scales, centres), (own, middle))
 
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
@@ -292,7 +314,7 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
     """The words of which :func:`_unpack` makes these, ``(rows, n)`` uint8; filled up with zeros."""
     numbers = pad(numbers, (0, -numbers.shape[1] % (32 // bits)))
     octets = _join_nibbles(numbers) if bits == 4 else numbers
-    return octets.contiguous().view(torch.int32)
+    return octets.clone(memory_format=torch.contiguous_format).view(torch.int32)  # as in _unpack
 
 
 def unpack_zeros(packed: Tensor, bits: int) -> Tensor:
@@ -327,13 +349,13 @@ def decode_gptq(
 
 
 def encode_gptq(
-    values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, *,
+    values: Tensor, packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, *,
     zeros_less_one: bool, symmetric: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Encode a whole matrix as :func:`decode_gptq` decodes it; see [Note: which scale].
 
     Args:
-        values: ``(out, in)``, fp32.
+        values: ``(out, in)``, fp32; the other tensors are what they were decoded from before.
         symmetric: What stands for zero is in the middle, by the format's rule.
 
     Returns:
@@ -350,14 +372,15 @@ def encode_gptq(
     places = order.new_full((len(scales), int(sizes.max())), columns)
     places[groups[order], within] = order
 
-    def encode(values: Tensor, scales: Tensor, centres: Tensor) -> tuple[Tensor, ...]:
-        grouped = pad(values, (0, 1))[:, places]
-        codes, scales, centres = _encode_numbers(grouped, scales, centres, bits, symmetric=symmetric)
+    def encode(values: Tensor, before: Tensor, scales: Tensor, centres: Tensor) -> tuple[Tensor, ...]:
+        grouped, numbers = (pad(each, (0, 1))[:, places] for each in (values, before))
+        codes, scales, centres = _encode_numbers(grouped, numbers, scales, centres, bits, symmetric=symmetric)
         out = codes.new_empty(len(codes), columns + 1)
         out[:, places.flatten()] = codes.flatten(1)
         return out[:, :columns], scales, centres
 
-    codes, by_row, centres = _in_pieces(encode, values, scales.T, centres)
+    before = _unpack(packed.T, bits, torch.int16).to(torch.uint8)[:, :columns]
+    codes, by_row, centres = _in_pieces(encode, values, before, scales.T, centres)
     points = _pack(centres.to(torch.uint8).T, bits)
     if zeros_less_one:
         points = points - _one_in_each(bits)
