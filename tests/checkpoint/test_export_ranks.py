@@ -19,7 +19,8 @@ from tests.checkpoint.test_export_models import (
     train_a_step,
     turned,
 )
-from tests.helpers import models, training, zoo
+from tests.checkpoint.test_load_parity import load
+from tests.helpers import models, quantized, training, zoo
 from tests.helpers.launch import run_ranks, several
 
 
@@ -34,6 +35,20 @@ def export_one(folder: str, name: str) -> dict[str, Tensor]:
             turned(model)
             infinity.export(model, out / "turned", max_shard_nbytes=SMALL_FILES)
         return infinity.state_dict(model)
+
+
+def export_stored(folder: str, out: str) -> Any:
+    """What the export of a gpt-oss, of which some weights were changed, says of its error."""
+    directory = Path(folder, "gpt_oss")
+    model = load(directory, training.streaming(f"{folder}/nvme"))
+    for name, param in model.named_parameters():
+        if "layers.1." in name or "embed" in name:
+            with infinity.gathered([param], modify=True):
+                param.mul_(1.01)
+    try:
+        return infinity.export(model, directory.with_name(out), stored_as=directory)
+    finally:
+        infinity.close(model)
 
 
 def one_rank_fails(folder: str) -> tuple[str, set[str]]:
@@ -64,7 +79,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     fails = (one_rank_fails, str(folder / "fails"))
     calls = [(export_one, str(folder), name) for name in ("gpt2", "mixtral")]
-    return folder, run_ranks(several, 2, *calls, fails)
+    quantized.write("gpt_oss", folder / "stored/gpt_oss")
+    stored = (export_stored, str(folder / "stored"), "two")
+    return folder, run_ranks(several, 2, *calls, stored, fails)
 
 
 @pytest.mark.parametrize(("at", "name"), [(0, "gpt2"), (1, "mixtral")])
@@ -81,7 +98,17 @@ def test_two_ranks_write_what_plain_save_pretrained_saves(
 
 def test_rank_0_says_where_and_nothing_else_stays(ended: tuple[Path, list[Any]]) -> None:
     folder, _ = ended
-    assert left_in(folder) == {"out-gpt2", "out-mixtral", "turned", "fails"}
+    assert left_in(folder) == {"out-gpt2", "out-mixtral", "turned", "stored", "fails"}
+
+
+def test_two_ranks_quantize_again_as_one_does(ended: tuple[Path, list[Any]]) -> None:
+    folder, [first, second] = ended[0] / "stored", ended[1]
+    alone = export_stored(str(folder), "one")
+    assert alone.largest_error > 0
+    assert first[2] == second[2] == alone
+    one, two = ((folder / out / "model.safetensors").read_bytes() for out in ("one", "two"))
+    assert one == two
+    assert left_in(folder) == {"gpt_oss", "one", "two"}
 
 
 def test_a_full_disk_on_one_rank_is_an_error_on_every_rank_and_training_goes_on(
