@@ -241,15 +241,15 @@ def export_stored(
                 _write_companions(form, plain, folder)
                 shutil.rmtree(folder / _PLAIN, ignore_errors=True)
                 publication.publish()
-        found = {key: error for each in everyone for key, error in each.items()}
-        worst = max(found, key=lambda key: found[key])
         copied = sum(source is None for source in sources.values())
-        mean = sum(found.values()) / len(found)
-        return agree(
-            Requantized(form.form, len(found), mean, found[worst], worst, copied),
-            ranks.world_size,
-            f"errors of {out}",
-        )
+        result = _summary(form.form, {key: error for each in everyone for key, error in each.items()}, copied)
+        return agree(result, ranks.world_size, f"errors of {out}")
+
+
+def _summary(form: str, errors: Mapping[str, float], copied: int) -> Requantized:
+    """Sum up the errors of weights, by key."""
+    largest, worst = max(((error, key) for key, error in errors.items()), default=(0.0, ""))
+    return Requantized(form, len(errors), sum(errors.values()) / max(1, len(errors)), largest, worst, copied)
 
 
 class _FormWriter:
@@ -262,9 +262,6 @@ class _FormWriter:
         self._outputs: dict[ReadableFile, OutputFile] = {}  # by the checkpoint's own file
 
     def __enter__(self) -> Self:
-        for plan, file in zip(self._form.files, self._form.opened, strict=True):
-            self._outputs[file] = OutputFile(self._folder / plan.name)
-            self._stack.callback(self._outputs[file].close)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -282,6 +279,9 @@ class _FormWriter:
         """
         rank, world_size = self._ranks.rank, self._ranks.world_size
         errors: dict[str, float] = {}
+        for plan, file in zip(self._form.files, self._form.opened, strict=True):
+            self._outputs[file] = OutputFile(self._folder / plan.name)
+            self._stack.callback(self._outputs[file].close)
         with Checkpoint(plain) as values:
             for key, tensor in list(self._form.tensors.items())[rank::world_size]:
                 source = sources[key]
@@ -351,4 +351,4 @@ def _config(stored: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]
     if stored.get("quantization_config"):
         return config | {"quantization_config": stored["quantization_config"]}
     inner = {"quantization_config": stored["text_config"]["quantization_config"]}
-    return config | {"text_config": config["text_config"] | inner}
+    return config | {"text_config": config.get("text_config", {}) | inner}

@@ -42,10 +42,8 @@ from torch.nn.functional import pad
 
 #: Values of the sixteen e2m1 numbers; the upper eight are negative.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: Between which sizes a value goes to the next e2m1 number; a tie to the one with an even last bit.
-_E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-#: The largest e4m3 number.
-_E4M3_MOST = 448.0
+#: The largest numbers.
+_E4M3_MOST, _E2M1_MOST = 448.0, 6.0
 #: Elements that are encoded at one time, where a whole matrix is given.
 _PIECE_NUMEL = 2**18
 #: What GPTQ's first format subtracts from the zero points, all eight of a word at one time.
@@ -61,17 +59,21 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
         block: Rows and columns of a block; see [Note: blocks at the edge].
     """
     (count, width), scales = values.shape, _as_float(scales)
-    if values.is_cpu:  # a table is several times as fast as torch's conversion
-        codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(values.dtype).float()
-        out = codes.index_select(0, values.view(torch.uint8).flatten().int()).view(count, width)
-    else:
-        out = values.float()
+    out = _e4m3_as_float(values)
     of_rows = scales[torch.arange(first_row, first_row + count, device=values.device) // block[0]]
     if width == of_rows.shape[1] * block[1]:
         out.view(count, -1, block[1]).mul_(of_rows.unsqueeze(-1))
     else:
         out.mul_(of_rows[:, torch.arange(width, device=values.device) // block[1]])
     return out
+
+
+def _e4m3_as_float(values: Tensor) -> Tensor:
+    if not values.is_cpu:
+        return values.float()
+    # A table is several times as fast as torch's conversion.
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(values.dtype).float()
+    return codes.index_select(0, values.view(torch.uint8).flatten().int()).view(values.shape)
 
 
 def _as_float(scales: Tensor) -> Tensor:
@@ -101,17 +103,35 @@ def encode_fp8(
         return pad(matrix, beyond).view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
 
     def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn).float() * _as_float(scales).unsqueeze(-1)
+        return _e4m3_as_float(codes.view(torch.float8_e4m3fn)) * _as_float(scales).unsqueeze(-1)
 
     def encode(values: Tensor, scales: Tensor) -> Tensor:
         steps = values / _as_float(scales).unsqueeze(-1)
-        return steps.clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+        return _round(steps.clamp_(-_E4M3_MOST, _E4M3_MOST), exponent=4, mantissa=3)
 
     values, before = by_block(values), by_block(codes.view(torch.uint8))
     own = _fp8_scales(values.abs().amax(-1), scales.dtype, power_of_two)
     found, scales = _nearest(values, before, encode, decode, (scales,), (own,))
     found = found.view(down, across, *block).transpose(1, 2).reshape(down * block[0], -1)
     return found[:rows, :columns].contiguous().view(torch.float8_e4m3fn), scales
+
+
+def _round(values: Tensor, exponent: int, mantissa: int) -> Tensor:
+    """The nearest numbers with so many bits, and one for the sign, as uint8; ties to even.
+
+    By whole numbers, which takes a quarter of the time of torch's conversion.
+
+    Args:
+        values: fp32, not beyond the largest number.
+    """
+    bias, shift = (1 << exponent - 1) - 1, 23 - mantissa
+    bits = values.abs().view(torch.int32)
+    codes = bits >> shift
+    codes.bitwise_and_(1).add_(bits).add_((1 << shift - 1) - 1).bitwise_right_shift_(shift)
+    codes -= 127 - bias << mantissa
+    small = (values.abs() * 2.0 ** (bias - 1 + mantissa)).round_().int()  # numbers without a leading one
+    codes = torch.where(codes < 1 << mantissa, small, codes)
+    return codes.add_(values.signbit(), alpha=1 << exponent + mantissa).to(torch.uint8)
 
 
 def _fp8_scales(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
@@ -121,8 +141,12 @@ def _fp8_scales(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tens
     mantissa, exponent = torch.frexp(scales)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     if dtype.itemsize > 1:
-        return _clamped(exponent.float().exp2(), dtype)
+        return _clamped(_power_of_two(exponent), dtype)
     return (exponent + 127).to(torch.uint8).view(dtype)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
 
 def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,17 +181,19 @@ def _nearest(
     # In fp64: squares of small weights are 0 in fp32. What NaN stands for is not kept.
     errors = [(decode(*each) - values).double().square().sum(-1) for each in ((kept, *had), (codes, *own))]
     keep = errors[0] <= errors[1]
-    taken = []
-    for a, b in zip(had, own, strict=True):
-        a, b = (each.view(torch.uint8) if each.itemsize == 1 else each for each in (a, b))
-        taken.append(torch.where(keep, a, b).view(had[len(taken)].dtype))
-    return torch.where(keep.unsqueeze(-1), kept, codes), *taken
+
+    def choose(a: Tensor, b: Tensor) -> Tensor:
+        if a.itemsize > 1:
+            return torch.where(keep, a, b)
+        return torch.where(keep, a.view(torch.uint8), b.view(torch.uint8)).view(a.dtype)  # e8m0, too
+
+    return torch.where(keep.unsqueeze(-1), kept, codes), *map(choose, had, own)
 
 
 def _in_pieces(encode: Callable[..., Sequence[Tensor]], values: Tensor, *others: Tensor) -> list[Tensor]:
     """Call ``encode`` with some rows of each tensor at a time, and join what it returns."""
     rows = max(1, _PIECE_NUMEL // max(1, values[:1].numel()))
-    pieces = zip(*(each.split(rows) for each in (values, *others)), strict=True)
+    pieces = zip(*(torch.split(each, rows) for each in (values, *others)), strict=True)
     return [torch.cat(parts) for parts in zip(*(encode(*piece) for piece in pieces), strict=True)]
 
 
@@ -206,16 +232,15 @@ def _encode_e2m1(values: Tensor, blocks: Tensor, scales: Tensor) -> tuple[Tensor
     """Blocks and scales of values, ``(n, groups, 32)``."""
     values, before = values.contiguous(), torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     exponents = torch.frexp(values.abs().amax(-1)).exponent - 3  # of 1 it is 1, and of the largest number 2
-    ties = torch.tensor(_E2M1_TIES, device=values.device)
-    ties[1::2] = ties[1::2].nextafter(ties.new_zeros(()))  # these ties go up, the others down
     numbers = torch.tensor(_E2M1, device=values.device)
 
     def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        return torch.ldexp(numbers[codes.int()], scales.int().sub(127).unsqueeze(-1))
+        steps = numbers.index_select(0, codes.flatten().int()).view(codes.shape)
+        return steps.mul_(_power_of_two(scales.int() - 127).unsqueeze(-1))
 
     def encode(values: Tensor, scales: Tensor) -> Tensor:
-        sizes = torch.ldexp(values.abs(), 127 - scales.int().unsqueeze(-1))
-        return (torch.bucketize(sizes, ties, out_int32=True) + 8 * values.signbit()).to(torch.uint8)
+        steps = values * _power_of_two(127 - scales.int()).unsqueeze(-1)
+        return _round(steps.clamp_(-_E2M1_MOST, _E2M1_MOST), exponent=2, mantissa=1)
 
     own = (exponents.clamp(-127, 127) + 127).to(torch.uint8)
     codes, scales = _nearest(values, before, encode, decode, (scales,), (own,))

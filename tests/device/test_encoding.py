@@ -197,6 +197,19 @@ def test_what_was_changed_becomes_the_nearest_number_of_its_scale(matrix, size, 
         assert (off <= 0.5 * step * (1 + 2 * matrix.symmetric) + rounding + tiny).all()
 
 
+def test_e4m3_and_e2m1_are_rounded_as_torch_and_the_standard_round():
+    values = torch.cat(
+        [E4M3, (E4M3[1:] + E4M3[:-1]) / 2, torch.randn(9999) * 2.0 ** torch.randint(-14, 7, (9999,))]
+    )
+    values = torch.cat([values, values.nextafter(values + 1), torch.tensor([-0.0])]).clamp(-448, 448)
+    expected = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert same(codecs._round(values, exponent=4, mantissa=3), expected)
+    sizes = torch.tensor([0, 0.25, 0.26, 0.5, 0.75, 1, 1.25, 1.26, 1.75, 2, 2.5, 2.6, 3.5, 4, 5, 5.1, 6])
+    codes = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 7], dtype=torch.uint8)
+    assert same(codecs._round(sizes, exponent=2, mantissa=1), codes)
+    assert same(codecs._round(-sizes, exponent=2, mantissa=1), codes + 8)
+
+
 def test_formats_take_their_own_scales_where_the_old_ones_are_worse():
     values = torch.tensor([[3.0, -448.0, 896.0, 1.0]])
     had, zero = torch.full((1, 2), 1e-3), torch.zeros(1, 4).to(torch.float8_e4m3fn)
