@@ -1,6 +1,7 @@
 """Two ranks write one directory together, or none; one start of them serves every test here."""
 
 import errno
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,39 @@ def memory_nbytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"no {name} in /proc/self/status")
+
+
+def peak_growth_stored(folder: str) -> tuple[int, int]:
+    """The same of an export in the stored form, when every weight was changed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 4000, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
+    source = Path(folder, "source")
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=5)).save_pretrained(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized, "BLOCK", 128)
+        quantized.fp8(source)
+    overrides = [f"memory.nvme=[{folder}/nvme]", "memory.host=96MiB", "memory.resident=false"]
+    model = infinity.from_pretrained(source, training.recipe("bf16", overrides))
+    for param in model.parameters():
+        with infinity.gathered([param], modify=True):
+            param.mul_(1.01)
+    infinity.export(model, Path(folder, "first"), stored_as=source)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_nbytes("VmRSS")
+    infinity.export(model, Path(folder, "second"), stored_as=source)
+    grown = memory_nbytes("VmHWM") - before
+    nbytes = sum(p.numel() * p.itemsize for p in model.parameters())
+    infinity.close(model)
+    return nbytes, grown
+
+
+@pytest.mark.slow
+def test_an_export_in_the_stored_form_takes_memory_for_pieces_of_tensors(tmp_path: Path) -> None:
+    [(nbytes, grown)] = run_ranks(peak_growth_stored, 1, str(tmp_path), group=False)
+    assert nbytes > 120 << 20
+    assert grown < 48 << 20
 
 
 @pytest.mark.slow
