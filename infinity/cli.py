@@ -132,7 +132,7 @@ def _confirm(line: str) -> bool:
 def _export(args: argparse.Namespace) -> None:
     from infinity.app.save import publish_run
 
-    _report(f"exported {publish_run(args.run, args.out)} to {args.out}")
+    _report(f"exported {publish_run(args.run, args.out, stored=args.stored)} to {args.out}")
 
 
 def _save(args: argparse.Namespace) -> None:
@@ -275,6 +275,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_run(export)
     export.add_argument("out", metavar="OUT", help="the new directory")
+    export.add_argument(
+        "--stored",
+        action="store_true",
+        help="quantize the weights again, in the files and the form (FP8, MXFP4, INT4) of the checkpoint "
+        "that the run trained (model.path), and say how far they are from the trained ones",
+    )
     export.set_defaults(run_command=_export)
 
     save = commands.add_parser(

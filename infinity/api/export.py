@@ -11,11 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.conversions import saved_tensors
+from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
+from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.publish import publish_directory
+from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import WriteError
+from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 from infinity.core.transfer import Transfer
@@ -35,13 +41,18 @@ def export(
     *,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     tokenizer: Any = None,
-) -> None:
+    stored_as: str | Path | None = None,
+) -> Requantized | None:
     """Write ``model`` to a new Hugging Face directory, from which ``from_pretrained`` loads it.
 
     Streamed: beside a few staging buffers, memory holds at most one unit, and that only for weights that
     transformers converts on saving. Weights are in the compute dtype, bitwise those of
     ``model.state_dict()``. The directory appears when it is whole; an export that fails or is killed
     leaves nothing under its name. Every rank must call, and ``out`` lies on a file system that all see.
+
+    With ``stored_as`` weights are quantized again, as that checkpoint has them: the same files, keys, dtypes
+    and ``quantization_config``. Weights that training left as they were keep their bytes. This needs room on
+    the drive for the weights in the compute dtype, too, until ``out`` is complete.
 
     Args:
         model: Built under :class:`infinity.Init`. If it is not a model of transformers, its config is
@@ -50,9 +61,14 @@ def export(
         max_shard_nbytes: Values in one file, at most (bytes); a larger tensor has a file to itself.
         tokenizer: A directory whose tokenizer's files are copied, a ``tokenizer.json``, or an object
             with ``save_pretrained``; rank 0's value is used.
+        stored_as: The quantized checkpoint that the model was loaded from.
+
+    Returns:
+        With ``stored_as``, what quantization changed; ``str`` of it is a line.
 
     Raises:
-        CheckpointError: ``out`` is not free, there is no tokenizer, or the model cannot be saved.
+        CheckpointError: ``out`` is not free, there is no tokenizer, the model cannot be saved, or does not
+            fit the stored form.
         DiskError: A drive failed or is full; says where, and what is free.
         PeerError: Another rank failed; says which and why.
     """
@@ -62,16 +78,27 @@ def export(
         runtime.synchronize()  # when all ranks can agree on its error
         return _read_weights(runtime.units, runtime.tiers, wanted)
 
-    export_model(
-        model,
-        runtime.units,
-        Path(out),
-        read_weights=read_weights,
-        gathered=partial(runtime.values.gathered, modify=False),
-        ranks=runtime.ranks,
-        max_shard_nbytes=max_shard_nbytes,
-        tokenizer=tokenizer,
-    )
+    def write(out: Path) -> Path:
+        export_model(
+            model,
+            runtime.units,
+            out,
+            read_weights=read_weights,
+            gathered=partial(runtime.values.gathered, modify=False),
+            ranks=runtime.ranks,
+            max_shard_nbytes=max_shard_nbytes,
+            tokenizer=tokenizer,
+        )
+        return out
+
+    def shapes() -> dict[str, tuple[int, ...]]:
+        saved = saved_tensors(model, dict(named_targets(model)))
+        return {item.spec.key: item.spec.shape for item in saved}
+
+    if stored_as is None:
+        write(Path(out))
+        return None
+    return export_stored(Path(stored_as), Path(out), shapes=shapes, export=write, ranks=runtime.ranks)
 
 
 def check_room(model: nn.Module, folder: Path) -> None:
@@ -86,11 +113,14 @@ def check_room(model: nn.Module, folder: Path) -> None:
         raise WriteError(errno.ENOSPC, f"finding room for the trained model in {folder}", folder, 0, nbytes)
 
 
-def export_run(run: str | Path, out: str | Path) -> None:
+def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = None) -> Requantized | None:
     """Publish the model, or the adapters, that a run of ``infinity train`` kept, as ``out``.
 
+    Args:
+        stored_as: As for :func:`export`.
+
     Raises:
-        CheckpointError: The run has none, or ``out`` is not free.
+        CheckpointError: The run has none, ``out`` is not free, or the model does not fit the stored form.
         DiskError: A drive failed or is full.
     """
     run, out = user_path(run, "RUN"), user_path(out, "OUT")
@@ -105,7 +135,15 @@ def export_run(run: str | Path, out: str | Path) -> None:
             f"with its trained model in {MODEL_FOLDER}/"
             + ("" if newest is None else f". It is a folder of runs; the newest with a model is {newest}")
         )
-    publish_directory(source, out.absolute(), secrets.token_hex(4))
+    if stored_as is None:
+        publish_directory(source, out.absolute(), secrets.token_hex(4))
+        return None
+    with Checkpoint(source) as kept:
+        shapes = {key: tuple(tensor.shape) for key, tensor in kept.items()}
+    alone = Ranks(0, 1, torch.device("cpu"))
+    return export_stored(
+        Path(stored_as), out, shapes=lambda: shapes, export=lambda scratch: source, ranks=alone
+    )
 
 
 def _newest_run(folder: Path) -> Path | None:

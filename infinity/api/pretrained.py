@@ -121,7 +121,8 @@ def from_pretrained(
         if quantization is not None:
             notes.append(
                 f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
-                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized"
+                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized; stored_as, or infinity "
+                "export --stored, quantizes them again"
             )
         if frozen:
             loading.freeze(runtime.units)

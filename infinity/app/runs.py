@@ -297,13 +297,22 @@ def interrupted_run(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe
         RecipeError: It is no run's folder, or an override is wrong.
     """
     folder = user_path(folder, "RUN")
-    if not (folder / RECIPE).is_file():
-        what = f"no {RECIPE}" if folder.is_dir() else "no such folder"
-        raise RecipeError(f"{folder}: {what}; wanted the folder of a run, as `infinity runs` lists them")
-    recipe = load_recipe(folder / RECIPE, overrides)
+    recipe = recipe_of(folder, overrides)
     folder = folder.resolve() if folder.name in ("", "..") else folder
     resume = "auto" if recipe.run.resume == "never" else recipe.run.resume
     return replace(recipe, run=replace(recipe.run, dir=str(folder.parent), name=folder.name, resume=resume))
+
+
+def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe in the folder of a run.
+
+    Raises:
+        RecipeError: It is no run's folder, or an override is wrong.
+    """
+    if not (folder / RECIPE).is_file():
+        what = f"no {RECIPE}" if folder.is_dir() else "no such folder"
+        raise RecipeError(f"{folder}: {what}; wanted the folder of a run, as `infinity runs` lists them")
+    return load_recipe(folder / RECIPE, overrides)
 
 
 # --- what is kept on drives ----------------------------------------------------------------------

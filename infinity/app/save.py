@@ -9,31 +9,53 @@ import infinity
 from infinity.api.export import export_run
 from infinity.app.process_group import on_rank_0, process_group, rank, set_threads
 from infinity.app.recipe import Recipe
-from infinity.app.runs import find_run, interrupted_run, is_interrupted, locked
+from infinity.app.runs import find_run, interrupted_run, is_interrupted, locked, recipe_of
 from infinity.app.train import built, write_model
 from infinity.app.views import Views
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
 
 
-def publish_run(path: str | Path, out: str | Path) -> str:
+def publish_run(path: str | Path, out: str | Path, *, stored: bool = False) -> str:
     """Publish the trained model, or the adapters, of a run as ``out``; return a description of it.
 
     Of a run that was interrupted it is the model after the last committed step, and the run can still go
     on; every rank must call.
 
+    Args:
+        stored: Quantize it again, as the checkpoint that it was loaded from is.
+
     Raises:
-        CheckpointError: The run has no model, or ``out`` is not free.
+        CheckpointError: The run has no model, ``out`` is not free, or there is no such stored form.
         InfinityError: It is running, what it keeps cannot be used, or a drive failed.
     """
-    folder = user_path(path, "RUN")
-    if not is_interrupted(folder):
-        if rank() == 0:
-            export_run(path, out)
-        return f"the model of {path}"
-    with _last_commit(folder) as (recipe, model, _, step):
-        write_model(recipe, model, user_path(out, "OUT"))
-    return f"the model of {path} after step {step}"
+    folder, result = user_path(path, "RUN"), None
+    stored_as = _base_of(folder) if stored else None
+    what = f"the model of {path}"
+    if is_interrupted(folder):
+        with _last_commit(folder) as (recipe, model, _, step):
+            result = write_model(recipe, model, user_path(out, "OUT"), stored_as)
+        what += f" after step {step}"
+    elif rank() == 0:
+        result = export_run(path, out, stored_as)
+    return what if result is None else f"{what} ({result})"
+
+
+def _base_of(folder: Path) -> str:
+    """The checkpoint that the model of a run was loaded from.
+
+    Raises:
+        CheckpointError: There is none, or the run trained adapters.
+    """
+    recipe = recipe_of(folder)
+    if recipe.lora.rank is not None:
+        raise CheckpointError(f"{folder} trained adapters, which are not quantized: export without --stored")
+    if recipe.model.path is None:
+        raise CheckpointError(
+            f"{folder} trained a new model (model.path is null), so there is no checkpoint whose stored form "
+            "it could take: export without --stored"
+        )
+    return recipe.model.path
 
 
 def save_run(path: str | Path, out: str | Path) -> str:

@@ -23,6 +23,7 @@ from infinity.app.views import ActivationView, Views, add_files, open_display
 from infinity.checkpoint.distcp import DistributedCheckpoint
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
 from infinity.checkpoint.publish import tokenizer_files
+from infinity.checkpoint.requantize import Requantized
 from infinity.core.errors import BudgetError, InfinityError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
@@ -313,13 +314,18 @@ def _save(recipe: Recipe, model: Any, folder: Path, views: Views) -> None:
     views.log(f"saved {out}; publish it with: infinity export {out.parent} DIR")
 
 
-def write_model(recipe: Recipe, model: Any, out: Path) -> None:
-    """Write the trained model, or the adapters, as the directory ``out``. Every rank must call."""
+def write_model(recipe: Recipe, model: Any, out: Path, stored_as: str | None = None) -> Requantized | None:
+    """Write the trained model, or the adapters, as the directory ``out``. Every rank must call.
+
+    Args:
+        stored_as: As for :func:`infinity.export`.
+    """
     source = Path(recipe.data.tokenizer or recipe.model.path or "bytes")
     if recipe.lora.rank is None:
-        infinity.export(model, out, tokenizer=source if tokenizer_files(source) else None)
-    else:
-        infinity.save_lora(model, out)
+        tokenizer = source if tokenizer_files(source) else None
+        return infinity.export(model, out, tokenizer=tokenizer, stored_as=stored_as)
+    infinity.save_lora(model, out)
+    return None
 
 
 def _log_before_views(recipe: Recipe) -> Callable[[str], object]:

@@ -219,9 +219,7 @@ def export_model(
         gathered: Gathers parameters for conversions.
         ranks: That share the model.
     """
-    text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
-    place, token = json.loads(agree(text, ranks.world_size, "agreeing on the directory of an export"))
-    out = Path(place)
+    out, token = agree_on_place(out, ranks)
     folder = partial_path(out, token)
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
@@ -229,7 +227,7 @@ def export_model(
             plan = plan_export(model, named, units, max_shard_nbytes)
             if ranks.rank == 0:
                 publication = stack.enter_context(Publication(out, token))
-                _check_room(folder, plan)
+                check_room(folder, sum(file.nbytes for file in plan.files))
                 _write_companions(model, plan, folder, tokenizer)
                 for file in plan.files:
                     OutputFile.create(folder, file)
@@ -244,6 +242,13 @@ def export_model(
         with all_ranks_or_raise(ranks, f"publishing {out}"):
             if ranks.rank == 0:
                 publication.publish()
+
+
+def agree_on_place(out: Path, ranks: Ranks) -> tuple[Path, str]:
+    """Rank 0's ``out``, absolute, and a token for the directory in which it is made. Every rank must call."""
+    text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
+    place, token = json.loads(agree(text, ranks.world_size, "agreeing on the directory of an export"))
+    return Path(place), token
 
 
 class _ValueWriter:
@@ -344,13 +349,12 @@ class _ValueWriter:
         assert written == wanted, f"{written} bytes of values were written; the files hold {wanted}"
 
 
-def _check_room(folder: Path, plan: ExportPlan) -> None:
+def check_room(folder: Path, nbytes: int) -> None:
     """Fail before the work if it cannot end well.
 
     Raises:
         WriteError: The file system has less room than the files take.
     """
-    nbytes = sum(file.nbytes for file in plan.files)
     if shutil.disk_usage(folder).free < nbytes:
         raise WriteError(errno.ENOSPC, f"making room for {folder}", folder, nbytes=nbytes)
 

@@ -1,5 +1,7 @@
 """Quantized checkpoints: stored tensors that belong together, as one tensor each, decoded when they are read.
 
+The same tensors encode other values, such as trained ones, in the same form (:meth:`Decoded.encode`).
+
 [Note: where decoding stands]
 It comes before everything else: a weight and its scales become one tensor with the weight's key, of which
 any range can be read. So transformers' conversions (experts stacked into one parameter, renamed keys) see
@@ -14,6 +16,12 @@ they say.
 FP8 times an fp32 scale needs 28 bits: masters get the fp32 product. The other formats give values of the
 scales' dtype, or exact in bf16. Weights that are not trained need no more than the compute dtype: they are
 rounded to it as transformers rounds them when it loads them in that dtype (to nearest, ties to even).
+
+[Note: encoded again]
+A value that is still the decoded one, rounded to the dtype in which the model holds it, counts as exactly
+that one (:func:`unchanged`). Where all of a piece are so, its stored bytes are taken as they are; what is
+encoded anew is nearest to the values (:mod:`infinity.device.codecs`, which scale). So what training left
+alone comes back bit by bit, whatever dtype it was held in.
 """
 
 import json
@@ -35,6 +43,7 @@ from infinity.checkpoint.directory import (
 )
 from infinity.core.errors import CheckpointError
 from infinity.device import codecs
+from infinity.optim.layout import split
 
 #: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches
 #: of a CPU hold, and what keeps an accelerator busy.
@@ -46,6 +55,10 @@ _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
 #: Decodes slabs ``[first, last)`` from these, flat, as ``(last - first, numel of a slab)``.
 Decode = Callable[[int, int, Sequence[Tensor]], Tensor]
+#: Encodes slabs from ``first`` on, fp32 and flat; given and returns what they are decoded from.
+Encode = Callable[[int, Tensor, Sequence[Tensor]], Sequence[Tensor]]
+#: Called with a stored tensor, an element's number, and the new values from there on.
+Put: TypeAlias = Callable[[FileTensor, int, Tensor], None]
 #: The slab that was decoded last, of all tensors of a checkpoint, by its tensor and number.
 Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
@@ -60,6 +73,8 @@ class Quantization:
         bits: Of a whole number; 0: the format has none.
         group_size: Whole numbers that share a scale, along the inputs; 0: all.
         zeros_less_one: See :func:`infinity.device.codecs.decode_gptq`.
+        symmetric: Of GPTQ: the middle of all whole numbers stands for zero, where they are made anew.
+        power_of_two: FP8 scales are, whatever their dtype.
     """
 
     method: str
@@ -67,6 +82,8 @@ class Quantization:
     bits: int = 0
     group_size: int = 0
     zeros_less_one: bool = True
+    symmetric: bool = True
+    power_of_two: bool = False
 
     def __str__(self) -> str:
         return f"INT{self.bits} of {self.method}" if self.bits else self.method.upper()
@@ -101,14 +118,19 @@ def _parse(given: Mapping[str, Any]) -> Quantization:
     method = given["quant_method"]
     if method == "fp8":
         block = given.get("weight_block_size")
-        return Quantization(method, block=None if block is None else (_count(block[0]), _count(block[1])))
+        return Quantization(
+            method,
+            block=None if block is None else (_count(block[0]), _count(block[1])),
+            power_of_two=given.get("scale_fmt") == "ue8m0",
+        )
     if method == "mxfp4":
         return Quantization(method)
     if method == "gptq":
         form = given.get("checkpoint_format", "gptq")
         if form not in ("gptq", "gptq_v2"):
             raise ValueError(f"checkpoint_format is {json.dumps(form)}")
-        return Quantization(method, bits=_bits(given["bits"]), zeros_less_one=form == "gptq")
+        bits, symmetric = _bits(given["bits"]), bool(given.get("sym", True))
+        return Quantization(method, bits=bits, zeros_less_one=form == "gptq", symmetric=symmetric)
     if method != "compressed-tensors":
         raise ValueError(f"quant_method is {json.dumps(method)[:100]}")
     schemes = list(given["config_groups"].values())
@@ -155,17 +177,20 @@ class Decoded:
         slab_numel: Elements that can be decoded without others.
         needs: What slabs are decoded from.
         decode: Decodes them.
+        encode: The way back.
+        together: Slabs that share stored elements, and are encoded at one time, from a multiple of it on.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
     """
 
-    __slots__ = ("_decode", "_kept", "_needs", "_slab_numel", "dtype", "shape")
+    __slots__ = ("_decode", "_encode", "_kept", "_needs", "_slab_numel", "_together", "dtype", "shape")
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, slab_numel: int, needs: Needs, decode: Decode,
-        kept: Kept,
+        encode: Encode, together: int, kept: Kept,
     ) -> None:  # fmt: skip
         self.shape, self.dtype = torch.Size(shape), dtype
         self._slab_numel, self._needs, self._decode, self._kept = slab_numel, needs, decode, kept
+        self._encode, self._together = encode, together
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         """See :class:`infinity.checkpoint.directory.Stored`.
@@ -192,10 +217,47 @@ class Decoded:
             assert isinstance(tensor, FileTensor)
             yield from tensor.ranges(low, high - low)
 
+    def encode(self, values: Stored, put: Put) -> tuple[float, float]:
+        """Encode ``values``, of its shape, and hand over all that it would be decoded from; blocks.
+
+        Returns:
+            Sums of squares: of what encoding changes, and of the values. See [Note: encoded again].
+
+        Raises:
+            CheckpointError: A file cannot be read.
+            ValueError: A value is NaN or infinite.
+        """
+        numel, size, lost, total = self.shape.numel(), self._slab_numel, 0.0, 0.0
+        at_once = max(1, _PIECE_NUMEL // max(1, size) // self._together) * self._together
+        for first in range(0, numel // max(1, size), at_once):
+            last = min(first + at_once, numel // size)
+            parts = self._read(first, last)
+            decoded = self._decode(first, last, parts).reshape(-1).float()
+            held = torch.empty(len(decoded), dtype=values.dtype, device="cpu")
+            values.fill(first * size, held)
+            same, wanted = unchanged(decoded, held), decoded
+            if not same.all():
+                wanted = torch.where(same, decoded, held.float())
+                if not wanted.isfinite().all():
+                    raise ValueError("a value is NaN or infinite, and has no number in this form")
+                parts = [each.reshape(-1) for each in self._encode(first, wanted, parts)]
+                decoded = self._decode(first, last, parts).reshape(-1).float()
+                lost += (decoded - wanted).double().square().sum().item()
+            total += wanted.double().square().sum().item()
+            for (tensor, start, _), part in zip(self._needs(first, last), parts, strict=True):
+                assert isinstance(tensor, FileTensor)
+                put(tensor, start, part)
+        return lost, total
+
+    @property
+    def stored(self) -> list[Stored]:
+        """What it is decoded from."""
+        return [tensor for tensor, _, _ in self._needs(0, 1)]
+
     @property
     def in_files(self) -> bool:
         """Whether everything that it is decoded from lies in files as it is."""
-        return all(isinstance(tensor, FileTensor) for tensor, _, _ in self._needs(0, 1))
+        return all(isinstance(tensor, FileTensor) for tensor in self.stored)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -212,11 +274,14 @@ class Decoded:
         return self._kept[self, first]
 
     def _read_slabs(self, first: int, last: int) -> Tensor:
+        return self._decode(first, last, self._read(first, last)).reshape(-1)
+
+    def _read(self, first: int, last: int) -> list[Tensor]:
         needed = []
         for tensor, start, stop in self._needs(first, last):
             needed.append(torch.empty(stop - start, dtype=tensor.dtype, device="cpu"))
             tensor.fill(start, needed[-1])
-        return self._decode(first, last, needed).reshape(-1)
+        return needed
 
     def _view_slabs(self, first: int, last: int, view: View) -> Tensor:
         needed = []
@@ -224,6 +289,15 @@ class Decoded:
             assert isinstance(tensor, FileTensor)
             needed.append(tensor.view(start, stop - start, view))
         return self._decode(first, last, needed).reshape(-1)
+
+
+def unchanged(source: Tensor, held: Tensor) -> Tensor:
+    """Which values are still those of ``source``, fp32, rounded to ``held``'s dtype.
+
+    To nearest: weights that are trained with ties up, as their masters are split, others with ties to even.
+    """
+    same = source.to(held.dtype) == held
+    return same | (split(source)[0] == held) if held.dtype == torch.bfloat16 else same
 
 
 def decode_checkpoint(
@@ -337,7 +411,14 @@ def _fp8(group: _Group) -> Decoded | None:
         values, of_rows = needed[0].view(-1, columns), needed[1].view(-1, blocks[1])
         return codecs.decode_fp8(values, of_rows, block, first % block[0])
 
-    return Decoded((rows, columns), group.dtype or torch.float32, columns, needs, decode, group.kept)
+    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
+        matrix, codes = (each.view(-1, columns) for each in (values, had[0]))
+        of_rows, power_of_two = had[1].view(-1, blocks[1]), group.quantization.power_of_two
+        return codecs.encode_fp8(matrix, codes, of_rows, block, power_of_two=power_of_two)
+
+    return Decoded(
+        (rows, columns), group.dtype or torch.float32, columns, needs, decode, encode, block[0], group.kept
+    )
 
 
 def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:
@@ -370,8 +451,12 @@ def _mxfp4(group: _Group) -> Decoded:
         values, exponents = needed[0].view(-1, rows, groups, width), needed[1].view(-1, rows, groups)
         return codecs.decode_mxfp4(values, exponents)
 
+    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
+        codes, exponents = had[0].view(-1, rows, groups, width), had[1].view(-1, rows, groups)
+        return codecs.encode_mxfp4(values.view(-1, *shape[1:]), codes, exponents)
+
     shape = (experts, 2 * groups * width, rows)
-    return Decoded(shape, group.dtype or torch.bfloat16, 2 * nbytes, needs, decode, group.kept)
+    return Decoded(shape, group.dtype or torch.bfloat16, 2 * nbytes, needs, decode, encode, 1, group.kept)
 
 
 def _packed(group: _Group) -> Decoded:
@@ -413,7 +498,18 @@ def _packed(group: _Group) -> Decoded:
             centres = unpacked[first % (32 // bits) :][: last - first]
         return codecs.decode_packed(values, of_rows, centres, bits, columns)
 
-    return Decoded((rows, columns), group.dtype or scales.dtype, columns, needs, decode, group.kept)
+    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
+        codes, of_rows, centres = had[0].view(-1, words), had[1].view(-1, groups), None
+        if zeros is not None:
+            centres = codecs.unpack_zeros(had[2].view(-1, groups), bits)[: len(codes)]
+        matrix = values.view(-1, columns)
+        codes, of_rows, *points = codecs.encode_packed(matrix, codes, of_rows, centres, bits)
+        return codes, of_rows, *(codecs.pack_zeros(each, bits) for each in points)
+
+    together = 1 if zeros is None else 32 // bits
+    return Decoded(
+        (rows, columns), group.dtype or scales.dtype, columns, needs, decode, encode, together, group.kept
+    )
 
 
 def _gptq(group: _Group) -> Decoded:
@@ -449,7 +545,20 @@ def _gptq(group: _Group) -> Decoded:
         less_one = group.quantization.zeros_less_one
         return codecs.decode_gptq(words, points, factors, groups, bits, zeros_less_one=less_one)
 
-    return Decoded((rows, columns), group.dtype or scales.dtype, rows * columns, needs, decode, group.kept)
+    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
+        words, points, factors, groups = (
+            each.view(part.shape) for each, part in zip(had, parts, strict=True)
+        )
+        less_one, symmetric = group.quantization.zeros_less_one, group.quantization.symmetric
+        matrix = values.view(rows, columns)
+        words, points, factors = codecs.encode_gptq(
+            matrix, words, points, factors, groups, bits, zeros_less_one=less_one, symmetric=symmetric
+        )
+        return words, points, factors, groups
+
+    return Decoded(
+        (rows, columns), group.dtype or scales.dtype, rows * columns, needs, decode, encode, 1, group.kept
+    )
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from tests.helpers import zoo
+from tests.helpers import quantized, zoo
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,28 @@ def saved(tmp_path):
         return directory, plain, batch
 
     return save
+
+
+@pytest.fixture
+def written(tmp_path):
+    """``written(kind)``: directory, the values of quantized weights, and the plain model's maker."""
+    transformers.utils.logging.set_verbosity_error()
+
+    def make(kind):
+        directory = tmp_path / kind
+        values = quantized.write(kind, directory)
+
+        def plain():
+            options = {"dtype": torch.float32}
+            where = directory
+            if kind == "gpt_oss":
+                options["quantization_config"] = Mxfp4Config(dequantize=True)
+            elif kind not in ("deepseek_v3", "qwen3_fp8"):  # transformers needs other packages for these
+                where = tmp_path / "plain"
+                if not where.exists():
+                    quantized.without_quantization(directory, values, where)
+            return AutoModelForCausalLM.from_pretrained(where, **options).train()
+
+        return directory, values, plain
+
+    return make

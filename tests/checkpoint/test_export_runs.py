@@ -1,6 +1,7 @@
 """A run keeps its trained model when it is asked to, and ``infinity export`` publishes it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity.app.recipe import Recipe, load_recipe
+from infinity.app.runs import write_recipe
 from infinity.app.train import train
 from infinity.cli import main
 from infinity.core.errors import DiskError
+from tests.app.test_goes_on import stop
+from tests.helpers import quantized
 from tests.helpers.tokenizers import write_tokenizer
 
 CHAT = [{"role": "user", "content": "the?"}, {"role": "assistant", "content": "the abc"}]
@@ -91,3 +95,63 @@ def test_a_run_whose_model_will_not_fit_ends_before_its_first_step(
     monkeypatch.setattr(Loop, "run", never)
     with pytest.raises(DiskError, match="finding room for the trained model"):
         train(recipe(tmp_path, "run.save=true"))
+
+
+def test_a_run_of_a_quantized_checkpoint_is_exported_in_its_stored_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a finished run, and of an interrupted one; the tokenizer is copied, and the line has the error."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.delenv("RANK", raising=False)
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = tmp_path / "base"
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(base)
+    write_tokenizer(base)
+    quantized.fp8(base)
+    given = recipe(tmp_path, f"model.path={base}", "durability.every=1", sizes=())
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, "loss", 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train(given)
+    run = tmp_path / "runs/one"
+    said = (
+        r"\(14 weights in FP8, relative error 0\.0\d+ in the mean, 0\.0\d+ at most, of model\.layers\.\S+\)"
+    )
+    for out, when in (("first", " after step 1"), ("second", "")):
+        if not when:
+            train(given)
+            capsys.readouterr()
+        assert main(["export", str(run), str(tmp_path / out), "--stored"]) == 0
+        printed = capsys.readouterr().out
+        assert re.fullmatch(rf"exported the model of {run}{when} {said} to {tmp_path / out}\n", printed), (
+            printed
+        )
+        stored = load_file(tmp_path / out / "model.safetensors")
+        before = load_file(base / "model.safetensors")
+        assert {key: tensor.dtype for key, tensor in stored.items()} == {
+            key: tensor.dtype for key, tensor in before.items()
+        }
+        assert AutoTokenizer.from_pretrained(tmp_path / out).apply_chat_template(CHAT, tokenize=False)
+        tuned = LlamaForCausalLM.from_pretrained(tmp_path / out, dtype=torch.bfloat16)
+        for key, value in load_file(run / "model/model.safetensors").items() if not when else ():
+            assert torch.allclose(tuned.state_dict()[key].float(), value.float(), rtol=0.1, atol=2e-3), key
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [("lora.rank=2", "trained adapters"), ("model.path=null", "trained a new model")],
+)
+def test_a_run_without_a_stored_form_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, what: str
+) -> None:
+    run = tmp_path / "runs/one"
+    run.mkdir(parents=True)
+    write_recipe(recipe(tmp_path, "model.path=somewhere", override, sizes=()), run)
+    assert main(["export", str(run), str(tmp_path / "out"), "--stored"]) == 1
+    said = capsys.readouterr().err
+    assert what in said
+    assert "export without --stored" in said
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--stored"]) == 1
+    assert "wanted the folder of a run" in capsys.readouterr().err

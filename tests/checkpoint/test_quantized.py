@@ -5,9 +5,8 @@ import logging
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.checkpoint.directory import Checkpoint
@@ -18,31 +17,6 @@ from tests.checkpoint.test_load_parity import load, train
 from tests.helpers import quantized, zoo
 from tests.helpers.cases import few
 from tests.helpers.training import assert_bitwise, reference, streaming
-
-
-@pytest.fixture
-def written(tmp_path):
-    """``written(kind)``: directory, the values of quantized weights, and the plain model's maker."""
-    transformers.utils.logging.set_verbosity_error()
-
-    def make(kind):
-        directory = tmp_path / kind
-        values = quantized.write(kind, directory)
-
-        def plain():
-            options = {"dtype": torch.float32}
-            where = directory
-            if kind == "gpt_oss":
-                options["quantization_config"] = Mxfp4Config(dequantize=True)
-            elif kind not in ("deepseek_v3", "qwen3_fp8"):  # transformers needs other packages for these
-                where = tmp_path / "plain"
-                if not where.exists():
-                    quantized.without_quantization(directory, values, where)
-            return AutoModelForCausalLM.from_pretrained(where, **options).train()
-
-        return directory, values, plain
-
-    return make
 
 
 def decoded(directory):

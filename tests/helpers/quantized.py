@@ -161,6 +161,31 @@ _GPT_OSS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def stands_for(directory: Path) -> Values:
+    """The values that the quantized weights of a checkpoint stand for, by key; of any of the formats here."""
+    stored, values = load_file(directory / "model.safetensors"), {}
+    for key, tensor in stored.items():
+        name = key.rpartition(".")[0] + "."
+        if f"{key}_scale_inv" in stored:
+            values[key] = fp8_values(tensor, stored[f"{key}_scale_inv"], BLOCK)
+        elif key.endswith("_blocks"):
+            key = key.removesuffix("_blocks")
+            values[key] = mxfp4_values(tensor, stored[f"{key}_scales"])
+        elif key.endswith("weight_packed"):
+            rows, columns = stored[f"{name}weight_shape"].tolist()
+            scales, points = stored[f"{name}weight_scale"], torch.full((rows, 1), 8)
+            if f"{name}weight_zero_point" in stored:
+                points = unwords(stored[f"{name}weight_zero_point"].T).T[:rows].repeat_interleave(GROUP, 1)
+            whole = unwords(tensor)[:, :columns]
+            values[f"{name}weight"] = int4_values(whole, points, scales.repeat_interleave(GROUP, 1))
+        elif key.endswith("qweight"):
+            scales, order = stored[f"{name}scales"], stored[f"{name}g_idx"].long()
+            points = unwords(stored[f"{name}qzeros"] + 0x11111111)
+            whole = unwords(tensor.T).T
+            values[f"{name}weight"] = int4_values(whole, points[order], scales[order]).T.contiguous()
+    return values
+
+
 def without_quantization(directory: Path, values: Values, target: Path) -> Path:
     """The same checkpoint with the values that the quantized weights stand for, in ``target``."""
     stored = load_file(directory / "model.safetensors")
@@ -187,6 +212,13 @@ def words(values: Tensor) -> Tensor:
     for j in range(columns):
         out[:, j // 8] |= values[:, j].numpy().astype(np.uint32) << np.uint32(4 * (j % 8))
     return torch.from_numpy(out.view(np.int32))
+
+
+def unwords(packed: Tensor) -> Tensor:
+    """The whole numbers that :func:`words` has put into words."""
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    numbers = packed.numpy().copy().view(np.uint32)[..., None] >> shifts & 15
+    return torch.from_numpy(numbers.reshape(len(packed), -1).astype(np.int64))
 
 
 def _write(directory: Path, tensors: Values, quantization: dict[str, Any]) -> None:

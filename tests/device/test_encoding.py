@@ -1,0 +1,258 @@
+"""Encoding is the way back of decoding: what was not changed has its old bits, anything else the nearest."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infinity.device import codecs
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+E4M3 = E4M3[E4M3.isfinite()].unique()
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.cat([-E2M1, E2M1]).unique()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same bits."""
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a).equal(bits(b))
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.reshape(-1).view(torch.uint8)
+
+
+@dataclass
+class Matrix:
+    """A matrix in some form, and which scale each of its values has.
+
+    Attributes:
+        parts: Its stored tensors; the scales are the one of number ``at``.
+        of: The group of each value, like the values.
+    """
+
+    parts: list[Tensor]
+    at: int
+    of: Tensor
+    decode: Any
+    encode: Any
+    numbers: Tensor | None = None  # that a value may be, times its scale; None: whole numbers
+    symmetric: bool = True
+    bits: int = 4
+
+    @property
+    def values(self) -> Tensor:
+        return self.decode(*self.parts).float()
+
+    def with_scales(self, scales: Tensor) -> list[Tensor]:
+        return [*self.parts[: self.at], scales, *self.parts[self.at + 1 :]]
+
+
+def fp8(rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype) -> Matrix:
+    down, across = -(-rows // block[0]), -(-columns // block[1])
+    if dtype.itemsize == 1:
+        scales = torch.randint(90, 140, (down, across), dtype=torch.uint8).view(dtype)
+    else:
+        scales = (torch.rand(down, across) * 10 ** (8 * torch.rand(down, across) - 4) + 1e-6).to(dtype)
+    codes = torch.randint(0, 255, (rows, columns)).to(torch.uint8)
+    codes[codes == 0x7F] = 0x80  # -0.0 for NaN
+    of = torch.arange(rows)[:, None] // block[0] * across + torch.arange(columns) // block[1]
+    return Matrix(
+        [codes.view(torch.float8_e4m3fn), scales], 1, of,
+        lambda codes, scales: codecs.decode_fp8(codes, scales, block),
+        lambda values, codes, scales: codecs.encode_fp8(values, codes, scales, block), E4M3,
+    )  # fmt: skip
+
+
+def mxfp4(experts: int, rows: int, groups: int) -> Matrix:
+    blocks = torch.randint(0, 256, (experts, rows, groups, 16), dtype=torch.uint8)
+    scales = torch.randint(1, 240, (experts, rows, groups), dtype=torch.uint8)
+    of = torch.arange(scales.numel()).view(experts, rows, groups, 1).expand(-1, -1, -1, 32)
+    return Matrix(
+        [blocks, scales], 1, of.flatten(2).transpose(1, 2),
+        lambda blocks, scales: codecs.decode_mxfp4(blocks, scales, torch.float32),
+        codecs.encode_mxfp4, E2M1,
+    )  # fmt: skip
+
+
+def packed(rows: int, groups: int, size: int, bits: int, dtype: torch.dtype, zeros: bool) -> Matrix:
+    most, columns = 1 << bits, groups * size
+    whole = codecs._pack(torch.randint(0, most, (rows, columns)).to(torch.uint8), bits)
+    scales = (torch.rand(rows, groups) * 0.1 + 1e-3).to(dtype)
+    points = torch.randint(-most // 2, most // 2, (rows, groups), dtype=torch.int16)
+    of = torch.arange(rows * groups).view(rows, groups, 1).expand(-1, -1, size).flatten(1)
+    parts = [whole, scales, codecs.pack_zeros(points, bits)] if zeros else [whole, scales]
+
+    def centres(given: tuple[Tensor, ...]) -> Tensor | None:
+        return codecs.unpack_zeros(given[0], bits)[:rows] if given else None
+
+    def encode(values: Tensor, whole: Tensor, scales: Tensor, *given: Tensor) -> list[Tensor]:
+        out = list(codecs.encode_packed(values, whole, scales, centres(given), bits))
+        return [*out[:2], *(codecs.pack_zeros(each, bits) for each in out[2:])]
+
+    return Matrix(
+        parts, 1, of,
+        lambda whole, scales, *given: codecs.decode_packed(whole, scales, centres(given), bits, columns),
+        encode, symmetric=not zeros, bits=bits,
+    )  # fmt: skip
+
+
+def gptq(rows: int, columns: int, groups: int, bits: int, less_one: bool, symmetric: bool) -> Matrix:
+    most = 1 << bits
+    whole = codecs._pack(torch.randint(0, most, (rows, columns)).to(torch.uint8), bits).T
+    points = torch.full((groups, rows), most // 2) if symmetric else torch.randint(0, most, (groups, rows))
+    zeros = codecs._pack(points.to(torch.uint8), bits) - less_one * codecs._one_in_each(bits)
+    scales, order = (torch.rand(groups, rows) * 0.1 + 1e-3).half(), torch.randint(0, groups, (columns,))
+    of = order * rows + torch.arange(rows)[:, None]
+
+    def encode(values: Tensor, whole: Tensor, zeros: Tensor, scales: Tensor) -> list[Tensor]:
+        return list(codecs.encode_gptq(values, whole, zeros, scales, order, bits, zeros_less_one=less_one,
+                                       symmetric=symmetric))  # fmt: skip
+
+    return Matrix(
+        [whole, zeros, scales], 2, of,
+        lambda whole, zeros, scales: codecs.decode_gptq(whole, zeros, scales, order, bits,
+                                                        zeros_less_one=less_one),
+        encode, symmetric=symmetric, bits=bits,
+    )  # fmt: skip
+
+
+SIZES = st.integers(1, 20)
+BITS = st.sampled_from([4, 8])
+SCALES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu])
+ANY = st.one_of(
+    st.builds(fp8, SIZES, SIZES, st.tuples(st.integers(1, 9), st.integers(1, 9)), SCALES),
+    st.builds(mxfp4, st.integers(1, 3), SIZES, st.integers(1, 3)),
+    st.builds(
+        packed, SIZES, st.integers(1, 3), st.integers(1, 9), BITS,
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
+    ),
+    st.builds(gptq, SIZES, SIZES, st.integers(1, 4), BITS, st.booleans(), st.booleans()),
+)  # fmt: skip
+
+
+@st.composite
+def matrices(draw: Any) -> Matrix:
+    torch.manual_seed(draw(st.integers(0, 10**6)))
+    matrix: Matrix = draw(ANY)
+    return matrix
+
+
+@given(matrices())
+def test_what_was_decoded_and_not_changed_is_encoded_as_it_was(matrix):
+    for part, again in zip(matrix.parts, matrix.encode(matrix.values, *matrix.parts), strict=True):
+        assert same(again, part)
+
+
+def trained(matrix: Matrix, size: float) -> Tensor:
+    """Values of this size with zeros of both signs among them, or small changes of those that there are."""
+    values = matrix.values
+    new = values * (1 + torch.randn(values.shape) / 100) if not size else torch.randn(values.shape) * size
+    new.view(-1)[torch.rand(new.numel()) < 0.1] = 0.0
+    new.view(-1)[torch.rand(new.numel()) < 0.1] = -0.0
+    return new
+
+
+def per_group(matrix: Matrix, values: Tensor, reduce: str) -> Tensor:
+    groups = matrix.parts[matrix.at].numel()
+    found = torch.zeros(groups, dtype=values.dtype)
+    return found.scatter_reduce(0, matrix.of.flatten(), values.flatten(), reduce)
+
+
+def scale_of(matrix: Matrix, scales: Tensor) -> Tensor:
+    if matrix.numbers is E2M1 or scales.dtype == torch.uint8:
+        scales = (scales.double() - 127).exp2()
+    return scales.double().flatten()
+
+
+@given(matrices(), st.sampled_from([0, 1e-30, 1e-3, 1.0, 1e4]), st.sampled_from(["had", "zero", "nan"]))
+def test_what_was_changed_becomes_the_nearest_number_of_its_scale(matrix, size, before):
+    """Whatever the scales were; and no block is further from its values than by the format's own rule."""
+    new, parts = trained(matrix, size), matrix.parts
+    scales = parts[matrix.at]
+    if scales.is_floating_point() and scales.itemsize > 1 and before != "had":
+        parts = matrix.with_scales(torch.full_like(scales, 0 if before == "zero" else math.nan))
+    encoded = matrix.encode(new, *parts)
+    back = matrix.decode(*encoded).double()
+    assert back.isfinite().all()
+    found = scale_of(matrix, encoded[matrix.at])
+    off = per_group(matrix, (back - new.double()).abs(), "amax")
+    if matrix.numbers is not None:
+        found[found == 0] = 1.0  # kept where all values are 0
+        steps = new.double().flatten() / found[matrix.of.flatten()]
+        nearest = (steps[:, None] - matrix.numbers.double()).abs().amin(1)
+        taken = (back.double().flatten() / found[matrix.of.flatten()] - steps).abs()
+        assert (taken <= nearest * (1 + 1e-5) + 1e-6 * steps.abs().clamp(max=1e3)).all()
+    elif before != "had":  # by its own rule: half a step, beside what rounds a scale and a product
+        low, high = (per_group(matrix, sign * new, "amax").double() for sign in (-1, 1))
+        span = 2 * torch.maximum(low, high) if matrix.symmetric else low + high
+        step = span / (2**matrix.bits - 1)
+        rounding = torch.finfo(scales.dtype).eps * (low + high) * 2**matrix.bits / 8
+        tiny = 2.0**-24 * 2**matrix.bits if scales.dtype == torch.float16 else 1e-38
+        assert (off <= 0.5 * step * (1 + 2 * matrix.symmetric) + rounding + tiny).all()
+
+
+def test_e4m3_and_e2m1_are_rounded_as_torch_and_the_standard_round():
+    values = torch.cat(
+        [E4M3, (E4M3[1:] + E4M3[:-1]) / 2, torch.randn(9999) * 2.0 ** torch.randint(-14, 7, (9999,))]
+    )
+    values = torch.cat([values, values.nextafter(values + 1), torch.tensor([-0.0])]).clamp(-448, 448)
+    expected = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert same(codecs._round(values, exponent=4, mantissa=3), expected)
+    sizes = torch.tensor([0, 0.25, 0.26, 0.5, 0.75, 1, 1.25, 1.26, 1.75, 2, 2.5, 2.6, 3.5, 4, 5, 5.1, 6])
+    codes = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 7, 7], dtype=torch.uint8)
+    assert same(codecs._round(sizes, exponent=2, mantissa=1), codes)
+    assert same(codecs._round(-sizes, exponent=2, mantissa=1), codes + 8)
+
+
+def test_formats_take_their_own_scales_where_the_old_ones_are_worse():
+    values = torch.tensor([[3.0, -448.0, 896.0, 1.0]])
+    had, zero = torch.full((1, 2), 1e-3), torch.zeros(1, 4).to(torch.float8_e4m3fn)
+    codes, scales = codecs.encode_fp8(values, zero, had, (1, 2))
+    assert scales.tolist() == [[1.0, 2.0]]
+    assert codes.float().tolist() == [[3.0, -448.0, 448.0, 0.5]]
+    values[0, 0] = 449.0
+    assert codecs.encode_fp8(values, zero, had, (1, 2), power_of_two=True)[1].tolist() == [[2.0, 2.0]]
+
+    values = torch.zeros(1, 32, 1)
+    values[0, :5, 0] = torch.tensor(
+        [7.0, -0.25, 0.75, 2.5, -3.5]
+    )  # the largest is too large, the others ties
+    no = torch.zeros(1, 1, 1, 16, dtype=torch.uint8)
+    blocks, scales = codecs.encode_mxfp4(values, no, no[..., 0])
+    assert scales.item() == 127
+    decoded = codecs.decode_mxfp4(blocks, scales)[0, :5, 0]
+    assert decoded.tolist() == [6.0, 0.0, 1.0, 2.0, -4.0]
+    assert decoded[1].signbit()
+
+    values = torch.tensor([[-7.5, 0.0, 3.0, 7.5]])
+    for zeros in (None, torch.zeros(1, 1, dtype=torch.int16)):
+        words, had = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 1e-5)
+        packed, scales, *points = codecs.encode_packed(values, words, had, zeros, 4)
+        assert scales.item() == 1.0
+        assert [point.item() for point in points] == ([] if zeros is None else [0])
+        decoded = codecs.decode_packed(packed, scales, None, 4, 4)
+        assert decoded.tolist() == [[-8.0, 0.0, 3.0, 7.0]]
+
+
+def test_a_scale_that_serves_as_well_as_another_one_is_kept():
+    """As where a block is zero, or its largest value shrank to another number of the old scale."""
+    values, before = torch.tensor([[0.0, 0.0, 0.3, 0.1]]), torch.ones(1, 4).to(torch.float8_e4m3fn)
+    codes, scales = codecs.encode_fp8(values, before, torch.full((1, 2), 0.1), (1, 2))
+    assert scales.eq(0.1).all()
+    assert codes.float().tolist() == [[0.0, 0.0, 3.0, 1.0]]
+
+
+@pytest.mark.parametrize("numel", [1, 2**18 - 1, 2**18 + 5])
+def test_large_matrices_are_encoded_piece_by_piece_with_the_same_result(numel, monkeypatch):
+    matrix = gptq(8, numel // 8 + 1, 3, 4, True, False)
+    new = matrix.values + torch.randn(matrix.values.shape) * 1e-3
+    whole = matrix.encode(new, *matrix.parts)
+    monkeypatch.setattr(codecs, "_PIECE_NUMEL", 16)
+    for a, b in zip(whole, matrix.encode(new, *matrix.parts), strict=True):
+        assert same(a, b)
