@@ -433,6 +433,7 @@ def make_plan(
     capacity_nbytes: int,
     lead: int = LEAD,
     can_stay: Collection[int] = (),
+    repeats: tuple[int, int] | None = None,
 ) -> Plan:
     """The plan for a recorded pass.
 
@@ -442,9 +443,10 @@ def make_plan(
         capacity_nbytes: What all full buffers together may take.
         lead: Uses ahead whose units are on their way in any case.
         can_stay: Units that may be updated where they are, and so stay for the next pass.
+        repeats: What :func:`repeats_of` says, where that is known.
     """
     events = tuple(events)
-    period, count = repeats_of(events)
+    period, count = repeats or repeats_of(events)
     walked = min(count, _REPEATS)
     while True:
         left_out = count - walked
@@ -466,7 +468,7 @@ def _walk_twice(
 ) -> Plan:  # fmt: skip
     """The plan for a pass that begins with ``count`` repeats of ``period`` events."""
     runs = runs_of(events, can_stay)
-    marks = range(0, count * period + 1, period)
+    marks = range(0, count * period + 1, max(1, period))
     keeping = Keeping(runs, nbytes, capacity_nbytes, lead)
     steady = keeping.lap(events, marks).steady(runs, set(), period)
     keeping.wrap()

@@ -188,6 +188,13 @@ class TransferQueues:
                 return True
         return False
 
+    def state(self) -> list[list[tuple[int, float]]]:
+        """Bytes that each channel has to move, and the seconds before they may; rounded."""
+        return [
+            [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
+            for queue in self._queues
+        ]
+
     def speed(self) -> float:
         """Speed of compute beside what moves now, at most 1."""
         self._settle()
