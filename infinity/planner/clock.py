@@ -44,6 +44,7 @@ _RESERVE = 2
 _CHUNKS = 8
 #: Times that agree in so many digits after the point are the same.
 _DIGITS = 9
+_NEVER_S = float("inf")
 _USE, _DONE = Kind.USE, Kind.DONE
 #: Names of what moves and computes.
 COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
@@ -314,38 +315,34 @@ class _Clock:
     # --- time ----------------------------------------------------------------------------------
 
     def _pass(self, most_s: float) -> float:
-        """Let time pass until something ends, at most ``most_s``; return the seconds."""
-        passed_s = min(most_s, self._next_s())
+        """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
+        passed_s = min(most_s, self.queues.next_s())
+        for server in self._servers.values():
+            if server.left_s < passed_s:
+                passed_s = server.left_s
+        if passed_s == _NEVER_S:
+            return passed_s
         for channel in self.queues.moving():
             self.busy_s[_LABELS[channel]] += passed_s
         for name, server in self._servers.items():
             if server.jobs:
                 self.busy_s[name] += passed_s
+                server.left_s -= passed_s
         self.now_s += passed_s
         ended = self.queues.advance(passed_s)
-        for server in self._servers.values():
-            if server.jobs:
-                server.left_s -= passed_s
-                while server.jobs and server.left_s <= 1e-12:
-                    server.end()()
+        for server in self._servers.values():  # what ends may submit to another one
+            while server.left_s <= 1e-12:
+                server.end()()
         for _, index, _ in ended:
             assert index is not None
             self._calls.pop(index)()
         return passed_s
 
-    def _next_s(self) -> float:
-        """Seconds until something ends; infinite: nothing moves."""
-        return min(self.queues.next_s(), self.links.left_s, self.updater.left_s, self.decoder.left_s)
-
-    def _idle(self) -> bool:
-        return self._next_s() == float("inf")
-
     def _wait(self, until: Callable[[], bool], cause: str) -> None:
         began_s = self.now_s
         while not until():
-            if self._idle():
+            if self._pass(_NEVER_S) == _NEVER_S:
                 break  # a lease beyond the budget: the runtime would give back what is kept in vain
-            self._pass(float("inf"))
         self.stall_s[cause] += self.now_s - began_s
 
     def _compute(self, work_s: float) -> None:
