@@ -198,9 +198,7 @@ class _Script:
         return cls(plan, [made(i) for i in range(planned + 1)], repeated, before - planned)
 
 
-def plan_of(
-    events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None
-) -> Plan:
+def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
     """The plan that the runtime's prefetcher makes from a step's events."""
     nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(setup.units) if unit.streams}
     most = setup.piece_nbytes

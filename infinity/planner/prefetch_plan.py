@@ -447,6 +447,7 @@ def make_plan(
     """
     events = tuple(events)
     period, count = repeats or repeats_of(events)
+    events = events[:period] * count + events[count * period :]  # equal events are one object
     walked = min(count, _REPEATS)
     while True:
         left_out = count - walked
