@@ -121,6 +121,7 @@ class Pass:
             return range(0)
         begin = self.cursor
         if self.foresees(event):
+            self.trace[-1] = self.plan.events[begin]  # equal events of all passes are one object
             self.cursor += 1
         elif self.position >= CONTEXT:
             context = tuple(self.trace[-CONTEXT:])
@@ -166,6 +167,7 @@ class Prefetcher:
         self.routed_used: set[int] = set()  # in this training pass
         self._before: dict[int, int | None] = {}  # of a routed unit, the one that was used before it
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._present_nbytes = 0
         self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
         self.pins: dict[int, int] = {}
         self.training, self.inference, self.visit = Pass(), Pass(), Pass()
@@ -223,8 +225,7 @@ class Prefetcher:
         if self.stays(unit):
             self.staying.add(unit)
         else:
-            self.present.pop(unit, None)
-            self._unforeseen.pop(unit, None)
+            self._drop(unit)
         if unit not in self.routed:
             self._advance(Event(Kind.DONE, unit))
 
@@ -397,7 +398,8 @@ class Prefetcher:
 
     def _make_room(self, unit: int) -> None:
         """Release what no plan wants, then the least recently used, until ``unit`` fits."""
-        self._evict([*self._unforeseen, *self.present], unit)
+        if not self._fits(unit):
+            self._evict([*self._unforeseen, *self.present], unit)
 
     def _evict(self, candidates: Iterable[int], unit: int) -> None:
         """Release candidates that are not pinned, in their order, until ``unit`` fits."""
@@ -407,9 +409,12 @@ class Prefetcher:
             self._release_all([other])
 
     def _fits(self, unit: int) -> bool:
-        return self.holds([*self.present, unit])
+        more = 0 if unit in self.present else self.nbytes[unit]
+        return self._present_nbytes + more <= self.capacity_nbytes
 
     def _start(self, unit: int) -> None:
+        if unit not in self.present:
+            self._present_nbytes += self.nbytes[unit]
         self.present[unit] = None
         self.mover.start(unit)
 
@@ -418,10 +423,15 @@ class Prefetcher:
             self.planned.append(unit)
 
     def _release(self, unit: int) -> None:
-        del self.present[unit]
+        self._drop(unit)
         self.staying.discard(unit)
-        self._unforeseen.pop(unit, None)
         self.mover.release(unit)
+
+    def _drop(self, unit: int) -> None:
+        if unit in self.present:
+            del self.present[unit]
+            self._present_nbytes -= self.nbytes[unit]
+        self._unforeseen.pop(unit, None)
 
 
 class BackwardPins:

@@ -9,13 +9,19 @@ memory. Device memory is leased and given back as the pools do, and a lease that
 ranks do the same, so one is played, with its share of what they have in common.
 
 [Note: the step that repeats]
-Updates lag into the next step. So a few steps are played, and the last one counts. Of many micro-batches
-those in the middle are alike: four are played, and what a fifth would take is what the fourth took.
+Updates lag into the next step. So a few steps are played, and the last one counts. The first of them begins
+with its last micro-batch, which is the one that has updates.
+
+[Note: micro-batches that repeat]
+All micro-batches but the last one use the same units in the same order, and from the second or third one on
+their plan is the same (``Plan.repeats``). Such a micro-batch is played until it ends in the state in which it
+began; then each further one takes what it took. Where that does not happen in the first few, it is taken to
+be so.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from infinity.core.budget import DeviceBudget, rounded
@@ -26,14 +32,20 @@ from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 from infinity.planner.simulator import TransferQueues
 from infinity.planner.step import StepTrace, Stored, UnitShape
 
-#: Steps that are played, and micro-batches at most.
-_STEPS, _MICRO_BATCHES = 3, 4
+#: Steps that are played.
+_STEPS = 3
+#: Micro-batches of which it is tried whether they repeat, whatever that takes.
+_LEAST = 3
 #: Of steps with more events fewer are played, and updates in larger chunks.
 _MANY_EVENTS = 20_000
 #: Chunks of staging that are kept for updates whose gradients exist.
 _RESERVE = 2
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
+#: Times that agree in so many digits after the point are the same.
+_DIGITS = 9
+_NEVER_S = float("inf")
+_USE, _DONE = Kind.USE, Kind.DONE
 #: Names of what moves and computes.
 COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 _LABELS = [channel.label for channel in Channel]
@@ -111,29 +123,26 @@ class StepCost:
 
 def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
     """Predict what a training step costs; see [Note: what is played]."""
-    if setup.micro_batches <= _MICRO_BATCHES:
-        return _Clock(_Script.of(trace, setup, setup.micro_batches), setup).run()
-    most = 3 if len(trace.events) > _MANY_EVENTS else _MICRO_BATCHES
-    few, more = (_Clock(_Script.of(trace, setup, n), setup).run() for n in (most - 1, most))
-    return more.plus(more.plus(few, -1.0), setup.micro_batches - most)
+    return _Clock(_Script.of(trace, setup), setup).run()
 
 
 # --- the script --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Script:
-    """What the training thread does in one step, by position: before an event, after as many events.
+class _MicroBatch:
+    """What the training thread does in one micro-batch, by position: before an event, after as many events.
 
     Attributes:
-        compute_s: Seconds of compute before the event.
+        begin: Position of its first event in the step's plan.
+        compute_s: Seconds of compute before each event, and after the last.
         begun: Units whose first gradient comes before it.
         completed: Units whose gradient of a micro-batch is complete, and whether that ends the step's: those
             that the plan's events do not tell.
         packs: Activations that leave; ``loads`` and ``asks`` likewise those that are loaded and needed.
     """
 
-    plan: Plan
+    begin: int
     compute_s: list[float]
     begun: dict[int, list[int]] = field(default_factory=dict)
     completed: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
@@ -141,37 +150,55 @@ class _Script:
     loads: dict[int, list[Stored]] = field(default_factory=dict)
     asks: dict[int, list[Stored]] = field(default_factory=dict)
 
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """What the training thread does in one step.
+
+    Attributes:
+        plan: Of the micro-batches below.
+        repeated: Index of the micro-batch of which there are ``more``.
+    """
+
+    plan: Plan
+    micro_batches: Sequence[_MicroBatch]
+    repeated: int
+    more: int
+
     @classmethod
-    def of(cls, trace: StepTrace, setup: StepSetup, micro_batches: int) -> "_Script":
-        times = trace.times_s(setup.rates)
+    def of(cls, trace: StepTrace, setup: StepSetup) -> "_Script":
+        times = trace.times_s(setup.rates).tolist()
         earlier, places = trace.accumulated()
-        last = list(range(len(trace.events) + 1))
-        events: list[Event] = []
-        script = cls(Plan((), (), (), 0), [])
-        compute: defaultdict[int, float] = defaultdict(float)
-        for micro in range(micro_batches):
-            ends, base = micro + 1 == micro_batches, len(events)
-            where = last if ends else places
-            for position, time_s in enumerate(times.tolist()):
-                compute[base + where[position]] += time_s
+        before = setup.micro_batches - 1
+        planned, most = min(before, 2), max(_LEAST, _MANY_EVENTS // max(1, len(earlier)))
+        plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
+        while plan.repeats is None and planned < min(before, most):
+            planned = min(before, most, 2 * planned)
+            plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
+        repeated = planned - 1 if plan.repeats is None else plan.repeats.start // len(earlier)
+
+        def made(index: int) -> _MicroBatch:
+            ends = index == planned
+            where = range(len(times)) if ends else places
+            part = _MicroBatch(index * len(earlier), [0.0] * (len(trace.events if ends else earlier) + 1))
+            for position, time_s in enumerate(times):
+                part.compute_s[where[position]] += time_s
             for position, unit in trace.begun:
-                if micro == 0 or setup.ranks > 1:
-                    script.begun.setdefault(base + where[position], []).append(unit)
+                if index == 0 or setup.ranks > 1:
+                    part.begun.setdefault(where[position], []).append(unit)
             for position, unit in trace.completed:
                 if (not ends and setup.ranks > 1) or (ends and not setup.units[unit].streams):
-                    script.completed.setdefault(base + where[position], []).append((unit, ends))
+                    part.completed.setdefault(where[position], []).append((unit, ends))
             for each in trace.stored:
-                moved = replace(each)
-                script.packs.setdefault(base + where[each.packed_at], []).append(moved)
-                script.loads.setdefault(base + where[each.load_at], []).append(moved)
-                script.asks.setdefault(base + where[each.asked_at], []).append(moved)
-            events += trace.events if ends else earlier
-        script.plan = plan_of(events, setup)
-        script.compute_s = [compute.get(position, 0.0) for position in range(len(events) + 1)]
-        return script
+                part.packs.setdefault(where[each.packed_at], []).append(each)
+                part.loads.setdefault(where[each.load_at], []).append(each)
+                part.asks.setdefault(where[each.asked_at], []).append(each)
+            return part
+
+        return cls(plan, [made(i) for i in range(planned + 1)], repeated, before - planned)
 
 
-def plan_of(events: Sequence[Event], setup: StepSetup) -> Plan:
+def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
     """The plan that the runtime's prefetcher makes from a step's events."""
     nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(setup.units) if unit.streams}
     most = setup.piece_nbytes
@@ -180,7 +207,7 @@ def plan_of(events: Sequence[Event], setup: StepSetup) -> Plan:
         for index, unit in enumerate(setup.units)
         if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
     }
-    return make_plan(tuple(events), nbytes, setup.division.window, can_stay=can_stay)
+    return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
 
 
 # --- the clock ---------------------------------------------------------------------------------------
@@ -233,6 +260,10 @@ class _Server:
         if len(self.jobs) == 1:
             self.left_s = time_s
 
+    def state(self) -> list[float]:
+        """Seconds that its jobs take, in order."""
+        return [round(time_s, _DIGITS) for time_s in (self.left_s, *(time_s for time_s, _ in self.jobs))]
+
     def end(self) -> Callable[[], None]:
         """The first job has ended: return what follows."""
         _, then = self.jobs.popleft()
@@ -250,6 +281,7 @@ class _Clock:
     def __init__(self, script: _Script, setup: StepSetup) -> None:
         self.script, self.setup, self.units = script, setup, setup.units
         self._many = len(script.plan.events) > _MANY_EVENTS
+        self._skipped_s = 0.0  # micro-batches that were not played
         self._chunks = 1 if self._many else _CHUNKS
         self.queues = TransferQueues(setup.rates.channels)
         self.links, self.updater, self.decoder = _Server(), _Server(), _Server()
@@ -281,38 +313,34 @@ class _Clock:
     # --- time ----------------------------------------------------------------------------------
 
     def _pass(self, most_s: float) -> float:
-        """Let time pass until something ends, at most ``most_s``; return the seconds."""
-        passed_s = min(most_s, self._next_s())
+        """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
+        passed_s = min(most_s, self.queues.next_s())
+        for server in self._servers.values():
+            if server.left_s < passed_s:
+                passed_s = server.left_s
+        if passed_s == _NEVER_S:
+            return passed_s
         for channel in self.queues.moving():
             self.busy_s[_LABELS[channel]] += passed_s
         for name, server in self._servers.items():
             if server.jobs:
                 self.busy_s[name] += passed_s
+                server.left_s -= passed_s
         self.now_s += passed_s
         ended = self.queues.advance(passed_s)
-        for server in self._servers.values():
-            if server.jobs:
-                server.left_s -= passed_s
-                while server.jobs and server.left_s <= 1e-12:
-                    server.end()()
+        for server in self._servers.values():  # what ends may submit to another one
+            while server.left_s <= 1e-12:
+                server.end()()
         for _, index, _ in ended:
             assert index is not None
             self._calls.pop(index)()
         return passed_s
 
-    def _next_s(self) -> float:
-        """Seconds until something ends; infinite: nothing moves."""
-        return min(self.queues.next_s(), self.links.left_s, self.updater.left_s, self.decoder.left_s)
-
-    def _idle(self) -> bool:
-        return self._next_s() == float("inf")
-
     def _wait(self, until: Callable[[], bool], cause: str) -> None:
         began_s = self.now_s
         while not until():
-            if self._idle():
+            if self._pass(_NEVER_S) == _NEVER_S:
                 break  # a lease beyond the budget: the runtime would give back what is kept in vain
-            self._pass(float("inf"))
         self.stall_s[cause] += self.now_s - began_s
 
     def _compute(self, work_s: float) -> None:
@@ -417,6 +445,13 @@ class _Clock:
             self._wait(lambda: self._ready[unit], cause)
 
     # --- gradients -----------------------------------------------------------------------------
+
+    def _accumulate(self, unit: int) -> None:
+        """A unit has a gradient of earlier micro-batches."""
+        shape, setup = self.units[unit], self.setup
+        gradients = self._gradients if setup.ranks == 1 else self._reduced
+        gradients[unit] = shape.nbytes if setup.ranks == 1 else shape.shard_numel * setup.reduce_itemsize
+        self._lease(gradients[unit])
 
     def _begin_gradient(self, unit: int) -> None:
         if unit not in self._gradients:
@@ -589,69 +624,128 @@ class _Clock:
 
     def run(self) -> StepCost:
         """Play some steps and return what the last one took."""
-        plan = self.script.plan
+        plan, last = self.script.plan, self.script.micro_batches[-1]
         self._first_uses = list(dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE))
-        self._kept = self._weights_at_hand()
-        steps = 2 if self._many else _STEPS
-        mark = self._mark()
-        for _ in range(steps):
+        self._kept, present = self._walk_plan(last.begin)
+        for unit in present if last.begin else ():
+            self._lease(self.units[unit].nbytes)
+            self._ready[unit] = True
+        for units in self.script.micro_batches[0].begun.values() if last.begin else ():
+            for unit in units:
+                self._accumulate(unit)
+        self._play([last], 0)
+        for _ in range(1 if self._many else _STEPS - 1):
             mark = self._mark()
-            self._play()
-        now = self._mark()
-        return StepCost(
-            now[0] - mark[0],
-            {name: s - mark[1].get(name, 0.0) for name, s in now[1].items()},
-            {name: nbytes - mark[2].get(name, 0) for name, nbytes in now[2].items()},
-            {name: s - mark[3].get(name, 0.0) for name, s in now[3].items()},
-            self.peak_nbytes,
-        )
+            self._play(self.script.micro_batches, self.script.more)
+        return self._since(mark)
 
-    def _mark(self) -> tuple[float, dict[str, float], dict[str, int], dict[str, float]]:
-        return self.now_s, dict(self.busy_s), dict(self.nbytes), dict(self.stall_s)
+    def _mark(self) -> StepCost:
+        """What has passed until now."""
+        passed_s, busy_s = self.now_s + self._skipped_s, dict(self.busy_s)
+        return StepCost(passed_s, busy_s, dict(self.nbytes), dict(self.stall_s), self.peak_nbytes)
 
-    def _weights_at_hand(self) -> dict[int, bool]:
-        """Whether each unit's weights are in memory when its gradients are complete, for the update."""
+    def _since(self, mark: StepCost) -> StepCost:
+        return self._mark().plus(mark, -1.0)
+
+    def _walk_plan(self, begin: int) -> tuple[dict[int, bool], set[int]]:
+        """What the plan has in memory.
+
+        Returns:
+            Of each unit whether its weights are there when its gradients are complete, for the update; and
+            the units that are there before position ``begin``.
+        """
         plan, present, found = self.script.plan, set(self.script.plan.begin), {}
-        for event, actions in zip(plan.events, plan.actions, strict=True):
-            if event.kind is Kind.USE:
-                present.add(event.unit)
-            elif event.kind is Kind.DONE:
-                stays = event.unit in plan.stays
-                found[event.unit] = event.unit in present and (self.setup.division.hold_weights or stays)
+        before = present.copy()
+        for position, ((kind, unit), actions) in enumerate(zip(plan.events, plan.actions, strict=True)):
+            if position == begin:
+                before = present.copy()
+            if kind is _USE:
+                present.add(unit)
+            elif kind is _DONE:
+                stays = unit in plan.stays
+                found[unit] = unit in present and (self.setup.division.hold_weights or stays)
                 if not stays:
-                    present.discard(event.unit)
+                    present.discard(unit)
             present.difference_update(actions.release)
             present.update(actions.fetch)
-        return found
+        return found, before
 
-    def _play(self) -> None:
-        """One step, from its first fetch to its commit."""
-        script, plan = self.script, self.script.plan
-        for unit in plan.begin:
+    def _play(self, micro_batches: Sequence[_MicroBatch], more: int) -> None:
+        """One step, from its first fetch to its commit.
+
+        Args:
+            more: Micro-batches that are like the one that repeats, and not among those.
+        """
+        script = self.script
+        for unit in script.plan.begin if micro_batches[0].begin == 0 else ():
             if unit not in self._ready or unit in self._staying:
                 self._start(unit)
         self._expect()
         self._pump()
-        for position, compute_s in enumerate(script.compute_s):
-            self._before(position)
-            if compute_s:
-                self._compute(compute_s)
-            self._after(position)
-            if position < len(plan.events):
-                self._event(plan.events[position])
-                for unit in plan.actions[position].release:
-                    self._release(unit)
-                for unit in plan.actions[position].fetch:
-                    if unit not in self._ready:
-                        self._start(unit)
+        for index, micro_batch in enumerate(micro_batches):
+            if more and index == script.repeated:
+                self._repeat(micro_batch, 1 + more)
+            else:
+                self._play_one(micro_batch)
         self._wait(lambda: not self._arriving, LINKS)
         self._commit()
 
-    def _before(self, position: int) -> None:
-        script = self.script
-        for stored in script.loads.get(position, ()):
+    def _repeat(self, micro_batch: _MicroBatch, times: int) -> None:
+        """Play a micro-batch so many times; see [Note: micro-batches that repeat]."""
+        before, most = self._state(), max(_LEAST, _MANY_EVENTS // len(micro_batch.compute_s))
+        for left in reversed(range(times)):
+            mark = self._mark()
+            self._play_one(micro_batch)
+            after = self._state()
+            if before == after or times - left >= most:
+                self._skip(self._since(mark), left)
+                return
+            before = after
+
+    def _skip(self, each: StepCost, times: int) -> None:
+        self._skipped_s += times * each.step_s
+        for name, time_s in each.busy_s.items():
+            self.busy_s[name] += times * time_s
+        for name, nbytes in each.nbytes.items():
+            self.nbytes[name] += times * nbytes
+        for cause, time_s in each.stall_s.items():
+            self.stall_s[cause] += times * time_s
+
+    def _state(self) -> tuple[object, ...]:
+        """All that the rest of a step follows from, besides what is played; equal up to rounding."""
+        updates = [
+            (job.unit, job.launched, job.unread, job.waiting, job.uncomputed, job.unwritten)
+            for job in (*self._expected, *self._updates.values())
+            if job.unwritten
+        ]
+        return (
+            self.leased_nbytes, self._slots, self._arriving, dict(self._ready), self._staying.copy(),
+            dict(self._gradients), dict(self._reduced), dict(self._weights), dict(self._away),
+            self._held.copy(), self._storing.copy(), updates,
+            self.queues.state(), *(server.state() for server in self._servers.values()),
+        )  # fmt: skip
+
+    def _play_one(self, micro_batch: _MicroBatch) -> None:
+        plan = self.script.plan
+        last = len(micro_batch.compute_s) - 1
+        for position, compute_s in enumerate(micro_batch.compute_s):
+            self._before(micro_batch, position)
+            if compute_s:
+                self._compute(compute_s)
+            self._after(micro_batch, position)
+            if position < last:
+                self._event(plan.events[micro_batch.begin + position])
+                actions = plan.actions[micro_batch.begin + position]
+                for unit in actions.release:
+                    self._release(unit)
+                for unit in actions.fetch:
+                    if unit not in self._ready:
+                        self._start(unit)
+
+    def _before(self, micro_batch: _MicroBatch, position: int) -> None:
+        for stored in micro_batch.loads.get(position, ()):
             self._load(stored)
-        for stored in script.asks.get(position, ()):
+        for stored in micro_batch.asks.get(position, ()):
             if not self._away.get(id(stored), True):
                 self._wait(partial(self._away.__getitem__, id(stored)), "activation")
             self._away.pop(id(stored), None)
@@ -673,9 +767,8 @@ class _Clock:
         else:
             upload()
 
-    def _after(self, position: int) -> None:
-        script = self.script
-        for stored in script.packs.get(position, ()):
+    def _after(self, micro_batch: _MicroBatch, position: int) -> None:
+        for stored in micro_batch.packs.get(position, ()):
 
             def write(stored: Stored = stored) -> None:
                 if stored.on_nvme:
@@ -685,9 +778,9 @@ class _Clock:
                 self._move(Channel.DEVICE_TO_HOST, stored.nbytes, write)
             else:
                 write()
-        for unit in script.begun.get(position, ()):
+        for unit in micro_batch.begun.get(position, ()):
             self._begin_gradient(unit)
-        for unit, ends in script.completed.get(position, ()):
+        for unit, ends in micro_batch.completed.get(position, ()):
             self._end_gradient(unit, ends)
 
     def _event(self, event: Event) -> None:

@@ -23,9 +23,8 @@ the step.
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -51,6 +50,9 @@ class Event(NamedTuple):
 
 #: Uses ahead whose units are on their way, whatever else could stay in their place.
 LEAD = 3
+#: Repeats that are walked at least; see [Note: what repeats is walked once].
+_REPEATS = 2
+_USE, _UNPIN, _DONE = Kind.USE, Kind.UNPIN, Kind.DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class Actions:
 
     release: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
+
+
+_NOTHING = Actions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class Plan:
         actions: One for each event.
         peak_nbytes: The most bytes of full buffers at one time.
         stays: Those of ``begin`` that a pass before, which followed the same plan, leaves in memory.
+        repeats: Positions of events that could come any number of times more, one copy after the other, with
+            the same actions each time; None: none are known.
     """
 
     events: tuple[Event, ...]
@@ -78,6 +85,7 @@ class Plan:
     actions: tuple[Actions, ...]
     peak_nbytes: int
     stays: frozenset[int] = frozenset()
+    repeats: range | None = None
 
     def fetched(self) -> Iterator[int]:
         """The units that a pass fetches, in order, when the pass before followed the same plan."""
@@ -86,8 +94,7 @@ class Plan:
             yield from actions.fetch
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Uses of one unit with no use of another between them.
 
     Attributes:
@@ -135,7 +142,7 @@ class Memory:
         self.present: dict[int, float] = {}  # the index of each unit's next run
         self._farthest: list[tuple[float, int]] = []  # a heap of those, negative; some are out of date
         self.present_nbytes = 0
-        self.pins: Counter[int] = Counter()
+        self.pins: dict[int, int] = {}
         self.index = 0  # runs that have begun
 
     def fits(self, unit: int) -> bool:
@@ -155,7 +162,7 @@ class Memory:
 
     def held(self, position: int) -> set[int]:
         """Return units that must stay: pinned, or between two uses of the run that goes on."""
-        held = {unit for unit, pins in self.pins.items() if pins}
+        held = set(self.pins)
         if self.index and position < self.runs[self.index - 1].last:
             held.add(self.runs[self.index - 1].unit)
         return held
@@ -179,17 +186,20 @@ class Memory:
 
     def note(self, position: int, event: Event) -> None:
         """Count pins and runs. The unit of a use is present."""
-        if event.kind is Kind.USE:
-            self.pins[event.unit] += 1
-            if self.index < len(self.runs) and self.runs[self.index].first == position:
-                self._expect(event.unit, self.runs[self.index].following)
+        kind, unit = event
+        pins = self.pins.get(unit, 0)
+        if kind is _USE:
+            self.pins[unit] = pins + 1
+            run = self.runs[self.index] if self.index < len(self.runs) else None
+            if run is not None and run.first == position:
+                self._expect(unit, run.following)
                 self.index += 1
-        elif event.kind is Kind.UNPIN and self.pins[event.unit] > 1:
-            self.pins[event.unit] -= 1
+        elif kind is _UNPIN and pins > 1:
+            self.pins[unit] = pins - 1
         else:
-            del self.pins[event.unit]
-            if event.kind is Kind.DONE and not self._next_pass(self.present.get(event.unit, math.inf)):
-                self.drop(event.unit)
+            self.pins.pop(unit, None)
+            if kind is _DONE and not self._next_pass(self.present.get(unit, math.inf)):
+                self.drop(unit)
 
     def _next_pass(self, run: float) -> bool:
         return len(self.runs) <= run < math.inf
@@ -202,6 +212,10 @@ class Memory:
         for unit, run in list(self.present.items()):
             self._expect(unit, run - len(self.runs))
 
+    def state(self) -> tuple[dict[int, float], dict[int, int]]:
+        """All that decisions follow from, counted from here on."""
+        return {unit: run - self.index for unit, run in self.present.items()}, dict(self.pins)
+
 
 class Keeping(Memory):
     """The first walk: which runs find their unit in memory. See [Note: keep, then look ahead]."""
@@ -212,37 +226,44 @@ class Keeping(Memory):
         super().__init__(runs, nbytes, capacity_nbytes)
         self.lead = lead
         self.fetched: set[int] = set()
+        self._units = [run.unit for run in runs]
 
-    def lap(self, events: Sequence[Event]) -> None:
-        """One pass, from what the last one left."""
+    def lap(self, events: Sequence[Event], marks: Collection[int]) -> "_Marked":
+        """One pass, from what the last one left; it is noted where it is at each of ``marks``."""
         self.fetched = set()
+        marked = _Marked()
         self._look_ahead(-1)
         for position, event in enumerate(events):
-            if event.kind is Kind.USE and event.unit not in self.present:
+            if position in marks:
+                marked.note(self, self.index + self.lead)
+            if event[0] is _USE and event[1] not in self.present:
                 self._fetch(self.index, self.held(position))
             self.note(position, event)
             self._look_ahead(position)
             if self.present_nbytes > self.capacity_nbytes:  # of units that were pinned together
                 self.make_room(0, self.held(position))
+        return marked
 
     def _look_ahead(self, position: int) -> None:
         """Have the next uses' units there, as far as they fit beside what is held."""
-        coming = self.runs[self.index : self.index + self.lead]
-        if all(run.unit in self.present for run in coming):
+        coming = self._units[self.index : self.index + self.lead]
+        if self.present.keys() >= set(coming):
             return
         held = self.held(position)
-        room = self.capacity_nbytes - sum(self.nbytes[unit] for unit in held)
-        for index, run in enumerate(coming, self.index):
-            if run.unit not in held:
-                room -= self.nbytes[run.unit]
+        room = self.capacity_nbytes
+        for unit in held:
+            room -= self.nbytes[unit]
+        for index, unit in enumerate(coming, self.index):
+            if unit not in held:
+                room -= self.nbytes[unit]
                 if room < 0:
                     return
-                held.add(run.unit)
-            if run.unit not in self.present:
+                held.add(unit)
+            if unit not in self.present:
                 self._fetch(index, held)
 
     def _fetch(self, index: int, held: set[int]) -> None:
-        unit = self.runs[index].unit
+        unit = self._units[index]
         self.make_room(self.nbytes[unit], held)
         self.load(unit, index)
         self.fetched.add(index)
@@ -269,24 +290,37 @@ class Filling(Memory):
         for unit, index in self.first.items():
             if index not in self.fetched:
                 self.load(unit, index)
+        self._measure()
         self._fill()
         return tuple(sorted(self.present, key=lambda unit: self.present[unit]))
 
+    def pass_over(self, events: Sequence[Event], marks: Collection[int]) -> tuple[list[Actions], "_Marked"]:
+        """The actions of a pass; it is noted where it is at each of ``marks``."""
+        actions, marked = [], _Marked()
+        for position, event in enumerate(events):
+            if position in marks:
+                marked.note(self, self.cursor)
+            actions.append(self.play(position, event))
+        return actions, marked
+
     def play(self, position: int, event: Event) -> Actions:
         """One event, and what to do after it."""
+        kind, unit = event
         release: list[int] = []
         fetch: list[int] = []
-        if event.kind is Kind.USE and event.unit not in self.present:
-            release += self.make_room(self.nbytes[event.unit], self.held(position))
-            self.load(event.unit, self.index)
+        if kind is _USE and unit not in self.present:
+            release += self.make_room(self.nbytes[unit], self.held(position))
+            self.load(unit, self.index)
             self.cursor = max(self.cursor, self.index + 1)
-            fetch.append(event.unit)
-        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
+            fetch.append(unit)
+            self._measure()
         self.note(position, event)
-        if event.kind is not Kind.USE and self._leaves(position, event.unit):
-            self.drop(event.unit)
-            release.append(event.unit)
+        if kind is not _USE and self._leaves(position, unit):
+            self.drop(unit)
+            release.append(unit)
         fetch += self._fill()
+        if not (release or fetch):
+            return _NOTHING
         again = set(release) & set(fetch)  # there is room after all
         return Actions(
             tuple(sorted(u for u in release if u not in again)), tuple(u for u in fetch if u not in again)
@@ -304,15 +338,93 @@ class Filling(Memory):
     def _fill(self) -> list[int]:
         fetch: list[int] = []
         while self.cursor < len(self.runs):
-            unit = self.runs[self.cursor].unit
             if self.cursor in self.fetched:
+                unit = self.runs[self.cursor].unit
                 if unit in self.present or not self.fits(unit):
                     break
                 self.load(unit, self.cursor)
                 fetch.append(unit)
             self.cursor += 1
-        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
+        if fetch:
+            self._measure()
         return fetch
+
+    def _measure(self) -> None:
+        self.peak_nbytes = max(self.peak_nbytes, self.present_nbytes)
+
+
+# --- what repeats ------------------------------------------------------------------------------------
+
+
+def repeats_of(events: Sequence[Event]) -> tuple[int, int]:
+    """Find what a pass begins with, again and again, for half of its events at least.
+
+    Returns:
+        Events of one repeat, and how many repeats there are; all events and 1 if nothing repeats.
+
+    Source: Gusfield, "Algorithms on Strings, Trees, and Sequences", 1997, section 1.3 (the Z algorithm).
+    """
+    length, left, right = len(events), 0, 0
+    alike = [0] * (length // 2 + 1)  # events from here on that are as those from the beginning on
+    for at in range(1, length // 2 + 1):
+        found = min(right - at, alike[at - left]) if at < right else 0
+        while at + found < length and events[found] == events[at + found]:
+            found += 1
+        if at + found > right:
+            left, right = at, at + found
+        alike[at] = found
+        if found >= at and 2 * (at + found) >= length:
+            return at, found // at + 1
+    return length, 1
+
+
+class _Marked:
+    """Where a walk is at the beginning of each repeat.
+
+    Attributes:
+        indices: Runs that have begun.
+        seen: Runs before this one have been looked at.
+        states: What follows depends on these, and on runs that are looked at.
+    """
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.seen: list[int] = []
+        self.states: list[object] = []
+
+    def note(self, walk: Memory, seen: int) -> None:
+        self.indices.append(walk.index)
+        self.seen.append(seen)
+        self.states.append(walk.state())
+
+    def steady(self, runs: Sequence[Run], fetched: set[int], period: int) -> set[int]:
+        """The repeats of which more would be walked alike; see [Note: what repeats is walked once].
+
+        Args:
+            period: Events of a repeat.
+        """
+        found = set()
+        for at in range(1, len(self.indices) - 1):
+            begin, end = self.indices[at : at + 2]
+            count = end - begin
+            if not count or self.states[at] != self.states[at + 1]:
+                continue
+            ahead = self.seen[at] - begin
+            # A cursor that is not moving has found no more to fetch before it: so it will in further repeats.
+            still = self.seen[at] == self.seen[at + 1] and fetched.isdisjoint(range(begin, self.seen[at]))
+            if not still and ahead != self.seen[at + 1] - end:
+                continue
+            following = max(run.following for run in runs[begin:end])
+            last = int(following) if following < len(runs) else len(runs)
+            last = max(last + 1, end, end if still else self.seen[at + 1])
+            if last <= len(runs) and all(
+                runs[i].unit == runs[i - count].unit
+                and runs[i].first == runs[i - count].first + period
+                and (i in fetched) == (i - count in fetched)
+                for i in range(end, last)
+            ):
+                found.add(at)
+        return found
 
 
 def make_plan(
@@ -321,6 +433,7 @@ def make_plan(
     capacity_nbytes: int,
     lead: int = LEAD,
     can_stay: Collection[int] = (),
+    repeats: tuple[int, int] | None = None,
 ) -> Plan:
     """The plan for a recorded pass.
 
@@ -330,19 +443,46 @@ def make_plan(
         capacity_nbytes: What all full buffers together may take.
         lead: Uses ahead whose units are on their way in any case.
         can_stay: Units that may be updated where they are, and so stay for the next pass.
+        repeats: What :func:`repeats_of` says, where that is known.
     """
+    events = tuple(events)
+    period, count = repeats or repeats_of(events)
+    events = events[:period] * count + events[count * period :]  # equal events are one object
+    walked = min(count, _REPEATS)
+    while True:
+        left_out = count - walked
+        shorter = events[left_out * period :]
+        plan = _walk_twice(shorter, nbytes, capacity_nbytes, lead, can_stay, period, walked)
+        if not left_out:
+            return plan
+        if plan.repeats is not None:
+            again, actions = plan.repeats, plan.actions
+            copies = actions[again.start : again.stop] * left_out
+            actions = actions[: again.stop] + copies + actions[again.stop :]
+            return replace(plan, events=events, actions=actions)
+        walked = min(count, 2 * walked)
+
+
+def _walk_twice(
+    events: tuple[Event, ...], nbytes: Mapping[int, int], capacity_nbytes: int, lead: int,
+    can_stay: Collection[int], period: int, count: int,
+) -> Plan:  # fmt: skip
+    """The plan for a pass that begins with ``count`` repeats of ``period`` events."""
     runs = runs_of(events, can_stay)
+    marks = range(0, count * period + 1, max(1, period))
     keeping = Keeping(runs, nbytes, capacity_nbytes, lead)
-    keeping.lap(events)
+    steady = keeping.lap(events, marks).steady(runs, set(), period)
     keeping.wrap()
-    keeping.lap(events)
+    steady &= keeping.lap(events, marks).steady(runs, set(), period)
     filling = Filling(runs, nbytes, capacity_nbytes, keeping.fetched)
     begin = filling.begin()
-    actions = tuple(filling.play(i, event) for i, event in enumerate(events))
+    actions, marked = filling.pass_over(events, marks)
+    steady &= marked.steady(runs, keeping.fetched, period)
     # the second walk may have dropped a unit that the first one kept to the end
     kept = frozenset(unit for unit in begin if filling.first[unit] not in keeping.fetched)
     stays = kept.intersection(filling.present)
-    lost = {event.unit for event in events if event.kind is Kind.DONE} & (kept - stays)
+    lost = {event.unit for event in events if event.kind is _DONE} & (kept - stays)
     if lost:  # their updates take the weights away, so they leave room from there on
-        return make_plan(events, nbytes, capacity_nbytes, lead, set(can_stay) - lost)
-    return Plan(tuple(events), begin, actions, filling.peak_nbytes, stays)
+        return _walk_twice(events, nbytes, capacity_nbytes, lead, set(can_stay) - lost, period, count)
+    repeats = range(min(steady) * period, (min(steady) + 1) * period) if steady else None
+    return Plan(events, begin, tuple(actions), filling.peak_nbytes, stays, repeats)

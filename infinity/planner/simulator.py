@@ -55,6 +55,7 @@ from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 _WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
 #: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
 _NOW_S = 1e-12
+_NEVER_S = float("inf")
 
 
 class Interval(NamedTuple):
@@ -188,6 +189,13 @@ class TransferQueues:
                 return True
         return False
 
+    def state(self) -> list[list[tuple[int, float]]]:
+        """Bytes that each channel has to move, and the seconds before they may; rounded."""
+        return [
+            [(round(each.left_nbytes), round(max(0.0, each.ready_s - self.now_s), 9)) for each in queue]
+            for queue in self._queues
+        ]
+
     def speed(self) -> float:
         """Speed of compute beside what moves now, at most 1."""
         self._settle()
@@ -204,7 +212,8 @@ class TransferQueues:
 
     def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
         """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
-        moving, ended = self._settle(), []
+        moving = self._settle()
+        ended: list[tuple[int, int | None, float]] = []
         self.now_s += passed_s
         if passed_s >= self._next_s:
             self._moving = None
@@ -224,27 +233,34 @@ class TransferQueues:
 
     def _settle(self) -> list[tuple[int, _Transfer, float]]:
         """Find what moves now, at which rate; and with it the speed, and the time until that changes."""
-        if self._moving is not None:
-            return self._moving
-        first: list[_Transfer | None] = [queue[0] if queue else None for queue in self._queues]
-        next_s = float("inf")
-        for channel, transfer in enumerate(first):
+        moving = self._moving
+        if moving is not None:
+            return moving
+        moving, next_s, beside = [], _NEVER_S, 0.0
+        for channel, queue in enumerate(self._queues):
             if channel < 2 and self._units[channel].left_nbytes:
-                first[channel] = self._units[channel]
-            elif transfer is not None and transfer.ready_s - self.now_s > _NOW_S:
-                next_s, first[channel] = min(next_s, transfer.ready_s - self.now_s), None
-        read, write = self._mixed
-        both = first[_WRITE] is not None and first[_READ] is not None
-        rates = (write, read, *self.rates[2:]) if both else self.rates
-        self._moving, beside = [], 0.0
-        for channel, transfer in enumerate(first):
-            if transfer is not None and rates[channel] > 0:
-                self._moving.append((channel, transfer, rates[channel]))
-                transfer.began_s = self.now_s if transfer.began_s is None else transfer.began_s
-                next_s = min(next_s, transfer.left_nbytes / rates[channel])
-                beside += rates[channel] if transfer.index is not None else 0.0
-        self._next_s, self._speed = next_s, max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
-        return self._moving
+                moving.append((channel, self._units[channel], self.rates[channel]))
+            elif queue:
+                wait_s = queue[0].ready_s - self.now_s
+                if wait_s > _NOW_S:
+                    next_s = min(next_s, wait_s)
+                else:
+                    moving.append((channel, queue[0], self.rates[channel]))
+        if len(moving) > 1 and moving[1][0] == _READ:  # beside writes
+            read, write = self._mixed
+            moving[:2] = [(_WRITE, moving[0][1], write), (_READ, moving[1][1], read)]
+        moving = [each for each in moving if each[2] > 0]
+        for _, transfer, rate in moving:
+            if transfer.began_s is None:
+                transfer.began_s = self.now_s
+            left_s = transfer.left_nbytes / rate
+            if left_s < next_s:
+                next_s = left_s
+            if transfer.index is not None:
+                beside += rate
+        self._moving, self._next_s = moving, next_s
+        self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
+        return moving
 
 
 # --- the tensor cache --------------------------------------------------------------------------------

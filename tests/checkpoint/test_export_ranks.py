@@ -22,7 +22,6 @@ from tests.checkpoint.test_export_models import (
 )
 from tests.checkpoint.test_load_parity import load
 from tests.helpers import models, quantized, training, zoo
-from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks, several
 
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
 from infinity.planner import clock
@@ -17,7 +19,7 @@ from infinity.planner.machines import (
     NodesConfig,
     rank_rates,
 )
-from infinity.planner.prefetch_plan import Event, Kind
+from infinity.planner.prefetch_plan import Event, Kind, make_plan
 from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape
 
 NUMEL = 2048 * 4096
@@ -130,6 +132,61 @@ def test_many_micro_batches_cost_what_the_last_ones_do() -> None:
     assert many.nbytes["NVMe write"] == few[0].nbytes["NVMe write"]
     read = few[1].nbytes["NVMe read"] - few[0].nbytes["NVMe read"]
     assert many.nbytes["NVMe read"] == few[1].nbytes["NVMe read"] + 60 * read
+
+
+@st.composite
+def steps(draw) -> tuple[StepTrace, StepSetup]:
+    """Units with any homes, some of them frozen, of few to many micro-batches in tight or wide memory."""
+    units = draw(st.integers(1, 8))
+    made = setup(
+        units, ranks=draw(st.sampled_from([1, 2])), window=draw(st.integers(3, units + 3)),
+        micro_batches=draw(st.integers(1, 9)),
+    )  # fmt: skip
+    shapes = [
+        replace(unit, on_nvme=draw(st.booleans()), trainable=draw(st.sampled_from([True, True, False])))
+        for unit in made.units
+    ]
+    total = int(made.division.total * draw(st.sampled_from([0.4, 0.7, 1, 1.5])))
+    made = replace(
+        made, units=tuple(shapes), early=draw(st.booleans()), clips=draw(st.booleans()),
+        on_accelerator=draw(st.booleans()), piece_nbytes=draw(st.sampled_from([None, 0, 2**40])),
+        staged_chunks=draw(st.sampled_from([4, 8])),
+        spilled=frozenset(draw(st.sets(st.integers(0, units - 1), max_size=2))),
+        division=replace(made.division, total=max(made.division.window, total)),
+    )  # fmt: skip
+    stored = tuple(
+        Stored(nbytes, packed_at=at, load_at=3 * units, asked_at=4 * units - at, on_nvme=draw(st.booleans()))
+        for at, nbytes in enumerate(draw(st.lists(st.integers(1, 10**9), max_size=min(3, units))))
+    )
+    return trace(units, flops=draw(st.sampled_from([1e8, 1e10, 1e12, 3e13])), stored=stored), made
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps())
+def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
+    step: tuple[StepTrace, StepSetup],
+) -> None:
+    cost = play_step(*step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "make_plan", lambda *a, **k: replace(make_plan(*a, **k), repeats=None))
+        patch.setattr(clock._Clock, "_state", lambda self: object())
+        every = play_step(*step)
+    assert cost.step_s == pytest.approx(every.step_s, rel=1e-6)
+    assert cost.busy_s == pytest.approx(every.busy_s, rel=1e-6)
+    assert cost.stall_s == pytest.approx(every.stall_s, rel=1e-6, abs=1e-6 * every.step_s)
+    assert (cost.nbytes, cost.device_peak_nbytes) == (every.nbytes, every.device_peak_nbytes)
+
+
+@pytest.mark.parametrize("units", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_64_micro_batches_are_planned_by_playing_a_few(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = []
+    event = clock._Clock._event
+    monkeypatch.setattr(clock, "_MANY_EVENTS", 1000)
+    monkeypatch.setattr(clock._Clock, "_event", lambda self, one: played.append(1) or event(self, one))
+    made = setup(units, ranks=2, window=units // 10, micro_batches=64)
+    cost = play_step(trace(units), made)
+    assert cost.step_s >= 64 * 4 * units * 1e12 / made.rates.flops_per_s
+    assert len(played) <= 5 * 4 * units  # of 64 x 4 x units in a step
 
 
 def test_activations_that_leave_move_their_bytes_and_hold_backward_until_they_are_back() -> None:
