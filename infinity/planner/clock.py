@@ -8,8 +8,18 @@ one for each channel, one for the collectives, one for decoding, and a bounded n
 memory. Device memory is leased and given back as the pools do, and a lease that finds no room waits. All
 ranks do the same, so one is played, with its share of what they have in common.
 
+[Note: shared cores]
+Without an accelerator compute runs on all cores of the rank, and updates, decoding and collectives on a few
+threads beside it. The system gives each thread that runs the same share of the cores, and compute waits for
+the slowest of its threads. What I/O takes of them, it takes from compute (:mod:`infinity.planner.channels`).
+
+[Note: one queue of collectives]
+A gather is queued when its fetch begins, so that all ranks issue collectives in one order, and holds those
+behind it until its shard is there: also reductions, whose gradients wait in device memory meanwhile.
+
 [Note: the step that repeats]
-Updates lag into the next step. So a few steps are played, and the last one counts. Of many micro-batches
+Updates lag into the next step, by more from step to step until something waits for them. So steps are played
+until they repeat, and the last one counts; its bytes are those of its own transfers, whenever they move. Of many micro-batches
 those in the middle are alike: four are played, and what a fifth would take is what the fourth took.
 """
 
@@ -17,6 +27,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 from infinity.core.budget import DeviceBudget, rounded
 from infinity.core.lifecycle import Tier
@@ -26,8 +37,10 @@ from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 from infinity.planner.simulator import TransferQueues
 from infinity.planner.step import StepTrace, Stored, UnitShape
 
-#: Steps that are played, and micro-batches at most.
-_STEPS, _MICRO_BATCHES = 3, 4
+#: Steps are played until so many take about as long as each other, and so many at most.
+_LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
+#: Micro-batches that are played at most.
+_MICRO_BATCHES = 4
 #: Of steps with more events fewer are played, and updates in larger chunks.
 _MANY_EVENTS = 20_000
 #: Chunks of staging that are kept for updates whose gradients exist.
@@ -203,9 +216,8 @@ class _Update:
     unit: int
     chunk_numel: int
     chunks: int
-    state_itemsize: float
-    read_itemsize: float
-    write_itemsize: float
+    nbytes_read: int
+    nbytes_written: int
     nbytes: int = 0
     storing: bool = False
     weights_nbytes: int = 0
@@ -221,23 +233,63 @@ class _Update:
         self.unread = self.uncomputed = self.unwritten = self.chunks
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """What a server does next.
+
+    Attributes:
+        ready: It can begin; those behind it wait until it can.
+    """
+
+    time_s: float
+    then: Callable[[], None]
+    ready: bool = True
+
+
 class _Server:
-    """Serves jobs one after the other."""
+    """Serves jobs one after the other, in the order in which they were submitted.
+
+    Attributes:
+        left_s: Until the first job ends (s); infinite: none has begun.
+    """
 
     def __init__(self) -> None:
-        self.jobs: deque[tuple[float, Callable[[], None]]] = deque()
+        self._jobs: deque[_Job] = deque()
         self.left_s = float("inf")
 
-    def submit(self, time_s: float, then: Callable[[], None]) -> None:
-        self.jobs.append((time_s, then))
-        if len(self.jobs) == 1:
-            self.left_s = time_s
+    @property
+    def busy(self) -> bool:
+        return self.left_s < float("inf")
+
+    def submit(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._begin()
+
+    def ready(self, job: _Job) -> None:
+        """What ``job`` waited for is there."""
+        job.ready = True
+        self._begin()
 
     def end(self) -> Callable[[], None]:
         """The first job has ended: return what follows."""
-        _, then = self.jobs.popleft()
-        self.left_s = self.jobs[0][0] if self.jobs else float("inf")
+        then = self._jobs.popleft().then
+        self.left_s = float("inf")
+        self._begin()
         return then
+
+    def _begin(self) -> None:
+        if self._jobs and self._jobs[0].ready and not self.busy:
+            self.left_s = self._jobs[0].time_s
+
+
+#: The time, and what was busy, moved and waited until then.
+_Mark = tuple[float, dict[str, float], dict[str, int], dict[str, float]]
+
+
+def _repeat(marks: Sequence[_Mark]) -> bool:
+    """Whether steps repeat: the last three took about as long."""
+    last = [after[0] - before[0] for before, after in pairwise(marks[-_LEAST_STEPS - 1 :])]
+    return len(last) == _LEAST_STEPS and max(last) <= (1 + _ALIKE) * min(last)
 
 
 class _Clock:
@@ -254,6 +306,9 @@ class _Clock:
         self.queues = TransferQueues(setup.rates.channels)
         self.links, self.updater, self.decoder = _Server(), _Server(), _Server()
         self._servers = {LINKS: self.links, UPDATE: self.updater, DECODE: self.decoder}
+        cores = setup.rates.cores
+        self._threads = {LINKS: 1.0, UPDATE: max(1.0, cores // 2), DECODE: cores}  # see [Note: shared cores]
+        self._computing = False
         self.now_s = 0.0
         self._calls: dict[int, Callable[[], None]] = {}
         self._transfers = 0
@@ -282,19 +337,19 @@ class _Clock:
 
     def _pass(self, most_s: float) -> float:
         """Let time pass until something ends, at most ``most_s``; return the seconds."""
+        share = self._share()
         passed_s = min(most_s, self._next_s())
         for channel in self.queues.moving():
             self.busy_s[_LABELS[channel]] += passed_s
         for name, server in self._servers.items():
-            if server.jobs:
+            if server.busy:
                 self.busy_s[name] += passed_s
         self.now_s += passed_s
         ended = self.queues.advance(passed_s)
         for server in self._servers.values():
-            if server.jobs:
-                server.left_s -= passed_s
-                while server.jobs and server.left_s <= 1e-12:
-                    server.end()()
+            server.left_s -= share * passed_s
+            while server.left_s <= 1e-12:
+                server.end()()
         for _, index, _ in ended:
             assert index is not None
             self._calls.pop(index)()
@@ -302,7 +357,16 @@ class _Clock:
 
     def _next_s(self) -> float:
         """Seconds until something ends; infinite: nothing moves."""
-        return min(self.queues.next_s(), self.links.left_s, self.updater.left_s, self.decoder.left_s)
+        served_s = min(self.links.left_s, self.updater.left_s, self.decoder.left_s) / self._share()
+        return min(self.queues.next_s(), served_s)
+
+    def _share(self) -> float:
+        """The share of its speed that each part has which runs now: see [Note: shared cores]."""
+        cores = self.setup.rates.cores
+        if not cores:
+            return 1.0
+        threads = sum(self._threads[name] for name, server in self._servers.items() if server.busy)
+        return min(1.0, cores / (threads + cores * self._computing)) if threads else 1.0
 
     def _idle(self) -> bool:
         return self._next_s() == float("inf")
@@ -317,11 +381,13 @@ class _Clock:
 
     def _compute(self, work_s: float) -> None:
         self.busy_s[COMPUTE] += work_s
+        self._computing = True
         while work_s > 1e-12:
-            speed = self.queues.speed()
-            if self.decoder.jobs or (not self.setup.on_accelerator and self.updater.jobs):
-                speed *= 0.5  # they share cores, or the device
+            speed = self.queues.speed() * self._share()
+            if self.decoder.busy and self.setup.on_accelerator:
+                speed *= 0.5  # they share the device
             work_s -= speed * self._pass(work_s / speed)
+        self._computing = False
 
     # --- memory --------------------------------------------------------------------------------
 
@@ -337,8 +403,16 @@ class _Clock:
 
     # --- transfers -----------------------------------------------------------------------------
 
-    def _move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+    def _count(self, channel: Channel, nbytes: int) -> None:
+        """Count bytes of this step, whenever they move."""
         self.nbytes[_LABELS[channel]] += nbytes
+
+    def _move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        self._count(channel, nbytes)
+        self._send(channel, nbytes, then)
+
+    def _send(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        """Move bytes that were counted."""
         if not self.queues.rates[channel] > 0 or nbytes <= 0:
             then()
             return
@@ -346,14 +420,16 @@ class _Clock:
         self._calls[self._transfers] = then
         self.queues.submit(channel, self._transfers, nbytes)
 
-    def _gather(self, unit: int, then: Callable[[], None]) -> None:
+    def _gather(self, unit: int, then: Callable[[], None]) -> Callable[[], None]:
+        """Queue a unit's gather; return what says that this rank's shard is there."""
         if self.setup.ranks == 1:
-            then()
-            return
+            return then
         shape = self.units[unit]
         nbytes = shape.nbytes if shape.stored is None else shape.stored.nbytes
         self.nbytes[LINKS] += nbytes
-        self.links.submit(nbytes / self.setup.rates.gather_bytes_per_s + COLLECTIVE_S, then)
+        job = _Job(nbytes / self.setup.rates.gather_bytes_per_s + COLLECTIVE_S, then, ready=False)
+        self.links.submit(job)
+        return partial(self.links.ready, job)
 
     # --- units ---------------------------------------------------------------------------------
 
@@ -378,10 +454,9 @@ class _Clock:
             if shape.stored is None:
                 self._ready[unit] = True
             else:
-                self.decoder.submit(shape.stored.decode_s(self.setup.rates), decoded)
+                self.decoder.submit(_Job(shape.stored.decode_s(self.setup.rates), decoded))
 
-        def arrived() -> None:
-            self._gather(unit, gathered)
+        arrived = self._gather(unit, gathered)
 
         def upload() -> None:
             if self.setup.on_accelerator and unit not in self._on_device:
@@ -397,10 +472,13 @@ class _Clock:
                 upload()
         elif not shape.on_nvme:
             upload()
-        elif update is not None and update.unwritten and unit not in self._next:
-            update.landed.append(lambda: self._move(Channel.NVME_READ, shape.read_nbytes, upload))
         else:
-            self._move(Channel.NVME_READ, shape.read_nbytes, upload)
+            self._count(Channel.NVME_READ, shape.read_nbytes)
+            read = partial(self._send, Channel.NVME_READ, shape.read_nbytes, upload)
+            if update is not None and update.unwritten and unit not in self._next:
+                update.landed.append(read)
+            else:
+                read()
 
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:
@@ -426,6 +504,8 @@ class _Clock:
     def _end_gradient(self, unit: int, ends: bool) -> None:
         """A unit's gradient of a micro-batch is complete."""
         shape, setup = self.units[unit], self.setup
+        # It has been copied to the unit's buffer, and its norm is taken.
+        self._compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
         if setup.ranks == 1:
             if ends:
                 self._hand_over(unit, self._gradients.pop(unit, 0))
@@ -449,7 +529,7 @@ class _Clock:
                 self._hand_over(unit, self._reduced.pop(unit))
 
         self.nbytes[LINKS] += shape.nbytes
-        self.links.submit(shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S, reduced)
+        self.links.submit(_Job(shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S, reduced))
 
     def _hand_over(self, unit: int, nbytes: int) -> None:
         """Give a complete gradient, which takes ``nbytes`` of device memory, to its update."""
@@ -498,11 +578,11 @@ class _Clock:
     def _job(self, unit: int) -> _Update:
         shape = self.units[unit]
         chunks = min(self._chunks, -(-shape.shard_numel // self.setup.chunk_numel))
-        state, weight = shape.state_nbytes / chunks, shape.weight_nbytes / chunks
-        read = state if self._kept.get(unit, False) else state + weight
+        written = shape.state_nbytes + shape.weight_nbytes
+        read = shape.state_nbytes if self._kept.get(unit, False) else written
         if unit in self.setup.spilled and not self.setup.early:
-            read += shape.shard_numel * self.setup.reduce_itemsize / chunks
-        return _Update(unit, shape.shard_numel // chunks, chunks, state, read, state + weight)
+            read += shape.shard_numel * self.setup.reduce_itemsize
+        return _Update(unit, shape.shard_numel // chunks, chunks, read, written)
 
     def _expect(self) -> None:
         """Let the states of this step's updates be read ahead."""
@@ -522,6 +602,11 @@ class _Clock:
         else:
             self._expected.remove(job)
         job.nbytes, job.weights_nbytes, job.launched = nbytes, self._weights.pop(unit, 0), True
+        self._count(Channel.NVME_READ, job.nbytes_read)
+        self._count(Channel.NVME_WRITE, job.nbytes_written)
+        before = self._updates.get(unit)
+        if before is not None and before.unwritten:
+            self._wait(lambda: not before.unwritten, "update")
         self._updates[unit] = job
         self._next.add(unit)
         if job.unread:
@@ -547,7 +632,7 @@ class _Clock:
             job.unread -= 1
             if self._unread and not self._unread[0].unread:
                 self._unread.popleft()
-            self._move(Channel.NVME_READ, round(job.read_itemsize), self._reader(job))
+            self._send(Channel.NVME_READ, round(job.nbytes_read / job.chunks), self._reader(job))
 
     def _reader(self, job: _Update) -> Callable[[], None]:
         def read() -> None:
@@ -560,8 +645,9 @@ class _Clock:
 
     def _update_chunk(self, job: _Update) -> None:
         gradient = job.chunk_numel * self.setup.reduce_itemsize
-        nbytes = 2 * job.write_itemsize + gradient
-        self.updater.submit(nbytes / self.setup.rates.update_bytes_per_s, lambda: self._computed(job))
+        nbytes = 2 * job.nbytes_written / job.chunks + gradient
+        time_s = nbytes / self.setup.rates.background_bytes_per_s
+        self.updater.submit(_Job(time_s, partial(self._computed, job)))
 
     def _computed(self, job: _Update) -> None:
         job.uncomputed -= 1
@@ -574,7 +660,7 @@ class _Clock:
             for then in job.then:
                 then()
             job.then.clear()
-        self._move(Channel.NVME_WRITE, round(job.write_itemsize), lambda: self._written(job))
+        self._send(Channel.NVME_WRITE, round(job.nbytes_written / job.chunks), lambda: self._written(job))
 
     def _written(self, job: _Update) -> None:
         job.unwritten -= 1
@@ -592,21 +678,19 @@ class _Clock:
         plan = self.script.plan
         self._first_uses = list(dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE))
         self._kept = self._weights_at_hand()
-        steps = 2 if self._many else _STEPS
-        mark = self._mark()
-        for _ in range(steps):
-            mark = self._mark()
+        marks = [self._mark()]
+        while len(marks) <= (2 if self._many else _MOST_STEPS) and not _repeat(marks):
             self._play()
-        now = self._mark()
+            marks.append(self._mark())
+        begin, end = marks[-2:]
         return StepCost(
-            now[0] - mark[0],
-            {name: s - mark[1].get(name, 0.0) for name, s in now[1].items()},
-            {name: nbytes - mark[2].get(name, 0) for name, nbytes in now[2].items()},
-            {name: s - mark[3].get(name, 0.0) for name, s in now[3].items()},
+            end[0] - begin[0],
+            *({name: value - then.get(name, 0) for name, value in now.items()}
+              for now, then in zip(end[1:], begin[1:], strict=True)),
             self.peak_nbytes,
-        )
+        )  # fmt: skip
 
-    def _mark(self) -> tuple[float, dict[str, float], dict[str, int], dict[str, float]]:
+    def _mark(self) -> "_Mark":
         return self.now_s, dict(self.busy_s), dict(self.nbytes), dict(self.stall_s)
 
     def _weights_at_hand(self) -> dict[int, bool]:
@@ -704,12 +788,12 @@ class _Clock:
                     del self._ready[unit]  # the update has the full buffer
                     self._weights[unit] = shape.nbytes
                 else:
+                    if kept and not self.setup.on_accelerator:
+                        self._lease(shape.weight_nbytes)
+                        self._weights[unit] = shape.weight_nbytes
                     self._release(unit)
                 if kept and self.setup.on_accelerator:
                     self._move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
-                elif kept and not stays and self.setup.ranks > 1:
-                    self._lease(shape.weight_nbytes)
-                    self._weights[unit] = shape.weight_nbytes
             if shape.trainable:
                 self._end_gradient(unit, True)
 
