@@ -29,11 +29,11 @@ from train import say
 
 #: What predictions may be off by.
 TIME_WITHIN, PEAK_WITHIN = 0.10, 0.03
-WARM_UP, STEPS = 7, 4
+WARM_UP, STEPS = 3, 4
 
-_GPT = ("model.n_layers=8", "model.d_model=512", "model.n_heads=8", "model.seq_len=256", "train.batch_size=4")
-_WIDE = ("model.n_layers=4", "model.d_model=768", "model.n_heads=12", "model.seq_len=128", "train.batch_size=6")
-_LLAMA = ("llama", "model.seq_len=256", "train.batch_size=4")
+_GPT = ("model.n_layers=8", "model.d_model=512", "model.n_heads=8", "model.seq_len=256", "train.batch_size=2")
+_WIDE = ("model.n_layers=4", "model.d_model=768", "model.n_heads=12", "model.seq_len=128", "train.batch_size=4")
+_LLAMA = ("llama", "model.seq_len=256", "train.batch_size=2")
 _STREAM = ("memory.resident=false", "memory.host=256MiB")
 _KEEP = ("memory.activations=keep",)
 _LORA = ("lora.rank=8",)
@@ -84,6 +84,7 @@ def run(job: Job) -> dict[str, Any]:
     import torch
 
     import infinity
+    from infinity.activations.controller import METERED
     from infinity.activations.profiler import MemoryMeter
     from infinity.app.models.causal import CausalLoss
     from infinity.app.process_group import process_group, set_threads
@@ -112,7 +113,7 @@ def run(job: Job) -> dict[str, Any]:
                     loss(tokens, tokens).backward()
             optimizer.step()
 
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP + METERED * (recipe.memory.activations == "plan")):
             step()
         optimizer.synchronize()
         before, began_s = moved(), time.perf_counter()
@@ -163,7 +164,7 @@ def overrides_of(given: Sequence[str], folder: Path, machine: Any, ranks: int) -
     from infinity.app.plan_recipe import plan_recipe
 
     overrides = [
-        *given, f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}", "observe.progress=false"
+        *given, "train.threads=1", f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}", "observe.progress=false"
     ]  # fmt: skip
     if "llama" in overrides:
         overrides[overrides.index("llama")] = f"model.path={folder / 'llama'}"

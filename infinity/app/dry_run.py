@@ -194,7 +194,8 @@ def dry_run(
         if alike and _tile_sizes(recipe, machine, ranks) == like._model.tiles:
             made = like._model
     if made is None:
-        times = OperatorTimes.of_rank(max(1, ranks // machine.nodes.count)) if here else None
+        local = max(1, ranks // machine.nodes.count)
+        times = OperatorTimes.of_rank(local, recipe.train.threads) if here else None
         made = _Model(recipe, machine, ranks, DTYPES[dtype], _tile_sizes(recipe, machine, ranks), times)
     return _Planner(recipe, machine, ranks, dtype, made).result()
 
@@ -491,7 +492,7 @@ class _Planner:
         self.policy = memory.activations or ("keep" if memory.device is None or layered else "plan")
         if layered:
             self.policy = "recompute"
-        self.rates = rank_rates(machine, ranks, dtype)
+        self.rates = rank_rates(machine, ranks, dtype, recipe.train.threads)
         self.reduce_dtype = reduction_dtype(EngineConfig(partition=recipe.partition), DTYPES[dtype])
         self.tiers = Tiers(self.storage, self._ranks, self.reduce_dtype)
         self._buffers = BaseBuffers.within(self.host_nbytes)

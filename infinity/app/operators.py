@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from infinity.device.accelerator import synchronize
 from infinity.device.machine import free_host_nbytes, usable_cores
@@ -100,17 +101,17 @@ class OperatorTimes:
         self._times: dict[Operation | None, float] = {None: math.nan}
 
     @classmethod
-    def of_rank(cls, local_ranks: int) -> "OperatorTimes":
-        """Those of a rank that shares this machine with others."""
+    def of_rank(cls, local_ranks: int, threads: int | None = None) -> "OperatorTimes":
+        """Those of a rank that shares this machine with others; ``threads``: None: one per core that it has."""
         found = torch.accelerator.current_accelerator(check_available=True)
-        return cls(found or torch.device("cpu"), max(1, usable_cores() // local_ranks))
+        return cls(found or torch.device("cpu"), threads or max(1, usable_cores() // local_ranks))
 
     def measure(self, operations: Iterable[Operation | None]) -> None:
         """Run those of ``operations`` that are not known yet."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            with torch.no_grad():
+            with unset_fake_temporarily(), torch.no_grad():  # fake tensors would take no time
                 for each in dict.fromkeys(operations):
                     if each is not None and each not in self._times:
                         self._times[each] = _time_s(each, self._device)

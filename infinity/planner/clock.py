@@ -9,9 +9,9 @@ memory. Device memory is leased and given back as the pools do, and a lease that
 ranks do the same, so one is played, with its share of what they have in common.
 
 [Note: shared cores]
-Without an accelerator compute runs on all cores of the rank, and updates, decoding and collectives on a few
-threads beside it. The system gives each thread that runs the same share of the cores, and compute waits for
-the slowest of its threads. What I/O takes of them, it takes from compute (:mod:`infinity.planner.channels`).
+Without an accelerator compute, updates, decoding and collectives run on threads of their own. Where more of
+them run than the rank has cores, each has the same share, and compute waits for the slowest of its threads.
+What I/O takes of the cores, it takes from compute (:mod:`infinity.planner.channels`).
 
 [Note: one queue of collectives]
 A gather is queued when its fetch begins, so that all ranks issue collectives in one order, and holds those
@@ -306,8 +306,8 @@ class _Clock:
         self.queues = TransferQueues(setup.rates.channels)
         self.links, self.updater, self.decoder = _Server(), _Server(), _Server()
         self._servers = {LINKS: self.links, UPDATE: self.updater, DECODE: self.decoder}
-        cores = setup.rates.cores
-        self._threads = {LINKS: 1.0, UPDATE: max(1.0, cores // 2), DECODE: cores}  # see [Note: shared cores]
+        rates = setup.rates  # and its threads: see [Note: shared cores]
+        self._threads = {LINKS: 1.0, UPDATE: rates.background_threads, DECODE: rates.threads}
         self._computing = False
         self.now_s = 0.0
         self._calls: dict[int, Callable[[], None]] = {}
@@ -366,7 +366,8 @@ class _Clock:
         if not cores:
             return 1.0
         threads = sum(self._threads[name] for name, server in self._servers.items() if server.busy)
-        return min(1.0, cores / (threads + cores * self._computing)) if threads else 1.0
+        threads += self.setup.rates.threads * self._computing
+        return min(1.0, cores / threads) if threads else 1.0
 
     def _idle(self) -> bool:
         return self._next_s() == float("inf")

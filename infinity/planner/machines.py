@@ -199,7 +199,7 @@ class RankRates:
         flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
         memory_bytes_per_s: Of the memory that operators read and write.
         operator_s: Least time of an operator (s).
-        cores: That the rank computes and updates on, where there is no accelerator; 0: others compute.
+        cores: Of the rank, where there is no accelerator, of which ``threads`` compute; 0: others compute.
     """
 
     channels: Hardware
@@ -213,17 +213,28 @@ class RankRates:
     memory_bytes_per_s: float
     operator_s: float
     cores: float = 0.0
+    threads: float = 0.0
+
+    @property
+    def background_threads(self) -> int:
+        """Threads of updates, and of others beside compute on the cores."""
+        return max(1, int(self.threads) // 2)
 
 
-def rank_rates(machine: Machine, ranks: int, dtype: Dtype) -> RankRates:
-    """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring."""
+def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None) -> RankRates:
+    """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring.
+
+    Args:
+        threads: On which each rank computes, without an accelerator; None: one for each of its cores.
+    """
     devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
     local = max(1, ranks // machine.nodes.count)
     link = links.host_bytes_per_s or 0.0
     if links.node_host_bytes_per_s is not None:
         link = min(link, links.node_host_bytes_per_s / local)
     cores = max(1.0, host.cores / local)
-    share = 1.0 if machine.on_accelerator else 1 / local  # of what computes
+    used = cores if machine.on_accelerator or threads is None else float(threads)
+    share = 1.0 if machine.on_accelerator else min(1.0, used / host.cores)  # of what computes
     channels = Hardware(
         read_bytes_per_s=drives.per_node * drives.read_bytes_per_s / local,
         write_bytes_per_s=drives.per_node * drives.write_bytes_per_s / local,
@@ -245,18 +256,22 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype) -> RankRates:
             gather = min(gather, links.network_bytes_per_s / away)
             crossing = local * (ranks - local) / ranks
             reduce = min(reduce, links.network_bytes_per_s / crossing)
-    of_cores = min(host.bytes_per_s / local, cores * host.core_bytes_per_s)
-    background = max(1, cores // 2) * host.core_bytes_per_s  # threads of updates beside training
-    return RankRates(
+    of_cores = min(host.bytes_per_s / local, used * host.core_bytes_per_s)
+    rates = RankRates(
         channels=channels,
         gather_bytes_per_s=gather,
         reduce_bytes_per_s=reduce,
         update_bytes_per_s=of_cores,
-        background_bytes_per_s=of_cores if machine.on_accelerator else min(of_cores, background),
+        background_bytes_per_s=of_cores,
         decode_bytes_per_s=devices.memory_bytes_per_s or of_cores,
         flops_per_s=share * devices.flops_per_s(dtype),
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
         memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),
         operator_s=devices.operator_s,
         cores=0.0 if machine.on_accelerator else cores,
+        threads=0.0 if machine.on_accelerator else used,
     )
+    if machine.on_accelerator:
+        return rates
+    background = rates.background_threads * host.core_bytes_per_s
+    return replace(rates, background_bytes_per_s=min(host.bytes_per_s / local, background))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infinity.app import operators
 from infinity.app.operators import Operation, OperatorTimes
@@ -47,4 +48,13 @@ def test_operators_run_on_tensors_of_their_sizes_and_those_that_look_at_values_h
     assert all(times.of(each) > 0 for each in (embedding, made, matmul(16)))
     assert math.isnan(times.of(refused))
     assert Operation.of(torch.ops.aten.mm.default, (torch.ones(2, 2).to_sparse(), torch.ones(2, 2)), {}) is None
-    assert torch.get_num_threads() >= 1
+
+
+def test_operators_run_on_real_tensors_also_while_a_model_of_fake_ones_is_recorded() -> None:
+    ran: list[type] = []
+    func = torch.ops.aten.mm.default
+    operation = matmul(16)._replace(func=lambda *args: ran.append(type(func(*args))))
+    times = OperatorTimes(CPU, 1)
+    with FakeTensorMode():
+        times.measure([operation])
+    assert set(ran) == {torch.Tensor}
