@@ -29,12 +29,12 @@ from train import say
 
 #: What predictions may be off by.
 TIME_WITHIN, PEAK_WITHIN = 0.10, 0.03
-WARM_UP, STEPS = 7, 4
+WARM_UP, STEPS = 3, 4
 
-_GPT = ("model.n_layers=6", "model.d_model=256", "model.n_heads=4", "model.seq_len=128", "train.batch_size=4")
-_WIDE = ("model.n_layers=4", "model.d_model=512", "model.n_heads=8", "model.seq_len=64", "train.batch_size=4")
-_LLAMA = ("llama", "model.seq_len=128", "train.batch_size=4")
-_STREAM = ("memory.resident=false", "memory.host=128MiB")
+_GPT = ("model.n_layers=8", "model.d_model=512", "model.n_heads=8", "model.seq_len=256", "train.batch_size=2")
+_WIDE = ("model.n_layers=4", "model.d_model=768", "model.n_heads=12", "model.seq_len=128", "train.batch_size=4")
+_LLAMA = ("llama", "model.seq_len=256", "train.batch_size=2")
+_STREAM = ("memory.resident=false", "memory.host=256MiB")
 _KEEP = ("memory.activations=keep",)
 _LORA = ("lora.rank=8",)
 #: Name, ranks, and what the recipe says; ``LEAST`` is the least device memory, as the error names it.
@@ -43,11 +43,11 @@ RUNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("GPT, small device", 1, (*_GPT, *_STREAM, *_KEEP, "memory.device=LEAST", "optim.max_grad_norm=null")),
     ("GPT, small device, clipping", 1, (*_GPT, *_STREAM, *_KEEP, "memory.device=LEAST")),
     ("GPT, fp32", 1, (*_GPT, *_STREAM, *_KEEP, "train.dtype=fp32", "memory.device=LEAST")),
-    ("GPT, half in host memory", 1, (*_WIDE, *_KEEP, "memory.host=96MiB", "memory.resident=true")),
+    ("GPT, half in host memory", 1, (*_WIDE, *_KEEP, "memory.host=384MiB", "memory.resident=true")),
     ("GPT, all in host memory", 1, (*_GPT, *_KEEP, "memory.host=1GiB", "memory.resident=true")),
     ("GPT, four micro-batches", 1, (*_GPT, *_STREAM, *_KEEP, "train.accumulate=4")),
     ("GPT, recomputed", 1, (*_GPT, *_STREAM, "memory.activations=recompute")),
-    ("GPT, activations planned", 1, (*_GPT, *_STREAM, "memory.activations=plan", "memory.device=40MiB")),
+    ("GPT, activations planned", 1, (*_GPT, *_STREAM, "memory.activations=plan", "memory.device=160MiB")),
     ("GPT, two ranks", 2, (*_GPT, *_STREAM, *_KEEP)),
     ("GPT, two ranks, small device", 2, (*_WIDE, *_STREAM, *_KEEP, "memory.device=LEAST")),
     ("Llama", 1, (*_LLAMA, *_STREAM, *_KEEP)),
@@ -74,7 +74,7 @@ def make(job: Job) -> dict[str, Any]:
     """Save a Llama as bf16, as published ones are."""
     import torch
 
-    shape = llama.Shape("", 256, 6, 688, vocabulary=4_000)
+    shape = llama.Shape("", 512, 8, 1376, vocabulary=4_000)
     llama.make(shape).to(torch.bfloat16).save_pretrained(job.llama)
     return {}
 
@@ -84,6 +84,7 @@ def run(job: Job) -> dict[str, Any]:
     import torch
 
     import infinity
+    from infinity.activations.controller import METERED
     from infinity.activations.profiler import MemoryMeter
     from infinity.app.models.causal import CausalLoss
     from infinity.app.process_group import process_group, set_threads
@@ -112,7 +113,7 @@ def run(job: Job) -> dict[str, Any]:
                     loss(tokens, tokens).backward()
             optimizer.step()
 
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP + METERED * (recipe.memory.activations == "plan")):
             step()
         optimizer.synchronize()
         before, began_s = moved(), time.perf_counter()
@@ -144,7 +145,7 @@ def predict(job: Job, machine: Any, ranks: int) -> dict[str, Any]:
     from infinity.app.plan_recipe import plan_recipe
     from infinity.planner.simulator import play
 
-    planned = plan_recipe(infinity.load_recipe(overrides=job.overrides), machine, ranks)
+    planned = plan_recipe(infinity.load_recipe(overrides=job.overrides), machine, ranks, here=True)
     cost, made = planned.cost, planned.run
     activations = made.trace.peak_nbytes
     if made.activations.places or made.activations.recomputed:
@@ -163,7 +164,7 @@ def overrides_of(given: Sequence[str], folder: Path, machine: Any, ranks: int) -
     from infinity.app.plan_recipe import plan_recipe
 
     overrides = [
-        *given, f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}", "observe.progress=false"
+        *given, "train.threads=1", f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}", "observe.progress=false"
     ]  # fmt: skip
     if "llama" in overrides:
         overrides[overrides.index("llama")] = f"model.path={folder / 'llama'}"

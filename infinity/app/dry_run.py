@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.api.lora import make_adapters
 from infinity.app.models.gpt import GPT
+from infinity.app.operators import OperatorTimes
 from infinity.app.recipe import Recipe
 from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
@@ -170,10 +171,13 @@ class DryRun:
         return sum(unit.params for unit in self.units)
 
 
-def dry_run(recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None) -> DryRun:
+def dry_run(
+    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None, *, here: bool = False
+) -> DryRun:
     """Build and record the model of ``recipe`` on one of ``ranks`` ranks of ``machine``.
 
     Args:
+        here: It is this machine: operators are timed.
         like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
@@ -189,7 +193,10 @@ def dry_run(recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = 
         alike = all(getattr(recipe, part) == getattr(like.recipe, part) for part in same)
         if alike and _tile_sizes(recipe, machine, ranks) == like._model.tiles:
             made = like._model
-    made = made or _Model(recipe, machine, ranks, DTYPES[dtype], _tile_sizes(recipe, machine, ranks))
+    if made is None:
+        local = max(1, ranks // machine.nodes.count)
+        times = OperatorTimes.of_rank(local, recipe.train.threads) if here else None
+        made = _Model(recipe, machine, ranks, DTYPES[dtype], _tile_sizes(recipe, machine, ranks), times)
     return _Planner(recipe, machine, ranks, dtype, made).result()
 
 
@@ -327,12 +334,15 @@ class _Model:
         notes: Lines for people about what is taken for granted.
         values: Know what of the model travels in its stored form.
         tiles: Which parameters are tiled.
+        times: Of operators on this machine; None: another one is planned for.
     """
 
     def __init__(
-        self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype, tiles: TileSizes | None
-    ) -> None:
+        self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype, tiles: TileSizes | None,
+        times: OperatorTimes | None,
+    ) -> None:  # fmt: skip
         self.notes: list[str] = []
+        self.times = times
         self.tiles = tiles
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.values = _NoValues(self._mode)
@@ -482,7 +492,7 @@ class _Planner:
         self.policy = memory.activations or ("keep" if memory.device is None or layered else "plan")
         if layered:
             self.policy = "recompute"
-        self.rates = rank_rates(machine, ranks, dtype)
+        self.rates = rank_rates(machine, ranks, dtype, recipe.train.threads)
         self.reduce_dtype = reduction_dtype(EngineConfig(partition=recipe.partition), DTYPES[dtype])
         self.tiers = Tiers(self.storage, self._ranks, self.reduce_dtype)
         self._buffers = BaseBuffers.within(self.host_nbytes)
@@ -668,17 +678,19 @@ class _Planner:
         played = play_record(recorded, subject)
         rows = recorded.rows
         flops, nbytes = (np.array(column, dtype=float) for column in zip(*(row[:2] for row in rows)))
+        measured_s = None
+        if made.times is not None:
+            made.times.measure(row.operation for row in rows)
+            measured_s = np.array([made.times.of(row.operation) for row in rows])
         fp32 = np.array([row.fp32 for row in rows], dtype=bool)
         trace = StepTrace(
             events=played.events, begun=played.begun, completed=played.completed,
             position=played.position, flops=flops, nbytes=nbytes, fp32=fp32,
             model_flops=float(flops.sum()) - recorded.again_flops,
             tokens=recipe.train.batch_size * recipe.model.seq_len,
-            peak_nbytes=recorded.peak_nbytes(),
+            peak_nbytes=recorded.peak_nbytes(), measured_s=measured_s,
         )  # fmt: skip
-        rate = np.where(fp32, self.rates.fp32_flops_per_s, self.rates.flops_per_s)
-        each = np.maximum(flops / rate, nbytes / self.rates.memory_bytes_per_s)
-        seconds = np.maximum(each, self.rates.operator_s).tolist()
+        seconds = trace.operator_s(self.rates).tolist()
         return _Recorded(trace, recorded.made.profile(seconds, 0.0), played)
 
     def _with_stored(self, trace: StepTrace, played: Played, plan: ActivationPlan) -> StepTrace:

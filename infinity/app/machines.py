@@ -23,6 +23,8 @@ from infinity.planner.machines import (
 SHIPPED = Path(__file__).parent / "hardware"
 #: Rows and columns of the matrices, and bytes of the copies, that :func:`probe` times.
 _SIZES, _COPIED_NBYTES, _TRIES = (128, 256, 512, 1024), 64 * 2**20, 3
+#: Elements of an update that is timed: more than caches hold.
+_UPDATED_NUMEL = 2**22
 #: How long a product may take (s).
 _MOST_S = 1.0
 
@@ -61,6 +63,7 @@ def probe(directories: Sequence[str | Path]) -> Machine:
     """
     import torch
 
+    from infinity.comm.probe import exchange_bytes_per_s
     from infinity.device.machine import total_host_nbytes, usable_cores
     from infinity.nvme.probe import measure
 
@@ -71,6 +74,8 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         host_bytes_per_s = _copy_bytes_per_s(device)
         devices, links = DevicesConfig(name=f"{cores} cores", efficiency=0.8), LinksConfig()
         found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None and cores > 1:
+            links = LinksConfig(device_bytes_per_s=_rounded(exchange_bytes_per_s()))
         if found is not None:
             device = torch.device(found.type, torch.accelerator.current_device_index())
             devices, links = _accelerators(device)
@@ -90,9 +95,15 @@ def probe(directories: Sequence[str | Path]) -> Machine:
             memory=min(free),
             read_bytes_per_s=_rounded(sum(speed.read_bytes_per_s for speed in speeds) / n),
             write_bytes_per_s=_rounded(sum(speed.write_bytes_per_s for speed in speeds) / n),
-            mixed_bytes_per_s=_rounded(sum(speed.mixed_bytes_per_s for speed in speeds) / n),
+            mixed_bytes_per_s=_rounded(
+                sum(speed.both_bytes_per_s or speed.mixed_bytes_per_s for speed in speeds) / n
+            ),
+            core_s_per_byte=_rounded(sum(speed.processor_s_per_byte for speed in speeds) / n),
         )
-    host = HostConfig(cores=cores, memory=total_host_nbytes(), bytes_per_s=_rounded(host_bytes_per_s))
+    host = HostConfig(
+        cores=cores, memory=total_host_nbytes(), bytes_per_s=_rounded(host_bytes_per_s),
+        core_bytes_per_s=_rounded(_update_bytes_per_s()),
+    )  # fmt: skip
     return Machine(
         nodes=NodesConfig(name="this machine"), devices=replace(devices, **rates), links=links, host=host,
         drives=drives,
@@ -170,6 +181,26 @@ def _copy_bytes_per_s(device: Any) -> float:
         synchronize(device)
         best_s = min(best_s, time.perf_counter() - began_s)
     return 2 * _COPIED_NBYTES / best_s
+
+
+def _update_bytes_per_s() -> float:
+    """Bytes that one core reads and writes per second in an update: of weights, gradient and state."""
+    import torch
+
+    from infinity.optim.layout import StateLayout
+    from infinity.optim.rules import AdamWRule, Hyper
+
+    dtype = torch.bfloat16
+    rule, layout, hyper = AdamWRule(dtype, threads=1), StateLayout.of(dtype), Hyper(lr=0.0).tensor()
+    weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype) for _ in range(2))
+    state = layout.views(torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8), _UPDATED_NUMEL)
+    best_s = float("inf")
+    for _ in range(_TRIES + 1):  # the first compiles
+        began_s = time.perf_counter()
+        rule.update(weight, grad, state, weight, hyper)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    moved = 2 * (layout.weight_nbytes(1) + layout.state_nbytes(1)) + dtype.itemsize
+    return _UPDATED_NUMEL * moved / best_s
 
 
 def _accelerators(device: Any) -> tuple[DevicesConfig, LinksConfig]:

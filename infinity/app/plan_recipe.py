@@ -121,11 +121,13 @@ class PlannedRun:
 
 
 def plan_recipe(
-    recipe: Recipe, machine: Machine, ranks: int | None = None, like: "DryRun | None" = None
-) -> PlannedRun:
+    recipe: Recipe, machine: Machine, ranks: int | None = None, like: "DryRun | None" = None, *,
+    here: bool = False,
+) -> PlannedRun:  # fmt: skip
     """Plan a recipe on a machine.
 
     Args:
+        here: It is this machine: operators are timed, in a second or two.
         like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
@@ -138,7 +140,7 @@ def plan_recipe(
     if ranks is not None:
         machine = machine.with_ranks(ranks)
     count = ranks or machine.devices_in_all
-    run = dry_run(recipe, machine, count, like)
+    run = dry_run(recipe, machine, count, like, here=here)
     return PlannedRun(run, play_step(run.trace, run.setup), time.perf_counter() - began_s)
 
 
@@ -163,7 +165,7 @@ def show_recipe(
     machine = load_machine(on) if on is not None else probe(_measurable(recipe.memory.nvme))
     if ranks is None and "WORLD_SIZE" in os.environ:
         ranks = int(os.environ["WORLD_SIZE"])
-    planned = plan_recipe(recipe, machine, ranks)
+    planned = plan_recipe(recipe, machine, ranks, here=on is None)
     for section in (_model_table, _tier_table, _channel_table):
         console.print(section(planned))
         console.print()
@@ -193,7 +195,8 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None]) -> Pr
         device=recipe.memory.device or budgets.get("device"),
         activations=policy,
     )
-    planned = plan_recipe(replace(recipe, memory=memory), probe(_measurable(memory.nvme)), ranks)
+    machine = probe(_measurable(memory.nvme))
+    planned = plan_recipe(replace(recipe, memory=memory), machine, ranks, here=True)
     best, cost = next(changes(planned), None), planned.cost
     advice = None
     if best is not None:

@@ -29,6 +29,7 @@ from infinity.activations.logits import Mode
 from infinity.activations.profiler import Profiler, Recording, nodes_made, running_node
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
 from infinity.app.models.causal import CausalLoss
+from infinity.app.operators import Operation
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Place
 from infinity.core.profile import Phase, SlotKey
@@ -88,11 +89,16 @@ class Command(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What an operator computes and moves."""
+    """What an operator computes and moves.
+
+    Attributes:
+        operation: The call, to be timed; None: it cannot be repeated.
+    """
 
     flops: float
     nbytes: float
     fp32: bool
+    operation: Operation | None = None
 
 
 class Cut(NamedTuple):
@@ -227,7 +233,9 @@ class Recorder(Profiler):  # type: ignore[no-untyped-call]
         nbytes = sum(each.numel() * each.itemsize for each in (*tensors, *given))
         floats = [each for each in given if each.is_floating_point()]
         fp32 = bool(floats) and all(each.dtype == torch.float32 for each in floats)
-        return Row(_flops(func, args, kwargs, result), float(nbytes), fp32 and self._dtype != torch.float32)
+        fp32 = fp32 and self._dtype != torch.float32
+        flops, operation = _flops(func, args, kwargs, result), Operation.of(func, args, kwargs)
+        return Row(flops, float(nbytes), fp32, operation)
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from infinity.core.budget import rounded
-from infinity.core.extent import BLOCK_NBYTES
+from infinity.core.extent import BLOCK_NBYTES, Extent
 from infinity.device.memory import HostBuffer
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
 
 #: Bytes per parameter and step that are read and written with everything on NVMe.
 _READ, _WRITTEN = 14, 12
+#: Reads and writes are given in turn, in pieces as large as a chunk of an update.
+_PIECE_NBYTES = 8 * 2**20
 
 _measured: dict[int, "Speed"] = {}  # by the device number of the file system
 _lock = threading.Lock()
@@ -28,11 +30,16 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed of one drive, and the time of a core that each byte costs."""
+    """Speed of one drive, and the time of a core that each byte costs.
+
+    Attributes:
+        both_bytes_per_s: Reads and writes at one time, together; None: not measured.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     processor_s_per_byte: float = 0.0
+    both_bytes_per_s: float | None = None
 
     @property
     def mixed_bytes_per_s(self) -> float:
@@ -41,7 +48,7 @@ class Speed:
 
 
 def measure(directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.device | None = None) -> Speed:
-    """Write a file of ``nbytes``, write it again, read it, and remove it.
+    """Write a file of ``nbytes``, write it again, read it, do both at one time, and remove it.
 
     Args:
         nbytes: Of the file.
@@ -72,7 +79,25 @@ def measure(directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.de
         engine.read(extent, memory).wait()
         ended = time.perf_counter()
         processor_s += time.process_time()
-    return Speed(nbytes / (ended - written), nbytes / (written - began), processor_s / (2 * nbytes))
+        both_s = _both_s(engine, extent, memory) if name != "gds" else None
+    return Speed(
+        nbytes / (ended - written), nbytes / (written - began), processor_s / (2 * nbytes),
+        None if both_s is None else nbytes / both_s,
+    )  # fmt: skip
+
+
+def _both_s(engine: Any, extent: Extent, memory: memoryview) -> float:
+    """Seconds in which one half of ``extent`` is read while the other is written, whole blocks of both."""
+    half = extent.nbytes // 2 // BLOCK_NBYTES * BLOCK_NBYTES
+    parts = [(begin, min(begin + _PIECE_NBYTES, half)) for begin in range(0, half, _PIECE_NBYTES)]
+    began = time.perf_counter()
+    moving = []
+    for begin, end in parts:
+        moving.append(engine.read(extent.part(begin, end - begin), memory[begin:end]))
+        moving.append(engine.write(extent.part(half + begin, end - begin), memory[half + begin : half + end]))
+    for each in moving:
+        each.wait()
+    return (time.perf_counter() - began) * extent.nbytes / (2 * half)
 
 
 def _huge(nbytes: int) -> memoryview:

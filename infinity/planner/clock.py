@@ -8,9 +8,19 @@ one for each channel, one for the collectives, one for decoding, and a bounded n
 memory. Device memory is leased and given back as the pools do, and a lease that finds no room waits. All
 ranks do the same, so one is played, with its share of what they have in common.
 
+[Note: shared cores]
+Without an accelerator compute, updates, decoding and collectives run on threads of their own. Where more of
+them run than the rank has cores, each has the same share, and compute waits for the slowest of its threads.
+What I/O takes of the cores, it takes from compute (:mod:`infinity.planner.channels`).
+
+[Note: one queue of collectives]
+A gather is queued when its fetch begins, so that all ranks issue collectives in one order, and holds those
+behind it until its shard is there: also reductions, whose gradients wait in device memory meanwhile.
+
 [Note: the step that repeats]
-Updates lag into the next step. So a few steps are played, and the last one counts. The first of them begins
-with its last micro-batch, which is the one that has updates.
+Updates lag into the next step, by more from step to step until something waits for them. So steps are played
+until they repeat, and the last one counts; its bytes are those of its own transfers, whenever they move. The
+first of them begins with its last micro-batch, which is the one that has updates.
 
 [Note: micro-batches that repeat]
 All micro-batches but the last one use the same units in the same order, and from the second or third one on
@@ -23,6 +33,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 from infinity.core.budget import DeviceBudget, rounded
 from infinity.core.lifecycle import Tier
@@ -32,8 +43,8 @@ from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 from infinity.planner.simulator import TransferQueues
 from infinity.planner.step import StepTrace, Stored, UnitShape
 
-#: Steps that are played.
-_STEPS = 3
+#: Steps are played until so many take about as long as each other, and so many at most.
+_LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
 #: Micro-batches of which it is tried whether they repeat, whatever that takes.
 _LEAST = 3
 #: Of steps with more events fewer are played, and updates in larger chunks.
@@ -230,9 +241,8 @@ class _Update:
     unit: int
     chunk_numel: int
     chunks: int
-    state_itemsize: float
-    read_itemsize: float
-    write_itemsize: float
+    nbytes_read: int
+    nbytes_written: int
     nbytes: int = 0
     storing: bool = False
     weights_nbytes: int = 0
@@ -248,27 +258,64 @@ class _Update:
         self.unread = self.uncomputed = self.unwritten = self.chunks
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """What a server does next.
+
+    Attributes:
+        ready: It can begin; those behind it wait until it can.
+    """
+
+    time_s: float
+    then: Callable[[], None]
+    ready: bool = True
+
+
 class _Server:
-    """Serves jobs one after the other."""
+    """Serves jobs one after the other, in the order in which they were submitted.
+
+    Attributes:
+        left_s: Until the first job ends (s); infinite: none has begun.
+    """
 
     def __init__(self) -> None:
-        self.jobs: deque[tuple[float, Callable[[], None]]] = deque()
+        self._jobs: deque[_Job] = deque()
         self.left_s = float("inf")
 
-    def submit(self, time_s: float, then: Callable[[], None]) -> None:
-        self.jobs.append((time_s, then))
-        if len(self.jobs) == 1:
-            self.left_s = time_s
+    @property
+    def busy(self) -> bool:
+        return self.left_s < float("inf")
+
+    def submit(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._begin()
+
+    def ready(self, job: _Job) -> None:
+        """What ``job`` waited for is there."""
+        job.ready = True
+        self._begin()
 
     def state(self) -> list[float]:
         """Seconds that its jobs take, in order."""
-        return [round(time_s, _DIGITS) for time_s in (self.left_s, *(time_s for time_s, _ in self.jobs))]
+        times_s = (job.time_s if job.ready else _NEVER_S for job in self._jobs)
+        return [round(time_s, _DIGITS) for time_s in (self.left_s, *times_s)]
 
     def end(self) -> Callable[[], None]:
         """The first job has ended: return what follows."""
-        _, then = self.jobs.popleft()
-        self.left_s = self.jobs[0][0] if self.jobs else float("inf")
+        then = self._jobs.popleft().then
+        self.left_s = float("inf")
+        self._begin()
         return then
+
+    def _begin(self) -> None:
+        if self._jobs and self._jobs[0].ready and not self.busy:
+            self.left_s = self._jobs[0].time_s
+
+
+def _are_alike(marks: Sequence[StepCost]) -> bool:
+    """Whether steps repeat: the last few took about as long."""
+    last = [after.step_s - before.step_s for before, after in pairwise(marks[-_LEAST_STEPS - 1 :])]
+    return len(last) == _LEAST_STEPS and max(last) <= (1 + _ALIKE) * min(last)
 
 
 class _Clock:
@@ -286,6 +333,9 @@ class _Clock:
         self.queues = TransferQueues(setup.rates.channels)
         self.links, self.updater, self.decoder = _Server(), _Server(), _Server()
         self._servers = {LINKS: self.links, UPDATE: self.updater, DECODE: self.decoder}
+        rates = setup.rates  # and its threads: see [Note: shared cores]
+        self._threads = {LINKS: 1.0, UPDATE: rates.background_threads, DECODE: rates.threads}
+        self._computing = False
         self.now_s = 0.0
         self._calls: dict[int, Callable[[], None]] = {}
         self._transfers = 0
@@ -314,18 +364,19 @@ class _Clock:
 
     def _pass(self, most_s: float) -> float:
         """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
+        share = self._share()
         passed_s = min(most_s, self.queues.next_s())
         for server in self._servers.values():
-            if server.left_s < passed_s:
-                passed_s = server.left_s
+            if server.left_s < share * passed_s:
+                passed_s = server.left_s / share
         if passed_s == _NEVER_S:
             return passed_s
         for channel in self.queues.moving():
             self.busy_s[_LABELS[channel]] += passed_s
         for name, server in self._servers.items():
-            if server.jobs:
+            if server.busy:
                 self.busy_s[name] += passed_s
-                server.left_s -= passed_s
+                server.left_s -= share * passed_s
         self.now_s += passed_s
         ended = self.queues.advance(passed_s)
         for server in self._servers.values():  # what ends may submit to another one
@@ -336,6 +387,15 @@ class _Clock:
             self._calls.pop(index)()
         return passed_s
 
+    def _share(self) -> float:
+        """The share of its speed that each part has which runs now: see [Note: shared cores]."""
+        cores = self.setup.rates.cores
+        if not cores:
+            return 1.0
+        threads = sum(self._threads[name] for name, server in self._servers.items() if server.busy)
+        threads += self.setup.rates.threads * self._computing
+        return min(1.0, cores / threads) if threads else 1.0
+
     def _wait(self, until: Callable[[], bool], cause: str) -> None:
         began_s = self.now_s
         while not until():
@@ -345,11 +405,13 @@ class _Clock:
 
     def _compute(self, work_s: float) -> None:
         self.busy_s[COMPUTE] += work_s
+        self._computing = True
         while work_s > 1e-12:
-            speed = self.queues.speed()
-            if self.decoder.jobs or (not self.setup.on_accelerator and self.updater.jobs):
-                speed *= 0.5  # they share cores, or the device
+            speed = self.queues.speed() * self._share()
+            if self.decoder.busy and self.setup.on_accelerator:
+                speed *= 0.5  # they share the device
             work_s -= speed * self._pass(work_s / speed)
+        self._computing = False
 
     # --- memory --------------------------------------------------------------------------------
 
@@ -365,8 +427,16 @@ class _Clock:
 
     # --- transfers -----------------------------------------------------------------------------
 
-    def _move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+    def _count(self, channel: Channel, nbytes: int) -> None:
+        """Count bytes of this step, whenever they move."""
         self.nbytes[_LABELS[channel]] += nbytes
+
+    def _move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        self._count(channel, nbytes)
+        self._send(channel, nbytes, then)
+
+    def _send(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        """Move bytes that were counted."""
         if not self.queues.rates[channel] > 0 or nbytes <= 0:
             then()
             return
@@ -374,14 +444,16 @@ class _Clock:
         self._calls[self._transfers] = then
         self.queues.submit(channel, self._transfers, nbytes)
 
-    def _gather(self, unit: int, then: Callable[[], None]) -> None:
+    def _gather(self, unit: int, then: Callable[[], None]) -> Callable[[], None]:
+        """Queue a unit's gather; return what says that this rank's shard is there."""
         if self.setup.ranks == 1:
-            then()
-            return
+            return then
         shape = self.units[unit]
         nbytes = shape.nbytes if shape.stored is None else shape.stored.nbytes
         self.nbytes[LINKS] += nbytes
-        self.links.submit(nbytes / self.setup.rates.gather_bytes_per_s + COLLECTIVE_S, then)
+        job = _Job(nbytes / self.setup.rates.gather_bytes_per_s + COLLECTIVE_S, then, ready=False)
+        self.links.submit(job)
+        return partial(self.links.ready, job)
 
     # --- units ---------------------------------------------------------------------------------
 
@@ -406,10 +478,9 @@ class _Clock:
             if shape.stored is None:
                 self._ready[unit] = True
             else:
-                self.decoder.submit(shape.stored.decode_s(self.setup.rates), decoded)
+                self.decoder.submit(_Job(shape.stored.decode_s(self.setup.rates), decoded))
 
-        def arrived() -> None:
-            self._gather(unit, gathered)
+        arrived = self._gather(unit, gathered)
 
         def upload() -> None:
             if self.setup.on_accelerator and unit not in self._on_device:
@@ -425,10 +496,13 @@ class _Clock:
                 upload()
         elif not shape.on_nvme:
             upload()
-        elif update is not None and update.unwritten and unit not in self._next:
-            update.landed.append(lambda: self._move(Channel.NVME_READ, shape.read_nbytes, upload))
         else:
-            self._move(Channel.NVME_READ, shape.read_nbytes, upload)
+            self._count(Channel.NVME_READ, shape.read_nbytes)
+            read = partial(self._send, Channel.NVME_READ, shape.read_nbytes, upload)
+            if update is not None and update.unwritten and unit not in self._next:
+                update.landed.append(read)
+            else:
+                read()
 
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:
@@ -461,6 +535,8 @@ class _Clock:
     def _end_gradient(self, unit: int, ends: bool) -> None:
         """A unit's gradient of a micro-batch is complete."""
         shape, setup = self.units[unit], self.setup
+        # It has been copied to the unit's buffer, and its norm is taken.
+        self._compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
         if setup.ranks == 1:
             if ends:
                 self._hand_over(unit, self._gradients.pop(unit, 0))
@@ -484,7 +560,7 @@ class _Clock:
                 self._hand_over(unit, self._reduced.pop(unit))
 
         self.nbytes[LINKS] += shape.nbytes
-        self.links.submit(shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S, reduced)
+        self.links.submit(_Job(shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S, reduced))
 
     def _hand_over(self, unit: int, nbytes: int) -> None:
         """Give a complete gradient, which takes ``nbytes`` of device memory, to its update."""
@@ -533,11 +609,11 @@ class _Clock:
     def _job(self, unit: int) -> _Update:
         shape = self.units[unit]
         chunks = min(self._chunks, -(-shape.shard_numel // self.setup.chunk_numel))
-        state, weight = shape.state_nbytes / chunks, shape.weight_nbytes / chunks
-        read = state if self._kept.get(unit, False) else state + weight
+        written = shape.state_nbytes + shape.weight_nbytes
+        read = shape.state_nbytes if self._kept.get(unit, False) else written
         if unit in self.setup.spilled and not self.setup.early:
-            read += shape.shard_numel * self.setup.reduce_itemsize / chunks
-        return _Update(unit, shape.shard_numel // chunks, chunks, state, read, state + weight)
+            read += shape.shard_numel * self.setup.reduce_itemsize
+        return _Update(unit, shape.shard_numel // chunks, chunks, read, written)
 
     def _expect(self) -> None:
         """Let the states of this step's updates be read ahead."""
@@ -557,6 +633,11 @@ class _Clock:
         else:
             self._expected.remove(job)
         job.nbytes, job.weights_nbytes, job.launched = nbytes, self._weights.pop(unit, 0), True
+        self._count(Channel.NVME_READ, job.nbytes_read)
+        self._count(Channel.NVME_WRITE, job.nbytes_written)
+        before = self._updates.get(unit)
+        if before is not None and before.unwritten:
+            self._wait(lambda: not before.unwritten, "update")
         self._updates[unit] = job
         self._next.add(unit)
         if job.unread:
@@ -582,7 +663,7 @@ class _Clock:
             job.unread -= 1
             if self._unread and not self._unread[0].unread:
                 self._unread.popleft()
-            self._move(Channel.NVME_READ, round(job.read_itemsize), self._reader(job))
+            self._send(Channel.NVME_READ, round(job.nbytes_read / job.chunks), self._reader(job))
 
     def _reader(self, job: _Update) -> Callable[[], None]:
         def read() -> None:
@@ -595,8 +676,9 @@ class _Clock:
 
     def _update_chunk(self, job: _Update) -> None:
         gradient = job.chunk_numel * self.setup.reduce_itemsize
-        nbytes = 2 * job.write_itemsize + gradient
-        self.updater.submit(nbytes / self.setup.rates.update_bytes_per_s, lambda: self._computed(job))
+        nbytes = 2 * job.nbytes_written / job.chunks + gradient
+        time_s = nbytes / self.setup.rates.background_bytes_per_s
+        self.updater.submit(_Job(time_s, partial(self._computed, job)))
 
     def _computed(self, job: _Update) -> None:
         job.uncomputed -= 1
@@ -609,7 +691,7 @@ class _Clock:
             for then in job.then:
                 then()
             job.then.clear()
-        self._move(Channel.NVME_WRITE, round(job.write_itemsize), lambda: self._written(job))
+        self._send(Channel.NVME_WRITE, round(job.nbytes_written / job.chunks), lambda: self._written(job))
 
     def _written(self, job: _Update) -> None:
         job.unwritten -= 1
@@ -634,10 +716,11 @@ class _Clock:
             for unit in units:
                 self._accumulate(unit)
         self._play([last], 0)
-        for _ in range(1 if self._many else _STEPS - 1):
-            mark = self._mark()
+        marks = [self._mark()]
+        while len(marks) <= (1 if self._many else _MOST_STEPS) and not _are_alike(marks):
             self._play(self.script.micro_batches, self.script.more)
-        return self._since(mark)
+            marks.append(self._mark())
+        return self._since(marks[-2])
 
     def _mark(self) -> StepCost:
         """What has passed until now."""
@@ -797,12 +880,12 @@ class _Clock:
                     del self._ready[unit]  # the update has the full buffer
                     self._weights[unit] = shape.nbytes
                 else:
+                    if kept and not self.setup.on_accelerator:
+                        self._lease(shape.weight_nbytes)
+                        self._weights[unit] = shape.weight_nbytes
                     self._release(unit)
                 if kept and self.setup.on_accelerator:
                     self._move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
-                elif kept and not stays and self.setup.ranks > 1:
-                    self._lease(shape.weight_nbytes)
-                    self._weights[unit] = shape.weight_nbytes
             if shape.trainable:
                 self._end_gradient(unit, True)
 

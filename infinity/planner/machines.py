@@ -80,7 +80,8 @@ class LinksConfig:
         None, "between all devices of a node and host memory; null: no further limit", valid=_RATE
     )
     device_bytes_per_s: float | None = setting(
-        None, "from each device to the others of its node; null: through host memory", valid=_RATE
+        None, "from each device, or rank on the cores, to the others of its node; null: through host memory",
+        valid=_RATE,
     )
     network_bytes_per_s: float | None = setting(
         None, "between a node and the others; null: one node", valid=_RATE
@@ -124,6 +125,9 @@ class DrivesConfig:
         None, "endurance: bytes that may be written (TBW x 1e12); null: not known", valid=_RATE
     )
     price: float | None = setting(None, "price", valid=Valid(least=0, most=10**7))
+    core_s_per_byte: float = setting(
+        0.0, "time of a core that each byte costs (s); counts where the cores compute", valid=Valid(least=0, most=1)
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -189,41 +193,59 @@ class RankRates:
         channels: Of this rank's share of the drives, and of its link to host memory.
         gather_bytes_per_s: Bytes of a unit's full values per second of an all-gather; infinite with one rank.
         reduce_bytes_per_s: Bytes of a unit's full gradient per second of a reduction by all-to-all.
-        update_bytes_per_s: Bytes that the update of a shard reads and writes per second.
+        update_bytes_per_s: Bytes that the update of a shard reads and writes per second, on all cores.
+        background_bytes_per_s: Likewise beside compute, where that needs the cores, too.
         decode_bytes_per_s: Bytes that operators which decode stored weights read and write per second.
         flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
         memory_bytes_per_s: Of the memory that operators read and write.
         operator_s: Least time of an operator (s).
+        cores: Of the rank, where there is no accelerator, of which ``threads`` compute; 0: others compute.
     """
 
     channels: Hardware
     gather_bytes_per_s: float
     reduce_bytes_per_s: float
     update_bytes_per_s: float
+    background_bytes_per_s: float
     decode_bytes_per_s: float
     flops_per_s: float
     fp32_flops_per_s: float
     memory_bytes_per_s: float
     operator_s: float
+    cores: float = 0.0
+    threads: float = 0.0
+
+    @property
+    def background_threads(self) -> int:
+        """Threads of updates, and of others beside compute on the cores."""
+        return max(1, int(self.threads) // 2)
 
 
-def rank_rates(machine: Machine, ranks: int, dtype: Dtype) -> RankRates:
-    """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring."""
+def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None = None) -> RankRates:
+    """Return the rates of one of ``ranks`` that compute in ``dtype``; see the module's docstring.
+
+    Args:
+        threads: On which each rank computes, without an accelerator; None: one for each of its cores.
+    """
     devices, links, host, drives = machine.devices, machine.links, machine.host, machine.drives
     local = max(1, ranks // machine.nodes.count)
     link = links.host_bytes_per_s or 0.0
     if links.node_host_bytes_per_s is not None:
         link = min(link, links.node_host_bytes_per_s / local)
     cores = max(1.0, host.cores / local)
-    share = 1.0 if machine.on_accelerator else 1 / local  # of what computes
+    used = cores if machine.on_accelerator or threads is None else float(threads)
+    share = 1.0 if machine.on_accelerator else min(1.0, used / host.cores)  # of what computes
     channels = Hardware(
         read_bytes_per_s=drives.per_node * drives.read_bytes_per_s / local,
         write_bytes_per_s=drives.per_node * drives.write_bytes_per_s / local,
         mixed_bytes_per_s=drives.per_node * drives.both_bytes_per_s / local,
         host_bytes_per_s=link,
         latency_s=LATENCY_S,
+        compute_s_per_byte=0.0 if machine.on_accelerator else drives.core_s_per_byte,
     )
-    between = links.device_bytes_per_s or (link if machine.on_accelerator else host.bytes_per_s / 4 / local)
+    between = links.device_bytes_per_s or (link if machine.on_accelerator else host.bytes_per_s / 8)
+    if not machine.on_accelerator:
+        between *= min(1.0, 2 / local)  # it is measured, or assumed, between two
     gather = reduce = float("inf")
     if ranks > 1:
         away = (ranks - 1) / ranks  # of a unit's bytes, each rank has the others'
@@ -234,15 +256,22 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype) -> RankRates:
             gather = min(gather, links.network_bytes_per_s / away)
             crossing = local * (ranks - local) / ranks
             reduce = min(reduce, links.network_bytes_per_s / crossing)
-    of_cores = min(host.bytes_per_s / local, cores * host.core_bytes_per_s)
-    return RankRates(
+    of_cores = min(host.bytes_per_s / local, used * host.core_bytes_per_s)
+    rates = RankRates(
         channels=channels,
         gather_bytes_per_s=gather,
         reduce_bytes_per_s=reduce,
         update_bytes_per_s=of_cores,
+        background_bytes_per_s=of_cores,
         decode_bytes_per_s=devices.memory_bytes_per_s or of_cores,
         flops_per_s=share * devices.flops_per_s(dtype),
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
         memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),
         operator_s=devices.operator_s,
+        cores=0.0 if machine.on_accelerator else cores,
+        threads=0.0 if machine.on_accelerator else used,
     )
+    if machine.on_accelerator:
+        return rates
+    background = rates.background_threads * host.core_bytes_per_s
+    return replace(rates, background_bytes_per_s=min(host.bytes_per_s / local, background))

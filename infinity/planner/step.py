@@ -174,6 +174,7 @@ class StepTrace:
         tokens: Of the micro-batch.
         peak_nbytes: The most that the step's own storages take of device memory at one time.
         stored: Activations that leave device memory.
+        measured_s: Seconds that operators take on the machine that is planned for; not a number: unknown.
     """
 
     events: tuple[Event, ...]
@@ -187,12 +188,20 @@ class StepTrace:
     tokens: int
     peak_nbytes: int
     stored: tuple[Stored, ...] = ()
+    measured_s: np.ndarray | None = None
 
-    def times_s(self, rates: RankRates) -> np.ndarray:
-        """Seconds of compute at each position, by the roofline, ``(events + 1,)``."""
+    def operator_s(self, rates: RankRates) -> np.ndarray:
+        """Seconds of each operator: as measured, or by the roofline."""
         rate = np.where(self.fp32, rates.fp32_flops_per_s, rates.flops_per_s)
         each = np.maximum(self.flops / rate, self.nbytes / rates.memory_bytes_per_s)
         each = np.maximum(each, rates.operator_s)
+        if self.measured_s is None:
+            return each
+        return np.where(np.isnan(self.measured_s), each, self.measured_s + rates.operator_s)
+
+    def times_s(self, rates: RankRates) -> np.ndarray:
+        """Seconds of compute at each position, ``(events + 1,)``."""
+        each = self.operator_s(rates)
         return np.bincount(self.position, weights=each, minlength=len(self.events) + 1)
 
     def accumulated(self) -> tuple[tuple[Event, ...], list[int]]:
@@ -226,4 +235,5 @@ class StepTrace:
             tokens=round(self.tokens * factor),
             peak_nbytes=round(self.peak_nbytes * factor),
             stored=tuple(replace(each, nbytes=round(each.nbytes * factor)) for each in self.stored),
+            measured_s=None if self.measured_s is None else self.measured_s * factor,
         )

@@ -284,3 +284,67 @@ def test_stored_weights_are_decoded_after_each_gather_and_before_their_use() -> 
     slowest = play_step(steps, replace(frozen(stored), rates=slow))
     assert slowest.bottleneck == DECODE
     assert slowest.step_s >= slowest.busy_s[DECODE] == pytest.approx(1000 * cost.busy_s[DECODE])
+
+
+ON_CORES = replace(
+    MACHINE, devices=DevicesConfig(bf16_flops_per_s=1e12, memory_bytes_per_s=1e12, efficiency=1.0),
+    links=LinksConfig(device_bytes_per_s=1e10), host=HostConfig(cores=4, memory=2**38, bytes_per_s=1e12),
+)  # fmt: skip
+
+
+def on_cores(units: int, *, machine: Machine = ON_CORES, ranks: int = 1, window: int = 4) -> StepSetup:
+    made = setup(units, ranks=ranks, window=window)
+    rates = rank_rates(machine, ranks, "bf16")
+    return replace(made, rates=rates, on_accelerator=False, piece_nbytes=None)
+
+
+def test_updates_beside_compute_take_their_share_of_the_cores() -> None:
+    """Two of four cores update: while they do, compute has four of six shares."""
+    made = on_cores(8, window=40)
+    fast = replace(made.rates, background_bytes_per_s=1e15)
+    free, cost = (play_step(trace(8, flops=1e12), replace(made, rates=r)) for r in (fast, made.rates))
+    copied_s = 8 * 3 * 2 * NUMEL / 1e12
+    assert free.step_s == pytest.approx(free.busy_s[COMPUTE], rel=0.01)
+    assert free.busy_s[COMPUTE] == pytest.approx(33 + copied_s, rel=0.01)
+    assert cost.busy_s[UPDATE] > free.busy_s[UPDATE]
+    assert cost.step_s - free.step_s == pytest.approx(cost.busy_s[UPDATE] / 3, rel=0.05)
+
+
+def test_what_io_takes_of_the_cores_it_takes_from_compute() -> None:
+    drives = replace(ON_CORES.drives, core_s_per_byte=1e-10)
+    plain, cost = (
+        play_step(trace(8, flops=1e12), on_cores(8, machine=replace(ON_CORES, drives=each)))
+        for each in (ON_CORES.drives, drives)
+    )
+    assert cost.nbytes == plain.nbytes
+    moved = cost.nbytes["NVMe read"] + cost.nbytes["NVMe write"]
+    assert cost.step_s - plain.step_s == pytest.approx(moved * 1e-10, rel=0.1)
+
+
+def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
+    """So their gradients wait in device memory, as they do in the runtime's queue of collectives."""
+    ended: list[str] = []
+    links, gather = clock._Server(), clock._Job(1.0, lambda: ended.append("gather"), ready=False)
+    links.submit(gather)
+    links.submit(clock._Job(2.0, lambda: ended.append("reduction")))
+    assert not links.busy
+    links.ready(gather)
+    assert links.left_s == 1.0
+    links.end()()
+    assert links.left_s == 2.0
+    links.end()()
+    assert not links.busy
+    assert ended == ["gather", "reduction"]
+
+
+def test_measured_operators_take_the_place_of_the_roofline() -> None:
+    made, steps = setup(6, window=40), trace(6, flops=1e12)
+    known = np.full(len(steps.position), 0.5)
+    known[::2] = np.nan
+    mixed = replace(steps, measured_s=known)
+    rates = made.rates
+    roofline = steps.times_s(rates)
+    each = mixed.times_s(rates)
+    assert each[1::2] == pytest.approx(0.5 + rates.operator_s)
+    assert each[::2] == pytest.approx(roofline[::2])
+    assert mixed.scaled(2).times_s(rates)[1] == pytest.approx(1.0 + rates.operator_s)
