@@ -19,6 +19,7 @@ rounded to it as transformers rounds them when it loads them in that dtype (to n
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,6 +36,7 @@ from infinity.checkpoint.directory import (
 )
 from infinity.core.errors import CheckpointError
 from infinity.device import codecs
+from infinity.optim.threads import compile_ahead
 
 #: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches
 #: of a CPU hold, and what keeps an accelerator busy.
@@ -42,10 +44,15 @@ _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
 #: The most that decoding takes beside its result: for tables, and for each of these elements (bytes).
 _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 
+#: The least block of FP8 for which a table of its 256 values is made (elements).
+_LEAST_TABLED = 2**12
+
 #: Says which elements of which stored tensors make slabs ``[first, last)``: tensor, start, stop.
 Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
 #: Decodes slabs ``[first, last)`` from these, flat, as ``(last - first, numel of a slab)``.
 Decode = Callable[[int, int, Sequence[Tensor]], Tensor]
+#: Decodes the same into ``out``, on the CPU, in the dtype of the tensor.
+DecodeInto = Callable[[int, int, Sequence[Tensor], Tensor], None]
 #: The slab that was decoded last, of all tensors of a checkpoint, by its tensor and number.
 Kept: TypeAlias = dict[tuple["Decoded", int], Tensor]
 
@@ -156,15 +163,16 @@ class Decoded:
         needs: What slabs are decoded from.
         decode: Decodes them.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
+        decode_into: Decodes without memory of its own; None: the format has no such loop.
     """
 
-    __slots__ = ("_decode", "_kept", "_needs", "_slab_numel", "dtype", "shape")
+    __slots__ = ("_decode", "_decode_into", "_kept", "_needs", "_slab_numel", "dtype", "shape")
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, slab_numel: int, needs: Needs, decode: Decode,
-        kept: Kept,
+        kept: Kept, decode_into: DecodeInto | None = None,
     ) -> None:  # fmt: skip
-        self.shape, self.dtype = torch.Size(shape), dtype
+        self.shape, self.dtype, self._decode_into = torch.Size(shape), dtype, decode_into
         self._slab_numel, self._needs, self._decode, self._kept = slab_numel, needs, decode, kept
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
@@ -174,6 +182,12 @@ class Decoded:
             view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
         """
         size, stop = self._slab_numel, start + len(out)
+        plain = view is not None and out.is_cpu and out.dtype == self.dtype
+        if self._decode_into is not None and plain and not (start % size or stop % size):
+            assert view is not None
+            first, last = start // size, stop // size
+            self._decode_into(first, last, self._viewed(first, last, view), out)
+            return
         at_once = max(1, (_PIECE_NUMEL if out.is_cpu else _DEVICE_PIECE_NUMEL) // size)
         for first in range(start // size, -(-stop // size), at_once):
             last = min(first + at_once, -(-stop // size))
@@ -219,11 +233,15 @@ class Decoded:
         return self._decode(first, last, needed).reshape(-1)
 
     def _view_slabs(self, first: int, last: int, view: View) -> Tensor:
+        return self._decode(first, last, self._viewed(first, last, view)).reshape(-1)
+
+    def _viewed(self, first: int, last: int, view: View) -> Sequence[Tensor]:
+        """What slabs are decoded from."""
         needed = []
         for tensor, start, stop in self._needs(first, last):
             assert isinstance(tensor, FileTensor)
             needed.append(tensor.view(start, stop - start, view))
-        return self._decode(first, last, needed).reshape(-1)
+        return needed
 
 
 def decode_checkpoint(
@@ -337,7 +355,27 @@ def _fp8(group: _Group) -> Decoded | None:
         values, of_rows = needed[0].view(-1, columns), needed[1].view(-1, blocks[1])
         return codecs.decode_fp8(values, of_rows, block, first % block[0])
 
-    return Decoded((rows, columns), group.dtype or torch.float32, columns, needs, decode, group.kept)
+    def decode_into(first: int, last: int, needed: Sequence[Tensor], out: Tensor) -> None:
+        tables = codecs.fp8_tables(needed[1].view(-1, blocks[1]), out.dtype)
+        _look_up(needed[0], tables, out, columns, block, first % block[0])
+
+    dtype, large = group.dtype or torch.float32, block[0] * block[1] >= _LEAST_TABLED
+    into = decode_into if large else None  # a table pays if many values are looked up in it
+    return Decoded((rows, columns), dtype, columns, needs, decode, group.kept, into)
+
+
+def _look_up(
+    codes: Tensor, tables: Tensor, out: Tensor, columns: int, block: tuple[int, int], first_row: int
+) -> None:
+    """See ``look_up`` in :mod:`infinity.optim.kernels`."""
+    from infinity.optim import kernels
+
+    def look_up(codes: Tensor, tables: Tensor, out: Tensor) -> None:
+        arrays = (kernels.array(each) for each in (codes.view(torch.uint8), tables, out))
+        kernels.look_up(*arrays, columns, block, first_row)
+
+    compile_ahead(("look up", out.dtype), partial(look_up, codes[:0], tables, out[:0]))
+    look_up(codes, tables, out)
 
 
 def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:

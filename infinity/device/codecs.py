@@ -52,6 +52,19 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
     return out
 
 
+def fp8_tables(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What each of the 256 codes stands for under each scale, as :func:`decode_fp8` has it, in ``dtype``.
+
+    Args:
+        scales: ``(blocks of rows, blocks of columns)``.
+
+    Returns:
+        ``(blocks of rows, blocks of columns, 256)``.
+    """
+    codes = torch.arange(256, dtype=torch.uint8, device=scales.device).view(torch.float8_e4m3fn).float()
+    return (_as_float(scales).unsqueeze(-1) * codes).to(dtype)
+
+
 def _as_float(scales: Tensor) -> Tensor:
     if scales.dtype == torch.uint8:  # e8m0 under another name, as MXFP8 files have it
         return (scales.float() - 127).exp2()

@@ -1,4 +1,4 @@
-"""The loops of the CPU, jitted by numba: update rules, the split of masters, sums of squares.
+"""The loops of the CPU, jitted by numba: update rules, the split of masters, sums of squares, FP8.
 
 Imported when it is first needed, because numba takes 0.3 s to import; :mod:`infinity.optim.threads` has the
 door to it.
@@ -264,6 +264,27 @@ def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
             total = np.uint32((total ^ lanes[lane]) * np.uint32(0x27D4EB2F))
             total = np.uint32(total ^ (total >> np.uint32(16)))
         sums[block] = total if total else np.uint32(1)
+
+
+# --- stored forms of weights -----------------------------------------------------------------------
+
+
+@jit
+def look_up(codes: Array, tables: Array, out: Array, columns: int, block: Any, first_row: int) -> None:
+    """Rows of bytes, from ``first_row`` of their block on, as what the table of their block has for them.
+
+    Args:
+        codes: ``(n * columns,)`` uint8, as is ``out``, but for its dtype.
+        tables: ``(blocks of rows, blocks of columns, 256)``.
+        block: Rows and columns of a block.
+    """
+    for row in range(codes.size // columns):
+        for number in range(tables.shape[1]):
+            begin, end = number * block[1], min((number + 1) * block[1], columns)
+            table = tables[(first_row + row) // block[0], number]
+            given, made = codes[row * columns :][begin:end], out[row * columns :][begin:end]
+            for i in range(given.size):
+                made[i] = table[given[i]]
 
 
 # --- the gradient norm -----------------------------------------------------------------------------
