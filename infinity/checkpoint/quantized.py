@@ -44,9 +44,6 @@ _PIECE_NUMEL, _DEVICE_PIECE_NUMEL = 2**18, 2**22
 #: The most that decoding takes beside its result: for tables, and for each of these elements (bytes).
 _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 
-#: The least block of FP8 for which a table of its 256 values is made (elements).
-_LEAST_TABLED = 2**12
-
 #: Says which elements of which stored tensors make slabs ``[first, last)``: tensor, start, stop.
 Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
 #: Decodes slabs ``[first, last)`` from these, flat, as ``(last - first, numel of a slab)``.
@@ -356,26 +353,25 @@ def _fp8(group: _Group) -> Decoded | None:
         return codecs.decode_fp8(values, of_rows, block, first % block[0])
 
     def decode_into(first: int, last: int, needed: Sequence[Tensor], out: Tensor) -> None:
-        tables = codecs.fp8_tables(needed[1].view(-1, blocks[1]), out.dtype)
-        _look_up(needed[0], tables, out, columns, block, first % block[0])
+        of_rows = codecs.as_float(needed[1].view(-1, blocks[1]))
+        _decode_fp8_into(needed[0], of_rows, out, columns, block, first % block[0])
 
-    dtype, large = group.dtype or torch.float32, block[0] * block[1] >= _LEAST_TABLED
-    into = decode_into if large else None  # a table pays if many values are looked up in it
-    return Decoded((rows, columns), dtype, columns, needs, decode, group.kept, into)
+    dtype = group.dtype or torch.float32
+    return Decoded((rows, columns), dtype, columns, needs, decode, group.kept, decode_into)
 
 
-def _look_up(
-    codes: Tensor, tables: Tensor, out: Tensor, columns: int, block: tuple[int, int], first_row: int
+def _decode_fp8_into(
+    codes: Tensor, scales: Tensor, out: Tensor, columns: int, block: tuple[int, int], first_row: int
 ) -> None:
-    """See ``look_up`` in :mod:`infinity.optim.kernels`."""
+    """See ``decode_fp8`` in :mod:`infinity.optim.kernels`, with the values of that in ``codecs``."""
     from infinity.optim import kernels
 
-    def look_up(codes: Tensor, tables: Tensor, out: Tensor) -> None:
-        arrays = (kernels.array(each) for each in (codes.view(torch.uint8), tables, out))
-        kernels.look_up(*arrays, columns, block, first_row)
+    def run(codes: Tensor, out: Tensor) -> None:
+        arrays = (kernels.array(each) for each in (codes.view(torch.uint8), scales, out))
+        kernels.decode_fp8(*arrays, columns, block, first_row)
 
-    compile_ahead(("look up", out.dtype), partial(look_up, codes[:0], tables, out[:0]))
-    look_up(codes, tables, out)
+    compile_ahead(("decode_fp8", out.dtype), partial(run, codes[:0], out[:0]))
+    run(codes, out)
 
 
 def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
         scales: Of the whole matrix, ``(blocks of rows, blocks of columns)``; of one byte: exponents (e8m0).
         block: Rows and columns of a block; see [Note: blocks at the edge].
     """
-    (count, width), scales = values.shape, _as_float(scales)
+    (count, width), scales = values.shape, as_float(scales)
     if values.is_cpu:  # a table is several times as fast as torch's conversion
         codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(values.dtype).float()
         out = codes.index_select(0, values.view(torch.uint8).flatten().int()).view(count, width)
@@ -52,20 +52,8 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
     return out
 
 
-def fp8_tables(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What each of the 256 codes stands for under each scale, as :func:`decode_fp8` has it, in ``dtype``.
-
-    Args:
-        scales: ``(blocks of rows, blocks of columns)``.
-
-    Returns:
-        ``(blocks of rows, blocks of columns, 256)``.
-    """
-    codes = torch.arange(256, dtype=torch.uint8, device=scales.device).view(torch.float8_e4m3fn).float()
-    return (_as_float(scales).unsqueeze(-1) * codes).to(dtype)
-
-
-def _as_float(scales: Tensor) -> Tensor:
+def as_float(scales: Tensor) -> Tensor:
+    """Scales of FP8 blocks in fp32."""
     if scales.dtype == torch.uint8:  # e8m0 under another name, as MXFP8 files have it
         return (scales.float() - 127).exp2()
     return scales.float()
