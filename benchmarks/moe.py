@@ -135,18 +135,19 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def write_checkpoint(shape: Shape, folder: Path) -> None:
-    """Write ``config.json``, the index and the files, one piece of a tensor after the other.
+    """Write ``config.json``, the index and the files into a new folder, piece by piece.
 
     Raises:
         OSError: The drive has too little room for it.
     """
-    free, wanted = shutil.disk_usage(folder).free, shape.nbytes + SPARE_NBYTES
+    free, wanted = shutil.disk_usage(folder.parent).free, shape.nbytes + SPARE_NBYTES
     if free < wanted:
         raise OSError(
-            f"{folder} has {free / 1e9:.1f} GB free; the checkpoint takes {shape.nbytes / 1e9:.1f} GB, and "
-            f"{SPARE_NBYTES / 1e9:.0f} GB are to stay free. Make room, choose another drive with --nvme, or "
-            "fewer layers with --layers"
+            f"{folder.parent} has {free / 1e9:.1f} GB free. The checkpoint takes {shape.nbytes / 1e9:.1f} "
+            f"GB, and {SPARE_NBYTES / 1e9:.0f} GB are to stay free: make room, choose another drive with "
+            "--nvme, or fewer layers with --layers"
         )
+    folder.mkdir()
     files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     for group in shape.tensors():
         if sum(nbytes_of(*each[1:]) for each in [*files[-1], *group]) > FILE_NBYTES and files[-1]:
@@ -223,6 +224,7 @@ class Job:
     warmup: int
     steps: int
     fio_s: float  # how long fio reads after each step; 0: there is no fio
+    threads: int  # of compute
     vocabulary: int
     overrides: list[str] = field(default_factory=list)
 
@@ -233,6 +235,7 @@ def train(job: Job) -> dict[str, Any]:
     from infinity.engine.runtime import runtime_of
     from infinity.shards.mapped import MappedBase
 
+    torch.set_num_threads(job.threads)
     decoding_s, decode = [0.0], MappedBase._decode
 
     def timed(*args: Any) -> None:
@@ -286,11 +289,22 @@ def train(job: Job) -> dict[str, Any]:
 
 # --- the benchmark -----------------------------------------------------------------------------------
 
-#: Tokens of a micro-batch, micro-batches, and whether they go through a block together.
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A row of the table."""
+
+    tokens: int  # of a micro-batch
+    micro_batches: int
+    layer_by_layer: bool
+    tile: str  # partition.tile
+    device: str  # memory.device; layer by layer it holds a block's experts
+
+
 WAYS = {
-    "few tokens": (8, 1, False),
-    "more tokens": (64, 1, False),
-    "layer by layer": (16, 4, True),
+    "few tokens": Way(8, 1, False, "16MiB", "1.5GiB"),
+    "more tokens": Way(64, 1, False, "64MiB", "2GiB"),
+    "layer by layer": Way(16, 4, True, "64MiB", "2.5GiB"),
 }
 COLUMNS = [
     *("run", "tokens", "M", "step s", "read GB", "reading s", "reading GB/s", "step GB/s", "fio GB/s"),
@@ -307,32 +321,33 @@ class Bench:
 
     def run(self) -> None:
         source = self.folder / "source"
-        source.mkdir()
         say(f"writing {self.shape.numel / 1e9:.2f} B parameters, {self.shape.nbytes / 1e9:.1f} GB")
         write_checkpoint(self.shape, source)
         for way in self.options.ways:
-            tokens, micro_batches, layer_by_layer = WAYS[way]
             say(f"training: {way}")
             job = Job(
                 way=way,
                 source=str(source),
-                tokens=tokens,
-                micro_batches=micro_batches,
-                layer_by_layer=layer_by_layer,
+                tokens=WAYS[way].tokens,
+                micro_batches=WAYS[way].micro_batches,
+                layer_by_layer=WAYS[way].layer_by_layer,
                 warmup=self.options.warmup,
                 steps=self.options.steps,
                 fio_s=self.options.fio_s if fio.available() else 0.0,
+                threads=self.options.threads,
                 vocabulary=self.shape.vocabulary,
                 overrides=self.overrides(way),
             )
             [[self.results[way]]] = processes.run(job, worker=Path(__file__))
 
     def overrides(self, way: str) -> list[str]:
-        tile = self.options.layer_tile if WAYS[way][2] else self.options.tile
+        tile, device = WAYS[way].tile, WAYS[way].device
+        if self.options.quick:
+            tile, device = "256KiB", "32MiB"
         return [
             "train.dtype=bf16",
             f"memory.nvme=[{self.folder / 'nvme'}]",
-            f"memory.device={self.options.device}",
+            f"memory.device={device}",
             f"memory.host={self.options.host}",
             "memory.activations=keep",
             f"partition.tile={tile}",
@@ -353,7 +368,7 @@ class Bench:
     def rows(self) -> list[list[str]]:
         rows = []
         for way, result in self.results.items():
-            tokens, micro_batches, _ = WAYS[way]
+            tokens, micro_batches = WAYS[way].tokens, WAYS[way].micro_batches
             step_s, read, reading_s = (self.median(way, key) for key in ("step_s", "read", "reading_s"))
             has_fio = result["steps"][0]["fio_per_s"] is not None
             last = result["steps"][-1]
@@ -403,19 +418,16 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=48, help="of the model; each takes 0.63 GB")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--rss", type=parse_nbytes, default=4 * GIB, help="most resident memory allowed")
-    parser.add_argument("--device", default="2GiB", help="memory.device")
     parser.add_argument("--host", default="256MiB", help="memory.host")
-    parser.add_argument("--tile", default="16MiB", help="partition.tile")
-    parser.add_argument("--layer-tile", default="64MiB", help="the same, where blocks go layer by layer")
+    parser.add_argument("--threads", type=int, default=1, help="of compute; others read and decode")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--fio-s", type=float, default=8.0, help="how long fio reads after each step")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args(argv)
     options.ways = options.ways.split(",")
     if options.quick:
-        options.steps, options.warmup, options.fio_s = 1, 1, 1.0
-        options.device, options.host, options.tile, options.layer_tile = "8MiB", "8MiB", "256KiB", "256KiB"
+        options.steps, options.warmup, options.fio_s, options.host = 1, 1, 1.0, "8MiB"
     return options
 
 
