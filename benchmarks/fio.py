@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -86,6 +86,13 @@ def mixed_bytes_per_s(folder: Path, read: float, written: float, seconds: float 
     mix = ["--rw=rw", f"--rwmixread={share}", "--time_based", "--ramp_time=1", f"--runtime={seconds}"]
     job = _run(["--name=mixed", f"--filename={folder / 'fio.mixed'}", *mix])
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
+
+
+def read_bytes_per_s(files: Sequence[Path], seconds: float) -> float:
+    """Bytes per second that are read from ``files``, one after the other."""
+    names = ":".join(str(file).replace(":", "\\:") for file in files)
+    how = ["--rw=read", "--file_service_type=sequential", "--time_based", f"--runtime={seconds}"]
+    return float(_run(["--name=read", f"--filename={names}", *how])["read"]["bw_bytes"])
 
 
 def seconds_for(folder: Path, read: int, written: int) -> float:

@@ -317,6 +317,7 @@ class CheckpointValues:
         self.plan = LoadPlan({}, ())
         self._model: Any = None
         self._values: dict[int, list[tuple[str, Values]]] = {}  # by id of the tensor: its names
+        self._why_not_mapped: dict[int, str] = {}  # by id of the parameter
         self._initializing: set[int] = set()  # ids of parameters
         self._done_nbytes = self._total_nbytes = 0
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -339,6 +340,7 @@ class CheckpointValues:
         self._values = {
             id(replaced[key]) if key in replaced else key: values for key, values in self._values.items()
         }
+        self._why_not_mapped.clear()
 
     def notes(self) -> list[str]:
         """Lines for people about this load."""
@@ -406,19 +408,26 @@ class CheckpointValues:
     def why_not_mapped(self, unit: Unit) -> str:
         """Why values of ``unit`` cannot be read where they lie; empty: they can."""
         for s in unit.segments:
-            given = self._values.get(id(s.whole), [])
-            if not given:
-                return f"{s.name} is not in the checkpoint"
-            if len(given) > 1:
-                return f"the files have {s.name} twice"
-            [(_, values)] = given
-            if isinstance(values, Converted):
-                return f"transformers computes {s.name} when it loads it"
-            for part in values.parts:
-                if not isinstance(part.source, FileTensor | Decoded):
-                    return "its weights are pickled"
-                if isinstance(part.source, Decoded) and not part.source.in_files:
-                    return "its weights are pickled"
+            key = id(s.whole)
+            if key not in self._why_not_mapped:  # once for all tiles
+                self._why_not_mapped[key] = self._why_not(s.whole_name, self._values.get(key, []))
+            if self._why_not_mapped[key]:
+                return self._why_not_mapped[key]
+        return ""
+
+    def _why_not(self, name: str, given: Sequence[tuple[str, Values]]) -> str:
+        if not given:
+            return f"{name} is not in the checkpoint"
+        if len(given) > 1:
+            return f"the files have {name} twice"
+        [(_, values)] = given
+        if isinstance(values, Converted):
+            return f"transformers computes {name} when it loads it"
+        for part in values.parts:
+            if not isinstance(part.source, FileTensor | Decoded):
+                return "its weights are pickled"
+            if isinstance(part.source, Decoded) and not part.source.in_files:
+                return "its weights are pickled"
         return ""
 
     def scratch_nbytes(self, unit: Unit) -> int:

@@ -27,6 +27,7 @@ alone comes back bit by bit, whatever dtype it was held in.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,6 +45,7 @@ from infinity.checkpoint.directory import (
 from infinity.core.errors import CheckpointError
 from infinity.device import codecs
 from infinity.optim.layout import split
+from infinity.optim.threads import compile_ahead
 
 #: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches
 #: of a CPU hold, and what keeps an accelerator busy.
@@ -55,6 +57,8 @@ _TABLES_NBYTES, _SCRATCH_ITEMSIZE = 2**16, 16
 Needs = Callable[[int, int], Sequence[tuple[Stored, int, int]]]
 #: Decodes slabs ``[first, last)`` from these, flat, as ``(last - first, numel of a slab)``.
 Decode = Callable[[int, int, Sequence[Tensor]], Tensor]
+#: Decodes the same into ``out``, on the CPU, in the dtype of the tensor.
+DecodeInto = Callable[[int, int, Sequence[Tensor], Tensor], None]
 #: Encodes slabs from ``first`` on, fp32 and flat; given and returns what they are decoded from.
 Encode = Callable[[int, Tensor, Sequence[Tensor]], Sequence[Tensor]]
 #: Called with a stored tensor, an element's number, and the new values from there on.
@@ -180,15 +184,18 @@ class Decoded:
         encode: The way back.
         together: Slabs that share stored elements, and are encoded at one time, from a multiple of it on.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
+        decode_into: Decodes without memory of its own; None: the format has no such loop.
     """
 
-    __slots__ = ("_decode", "_encode", "_kept", "_needs", "_slab_numel", "_together", "dtype", "shape")
+    __slots__ = (
+        "_decode", "_decode_into", "_encode", "_kept", "_needs", "_slab_numel", "_together", "dtype", "shape",
+    )  # fmt: skip
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, slab_numel: int, needs: Needs, decode: Decode,
-        encode: Encode, together: int, kept: Kept,
+        encode: Encode, together: int, kept: Kept, decode_into: DecodeInto | None = None,
     ) -> None:  # fmt: skip
-        self.shape, self.dtype = torch.Size(shape), dtype
+        self.shape, self.dtype, self._decode_into = torch.Size(shape), dtype, decode_into
         self._slab_numel, self._needs, self._decode, self._kept = slab_numel, needs, decode, kept
         self._encode, self._together = encode, together
 
@@ -199,6 +206,12 @@ class Decoded:
             view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
         """
         size, stop = self._slab_numel, start + len(out)
+        plain = view is not None and out.is_cpu and out.dtype == self.dtype
+        if self._decode_into is not None and plain and not (start % size or stop % size):
+            assert view is not None
+            first, last = start // size, stop // size
+            self._decode_into(first, last, self._viewed(first, last, view), out)
+            return
         at_once = max(1, (_PIECE_NUMEL if out.is_cpu else _DEVICE_PIECE_NUMEL) // size)
         for first in range(start // size, -(-stop // size), at_once):
             last = min(first + at_once, -(-stop // size))
@@ -284,11 +297,15 @@ class Decoded:
         return needed
 
     def _view_slabs(self, first: int, last: int, view: View) -> Tensor:
+        return self._decode(first, last, self._viewed(first, last, view)).reshape(-1)
+
+    def _viewed(self, first: int, last: int, view: View) -> Sequence[Tensor]:
+        """What slabs are decoded from."""
         needed = []
         for tensor, start, stop in self._needs(first, last):
             assert isinstance(tensor, FileTensor)
             needed.append(tensor.view(start, stop - start, view))
-        return self._decode(first, last, needed).reshape(-1)
+        return needed
 
 
 def unchanged(source: Tensor, held: Tensor) -> Tensor:
@@ -416,9 +433,26 @@ def _fp8(group: _Group) -> Decoded | None:
         of_rows, power_of_two = had[1].view(-1, blocks[1]), group.quantization.power_of_two
         return codecs.encode_fp8(matrix, codes, of_rows, block, power_of_two=power_of_two)
 
-    return Decoded(
-        (rows, columns), group.dtype or torch.float32, columns, needs, decode, encode, block[0], group.kept
-    )
+    def decode_into(first: int, last: int, needed: Sequence[Tensor], out: Tensor) -> None:
+        of_rows = codecs.as_float(needed[1].view(-1, blocks[1]))
+        _decode_fp8_into(needed[0], of_rows, out, columns, block, first % block[0])
+
+    dtype = group.dtype or torch.float32
+    return Decoded((rows, columns), dtype, columns, needs, decode, encode, block[0], group.kept, decode_into)
+
+
+def _decode_fp8_into(
+    codes: Tensor, scales: Tensor, out: Tensor, columns: int, block: tuple[int, int], first_row: int
+) -> None:
+    """See ``decode_fp8`` in :mod:`infinity.optim.kernels`, with the values of that in ``codecs``."""
+    from infinity.optim import kernels
+
+    def run(codes: Tensor, out: Tensor) -> None:
+        arrays = (kernels.array(each) for each in (codes.view(torch.uint8), scales, out))
+        kernels.decode_fp8(*arrays, columns, block, first_row)
+
+    compile_ahead(("decode_fp8", out.dtype), partial(run, codes[:0], out[:0]))
+    run(codes, out)
 
 
 def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:

@@ -58,7 +58,7 @@ def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first_row
         scales: Of the whole matrix, ``(blocks of rows, blocks of columns)``; of one byte: exponents (e8m0).
         block: Rows and columns of a block; see [Note: blocks at the edge].
     """
-    (count, width), scales = values.shape, _as_float(scales)
+    (count, width), scales = values.shape, as_float(scales)
     out = _e4m3_as_float(values)
     of_rows = scales[torch.arange(first_row, first_row + count, device=values.device) // block[0]]
     if width == of_rows.shape[1] * block[1]:
@@ -76,7 +76,8 @@ def _e4m3_as_float(values: Tensor) -> Tensor:
     return codes.index_select(0, values.view(torch.uint8).flatten().int()).view(values.shape)
 
 
-def _as_float(scales: Tensor) -> Tensor:
+def as_float(scales: Tensor) -> Tensor:
+    """Scales of FP8 blocks in fp32."""
     if scales.dtype == torch.uint8:  # e8m0 under another name, as MXFP8 files have it
         return (scales.float() - 127).exp2()
     return scales.float()
@@ -103,10 +104,10 @@ def encode_fp8(
         return pad(matrix, beyond).view(down, block[0], across, block[1]).transpose(1, 2).flatten(2)
 
     def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        return _e4m3_as_float(codes.view(torch.float8_e4m3fn)) * _as_float(scales).unsqueeze(-1)
+        return _e4m3_as_float(codes.view(torch.float8_e4m3fn)) * as_float(scales).unsqueeze(-1)
 
     def encode(values: Tensor, scales: Tensor) -> Tensor:
-        steps = values / _as_float(scales).unsqueeze(-1)
+        steps = values / as_float(scales).unsqueeze(-1)
         return _round(steps.clamp_(-_E4M3_MOST, _E4M3_MOST), exponent=4, mantissa=3)
 
     values, before = by_block(values), by_block(codes.view(torch.uint8))

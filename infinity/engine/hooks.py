@@ -279,9 +279,10 @@ class Hooks:
         visit = not self.stack and torch._C._current_graph_task_id() == -1
         if visit:
             self.prefetcher.begin_visit()
-        if torch._C._current_graph_task_id() != -1:  # recomputed, beside what backward keeps
+        recomputed = torch._C._current_graph_task_id() != -1
+        if recomputed:  # beside what backward keeps
             self.pins.make_room(unit.index, _reading_node())
-        self.prefetcher.use(unit.index, [each.index for each in following])
+        self.prefetcher.use(unit.index, [each.index for each in following], recomputed=recomputed)
         try:
             for segment in unit.segments:
                 self._check_attached(unit, segment)

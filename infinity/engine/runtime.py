@@ -67,7 +67,7 @@ from infinity.optim.rules import prepare
 from infinity.partition.builder import TileSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles
-from infinity.partition.unit import Unit, UnitIndex
+from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.restore import restore
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
@@ -177,7 +177,17 @@ class Runtime:
         places, several = self.units.places(param), self.ranks.world_size > 1
         using: Any = weakly(self._using_tile)  # parameters do not keep the runtime alive
         unite: Any = weakly(self._unite)
-        compute_in_tiles(param, TiledWeight(places, using, unite, several))
+        compute_in_tiles(param, TiledWeight(places, using, unite, self._used_after(places), several))
+
+    def _used_after(self, places: Sequence[tuple[Unit, Segment]]) -> Sequence[tuple[Unit, Segment]]:
+        """Return the tiles of the packed experts that follow those of ``places`` in the same module."""
+        (unit, last), module = places[-1], places[-1][1].whole_name.rpartition(".")[0]
+        if not unit.routed or unit.index + 1 >= len(self.units):
+            return ()
+        following = self.units[unit.index + 1]
+        first = following.segments[0]
+        same = following.routed and first.whole_name.rpartition(".")[0] == module
+        return self.units.places(first.whole) if same and first.whole_shape[0] == last.whole_shape[0] else ()
 
     def _using_tile(self, unit: Unit, following: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
         return self.executor().hooks.using_tile(unit, following)

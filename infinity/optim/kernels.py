@@ -1,4 +1,4 @@
-"""The loops of the CPU, jitted by numba: update rules, the split of masters, sums of squares.
+"""The loops of the CPU, jitted by numba: update rules, the split of masters, sums of squares, FP8.
 
 Imported when it is first needed, because numba takes 0.3 s to import; :mod:`infinity.optim.threads` has the
 door to it.
@@ -264,6 +264,57 @@ def block_sums(words: Array, salt: int, first: int, sums: Array) -> None:
             total = np.uint32((total ^ lanes[lane]) * np.uint32(0x27D4EB2F))
             total = np.uint32(total ^ (total >> np.uint32(16)))
         sums[block] = total if total else np.uint32(1)
+
+
+# --- stored forms of weights -----------------------------------------------------------------------
+
+
+@inlined
+def e4m3(code: Any) -> Any:
+    """The float32 of the bits of a float8 (e4m3fn): exact."""
+    size = np.int32(code & 0x7F)
+    normal = float_of(np.int32(np.int32(size << 20) + np.int32(120 << 23)))
+    value = np.float32(size) * np.float32(2.0**-9) if size < 8 else normal
+    value = np.float32(np.nan) if size == 0x7F else value
+    return -value if code & 0x80 else value
+
+
+@intrinsic
+def rounded_as(_: Any, like: Any, value: Any) -> Any:
+    """A float32 in the dtype of ``like``, to nearest, ties to even: see [Note: 16-bit floats]."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        if like == types.float32:
+            return args[1]
+        if like == types.uint16:
+            return builder.bitcast(builder.fptrunc(args[1], ir.HalfType()), ir.IntType(16))
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[1], word)
+        upper = builder.lshr(bits, ir.Constant(word, 16))
+        up = builder.add(builder.and_(upper, ir.Constant(word, 1)), ir.Constant(word, 0x7FFF))
+        nearest = builder.trunc(builder.lshr(builder.add(bits, up), ir.Constant(word, 16)), ir.IntType(16))
+        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
+        return builder.select(is_nan, ir.Constant(ir.IntType(16), 0x7FC0), nearest)
+
+    return like(like, types.float32), generate
+
+
+@jit
+def decode_fp8(codes: Array, scales: Array, out: Array, columns: int, block: Any, first_row: int) -> None:
+    """Rows of float8 times the scale of their block; the first is number ``first_row`` of its block.
+
+    Args:
+        codes: ``(n * columns,)`` uint8, as is ``out``, but for its dtype.
+        scales: ``(blocks of rows, blocks of columns)``, float32.
+        block: Rows and columns of a block.
+    """
+    for row in range(codes.size // columns):
+        for number in range(scales.shape[1]):
+            begin, end = number * block[1], min((number + 1) * block[1], columns)
+            scale = scales[(first_row + row) // block[0], number]
+            given, made = codes[row * columns :][begin:end], out[row * columns :][begin:end]
+            for i in range(given.size):
+                made[i] = rounded_as(made[i], e4m3(given[i]) * scale)
 
 
 # --- the gradient norm -----------------------------------------------------------------------------

@@ -240,6 +240,7 @@ class UnitMover:
         self.collectives, self.waits = collectives, waits
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Callable[[], object]] = {}
+        self._decoded: dict[int, Callable[[], object]] = {}  # waits for what follows the arrival
         self._staying: dict[int, Staying] = {}
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
@@ -282,10 +283,15 @@ class UnitMover:
         held = self.shards.resident(unit)
         if held is not None and self.staging is None and self.collectives is None:
             unit.lifecycle.move(S.UPLOADING)
-            return self._decoding.submit(form.decode, held.tensor, full.tensor.view(unit.dtype)).result
+            decoding = self._decoding.submit(form.decode, held.tensor, full.tensor.view(unit.dtype))
+            self._decoded[unit.index] = decoding.result
+            return lambda: None
         stored = self.pool.lease(form.nbytes, who=f"stored form of {unit.name}")
         ready = self._gather(unit, stored, self._bring(unit, stored, form.shard_nbytes))
-        return self._decoding.submit(self._decode, unit, form, ready, stored, full).result
+        self._decoded[unit.index] = self._decoding.submit(
+            self._decode, unit, form, ready, stored, full
+        ).result
+        return ready
 
     def _decode(
         self, unit: Unit, form: StoredForm, ready: Callable[[], object], stored: Lease, full: Lease
@@ -355,7 +361,12 @@ class UnitMover:
         ready = self._arriving.pop(index, None)
         if ready is None:
             return
-        self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
+        try:
+            self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
+        finally:
+            decoded = self._decoded.pop(index, None)
+            if decoded is not None:
+                self.waits("decode", decoded)
         assert unit.lease is not None
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)
@@ -414,7 +425,8 @@ class UnitMover:
         unit = self.units[index]
         ready = self._arriving.pop(index, None)
         if ready is not None:
-            ready()  # the disk or a peer still writes into the buffer
+            decoded = self._decoded.pop(index, ready)
+            decoded()  # the disk, a peer or a thread still writes into the buffer
         if unit.lease is None:
             return None
         unit.check_memory()

@@ -24,8 +24,11 @@ the plan of the next pass.
 [Note: routed units]
 Which tiles of experts a step uses depends on its batch, so no plan has them, and none is brought that is not
 used. When a use of one comes, those that follow it are known (:mod:`infinity.partition.tiles`) and begin to
-arrive, as far as there is room; in backward, those before it. They are the first to go. Plans leave room for
-two.
+arrive, as far as there is room. Backward uses them in reverse order, so what comes is known over the whole
+model: uses of forward are written down, and crossed out as backward comes to them. A block that is recomputed
+uses its tiles anew, and these uses take the place of those that forward wrote down; before the next block is
+recomputed its tiles are not brought, since they are used in another order. Tiles are the first to go. Plans
+leave room for two.
 """
 
 from bisect import bisect_left
@@ -165,7 +168,8 @@ class Prefetcher:
         self.can_stay, self.order = can_stay, order or StepOrder()
         self.routed = frozenset(routed)
         self.routed_used: set[int] = set()  # in this training pass
-        self._before: dict[int, int | None] = {}  # of a routed unit, the one that was used before it
+        self._to_come: list[int] = []  # routed units that backward will use, from the last one on
+        self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._present_nbytes = 0
         self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
@@ -178,15 +182,20 @@ class Prefetcher:
 
     # --- events ------------------------------------------------------------------------------
 
-    def use(self, unit: int, following: Sequence[int] | None = None) -> None:
+    def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
         """Have ``unit`` gathered and pinned when this returns; then look ahead.
 
         Args:
-            following: Of a routed unit, those that are used next; None: those that were used before it.
+            following: Of a routed unit, those that are used next; None: backward reads it.
+            recomputed: A forward inside backward uses a routed unit.
         """
         self.pins[unit] = self.pins.get(unit, 0) + 1
         self._begin()
         if unit in self.routed:
+            if following is None:
+                following = self._before(unit)
+            elif self.running is self.training:
+                self._write_down(unit, recomputed)
             self._use_routed(unit, following)
             return
         if unit in self.staying:
@@ -236,6 +245,8 @@ class Prefetcher:
         self._conclude(self.training)
         self.on_demand = 0
         self.routed_used.clear()
+        self._to_come.clear()
+        self._recomputed, self._recomputing = 0, False
         self.planned = [] if self.training.plan else None
         if self.running is self.training:
             self._begin()
@@ -295,17 +306,37 @@ class Prefetcher:
         others = max((self.nbytes[unit] for unit in self.nbytes.keys() - self.routed), default=0)
         return max(self.capacity_nbytes - 2 * routed, min(2 * others, self.capacity_nbytes))
 
-    def _use_routed(self, unit: int, following: Sequence[int] | None) -> None:
+    def _write_down(self, unit: int, recomputed: bool) -> None:
+        """Backward will use ``unit``, and before that what is used after it; see [Note: routed units]."""
+        if recomputed and not self._recomputing:  # a block begins
+            place = _last(self._to_come, unit)
+            self._recomputed = len(self._to_come) if place is None else place
+            del self._to_come[self._recomputed :]
+        elif not recomputed:
+            self._recomputed = 0
+        self._recomputing = recomputed
+        self._to_come.append(unit)
+
+    def _before(self, unit: int) -> Sequence[int]:
+        """Routed units that backward uses after ``unit``, as many as memory has room for."""
+        self._recomputing = False
+        place = _last(self._to_come, unit)
+        if place is not None:
+            del self._to_come[place:]
+        found, nbytes = dict[int, None](), 0
+        for at in range(len(self._to_come) - 1, self._recomputed - 1, -1):
+            each = self._to_come[at]
+            nbytes += 0 if each in found else self.nbytes[each]
+            if nbytes > self.capacity_nbytes:
+                break
+            found[each] = None
+        found.pop(unit, None)
+        return list(found)
+
+    def _use_routed(self, unit: int, following: Sequence[int]) -> None:
         """See [Note: routed units]."""
         if self.running is self.training:
             self.routed_used.add(unit)
-        if following is None:
-            following, before = [], self._before.get(unit)
-            while before is not None and len(following) < len(self.routed):
-                following.append(before)
-                before = self._before.get(before)
-        elif following:
-            self._before.update(zip(following, (unit, *following[:-1]), strict=True))
         if unit not in self.present:
             self._make_room(unit)
             self._start_routed(unit)
@@ -432,6 +463,11 @@ class Prefetcher:
             del self.present[unit]
             self._present_nbytes -= self.nbytes[unit]
         self._unforeseen.pop(unit, None)
+
+
+def _last(units: Sequence[int], unit: int) -> int | None:
+    """Where ``unit`` is the last time; None: nowhere."""
+    return next((at for at in range(len(units) - 1, -1, -1) if units[at] == unit), None)
 
 
 class BackwardPins:

@@ -19,7 +19,8 @@ the same. The gradient of the input of a linear layer is a sum over tiles: it di
 [Note: only those that are used]
 A tile of experts to which no rank's batch is routed is neither read nor gathered nor computed. With several
 ranks they agree for each call which ones are, so all gather the same. A grouped product without tokens has a
-gradient of zeros, so backward is the same on all ranks, too.
+gradient of zeros, so backward is the same on all ranks, too. The module multiplies the same tokens with its
+next packed parameter, so the tiles of that begin to arrive while the last ones of this are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from infinity.partition.unit import Segment, Unit
 #: Gathers a unit while a context is open, and begins to bring those that follow; what autograd saves of it
 #: meanwhile is a handle, not its memory.
 Using = Callable[[Unit, Sequence[Unit]], AbstractContextManager[None]]
-#: Tiles that some rank's batch is routed to, of those that this rank's is; every rank must call.
+#: Experts that some rank's batch is routed to, of those that this rank's is; every rank must call.
 Unite = Callable[[Sequence[bool]], Sequence[bool]]
 
 #: What may be asked of a tiled parameter: nothing that reads its values, but of its placeholder.
@@ -65,6 +66,7 @@ class TiledWeight:
 
     Attributes:
         places: Unit and segment of each tile, in order.
+        after: Those of the packed experts that the same module uses next, if any.
         several_ranks: Other ranks have the same units.
         without_values: Tensors have none: tokens are divided equally.
     """
@@ -72,6 +74,7 @@ class TiledWeight:
     places: Sequence[tuple[Unit, Segment]]
     using: Using
     unite: Unite
+    after: Sequence[tuple[Unit, Segment]] = ()
     several_ranks: bool = False
     without_values: bool = False
 
@@ -136,15 +139,15 @@ class TiledWeight:
             stops = offs.tolist()
         ends = [stops[segment.rows.stop - 1] for _, segment in self.places]
         begins = [0, *ends[:-1]]
-        hit = self.unite([begin < end for begin, end in zip(begins, ends, strict=True)])
-        used = [i for i in range(len(ends)) if hit[i]] or [0]
+        hit = self.unite([begin < end for begin, end in zip([0, *stops], stops, strict=False)])
+        used, coming = _hit(self.places, hit), [self.after[i][0] for i in _hit(self.after, hit)]
         numels = [ends[i] - begins[i] for i in used]
         *parts, rest = torch.split(inputs, [*numels, len(inputs) - sum(numels)])
         outputs = []
         for at, (i, part) in enumerate(zip(used, parts, strict=True)):
             unit, segment = self.places[i]
             own = offs[segment.rows.start : segment.rows.stop] - begins[i]
-            with self.using(unit, [self.places[j][0] for j in used[at + 1 :]]):
+            with self.using(unit, [*(self.places[j][0] for j in used[at + 1 :]), *coming]):
                 weight = segment.param.transpose(-2, -1) if transposed else segment.param
                 outputs.append(product(part, weight, offs=own, **options))
         if len(rest):
@@ -178,6 +181,12 @@ class TiledWeight:
             "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
             "change it"
         )
+
+
+def _hit(places: Sequence[tuple[Unit, Segment]], hit: Sequence[bool]) -> Sequence[int]:
+    """Which tiles have experts that are ``hit``; the first one where none is."""
+    used = [i for i, (_, segment) in enumerate(places) if any(hit[row] for row in segment.rows)]
+    return used or range(min(1, len(places)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

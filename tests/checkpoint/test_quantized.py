@@ -87,6 +87,33 @@ def test_what_is_not_trained_has_the_values_that_transformers_loads_in_the_compu
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_the_loop_of_a_cpu_decodes_every_fp8_value_to_the_bits_of_torch(tmp_path, dtype, scales):
+    codes = torch.arange(300 * 200, dtype=torch.int32).to(torch.uint8)  # every code, NaN too, in every block
+    stored = codes.view(torch.float8_e4m3fn).view(300, 200)
+    factors = (torch.rand(3, 2) * torch.tensor([[1e-30, 1.0], [1e-3, 3e4], [0.0, 1e36]])).to(scales)
+    tensors = {"a.weight": stored, "a.weight_scale_inv": factors}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fp8}))
+    checkpoint = Checkpoint(tmp_path)
+    decode_checkpoint(checkpoint, read_quantization(tmp_path), dtype)
+    content = torch.frombuffer(bytearray((tmp_path / "model.safetensors").read_bytes()), dtype=torch.uint8)
+
+    def view(file, offset, nbytes):
+        return content.narrow(0, offset, nbytes)
+
+    expected = codecs.decode_fp8(stored, factors, (128, 128)).to(dtype)
+    for first, last in ((0, 300), (0, 128), (130, 299), (127, 129)):
+        out = torch.empty((last - first) * 200, dtype=dtype)
+        checkpoint["a.weight"].fill(first * 200, out, view)
+        wanted = expected[first:last].flatten()
+        assert torch.equal(out.isnan(), wanted.isnan())  # torch writes some as 0x7fc0, and some as 0xffff
+        assert torch.equal(out.nan_to_num(7).view(torch.uint8), wanted.nan_to_num(7).view(torch.uint8))
+    checkpoint.close()
+
+
 @pytest.mark.parametrize("kind", ["qwen3_fp8", "gpt_oss"])
 def test_it_is_exported_in_bf16_without_quantization_and_the_run_says_so(written, tmp_path, caplog, kind):
     directory, values, plain = written(kind)

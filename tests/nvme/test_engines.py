@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from infinity.core.config import SettingError
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
-from infinity.nvme.engines import libaio_engine, make_engine
+from infinity.nvme.engines import base, libaio_engine, make_engine
 from infinity.nvme.engines.base import QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
@@ -264,6 +265,32 @@ def test_urgent_reads_go_before_what_is_queued(engine: QueuedEngine, volume: Vol
         move.wait()
     assert taken[0] is urgent
     assert set(taken) == {*moves, urgent}
+
+
+def test_time_counts_as_reading_while_some_read_is_on_its_way(
+    engine: QueuedEngine, volume: Volume, lease: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(base, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    extent, memory, other = volume.allocate(4096, what="unit"), lease(4096), lease(4096)
+    take, held = engine._take, threading.Event()
+    engine._take = lambda: take() if held.is_set() else None  # type: ignore[method-assign]
+    moves = [engine.write(extent, memory.memory)]
+    now[0] += 1  # a write
+    moves.append(engine.read(extent, memory.memory))
+    now[0] += 2
+    moves.append(engine.read(extent, other.memory))
+    now[0] += 4
+    assert engine.reading_s == 6
+    held.set()
+    with engine._lock:
+        engine._wake()
+    for move in moves:
+        move.wait()
+    now[0] += 8
+    assert engine.reading_s == 6
+    engine.read(extent, memory.memory).wait()
+    assert engine.reading_s == 6
 
 
 def test_many_threads_move_their_own_bytes(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:

@@ -181,7 +181,7 @@ def test_what_is_stored_in_another_form_is_fetched_so_and_decoded_before_it_is_u
     ticket.finish()
     mover.finish(0)
     assert (units[0].segments[0].param == 7).all()
-    assert (decoded, causes) == ([units[0].stored.nbytes], ["read"])
+    assert (decoded, causes) == ([units[0].stored.nbytes], ["read", "decode"])
     assert pool.leased_nbytes == units[0].nbytes
     mover.release(0)
     assert pool.leased_nbytes == 0

@@ -202,6 +202,68 @@ def test_a_pinned_unit_stays_until_its_last_user_ends():
     assert 0 not in mover.present
 
 
+# --- routed units ---------------------------------------------------------------------------------
+
+#: Units of each layer: an ordinary one, and tiles of two products of its experts.
+LAYERS = [(0, [1, 2, 3], [4, 5]), (6, [7, 8, 9], [10, 11]), (12, [13, 14, 15], [16, 17])]
+
+
+def routed(capacity: int) -> tuple[Prefetcher, FakeMover]:
+    mover = FakeMover()
+    tiles = {tile for _, first, second in LAYERS for tile in (*first, *second)}
+    return Prefetcher(mover, dict.fromkeys(range(18), 1), capacity, routed=tiles), mover
+
+
+def forward(prefetcher: Prefetcher, layers=LAYERS, *, recomputed: bool = False) -> None:
+    for own, first, second in layers:
+        visit(prefetcher, [own])
+        for tiles, coming in ((first, second), (second, [])):
+            for at, tile in enumerate(tiles):
+                prefetcher.use(tile, [*tiles[at + 1 :], *coming], recomputed=recomputed)
+                prefetcher.unpin(tile)
+
+
+def backward(prefetcher: Prefetcher, layers=LAYERS) -> list[int]:
+    """Return the tiles that had not begun to arrive when they were used."""
+    late = []
+    for own, first, second in reversed(layers):
+        for unit in (*reversed(second), *reversed(first), own):
+            late += [unit] if unit in prefetcher.routed and unit not in prefetcher.present else []
+            visit(prefetcher, [unit])
+    return late
+
+
+def test_tiles_of_the_next_product_begin_to_arrive_with_those_of_this_one():
+    prefetcher, mover = routed(6)
+    forward(prefetcher, LAYERS[:1])
+    assert mover.calls[:7] == [
+        ("start", 0), ("finish", 0), ("start", 1), ("start", 2), ("start", 3), ("start", 4), ("start", 5),
+    ]  # fmt: skip
+
+
+def test_backward_brings_the_tiles_of_earlier_layers_before_it_comes_to_them():
+    prefetcher, mover = routed(5)
+    for _ in range(2):
+        forward(prefetcher)
+        mover.calls.clear()
+        assert backward(prefetcher) == []
+        started = [unit for unit in mover.starts() if unit in prefetcher.routed]
+        assert len(started) == len(set(started)), "each of them once"
+        prefetcher.end_training_pass()
+
+
+def test_tiles_of_a_block_that_is_recomputed_are_used_in_another_order():
+    prefetcher, mover = routed(5)
+    forward(prefetcher)
+    for layer in reversed(LAYERS):
+        mover.calls.clear()
+        forward(prefetcher, [layer], recomputed=True)
+        assert backward(prefetcher, [layer]) == []
+        started = {unit for unit in mover.starts() if unit in prefetcher.routed}
+        assert started <= {*layer[1], *layer[2]}, "none of a block whose turn has not come"
+    assert prefetcher._to_come == []
+
+
 # --- by property --------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ in which an interrupt leaves a request that is never settled.
 import errno
 import resource
 import threading
+import time
 from collections import deque
 from typing import Any, TypeAlias
 
@@ -96,6 +97,7 @@ class QueuedEngine:
         self._queue: deque[Request] = deque()
         self._taken_nbytes = 0
         self.nbytes_read = self.nbytes_written = 0  # of moves that ended well
+        self._reads, self._reading_s, self._reading_since = 0, 0.0, 0.0
         self._closed = self._stopping = False
 
     # --- the protocol ------------------------------------------------------------------------
@@ -113,6 +115,12 @@ class QueuedEngine:
         """Bytes of requests that are queued or with the kernel."""
         with self._lock:
             return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._queue) for r in queue)
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds in which some read was queued or with the kernel."""
+        with self._lock:
+            return self._reading_s + (time.perf_counter() - self._reading_since if self._reads else 0.0)
 
     def close(self) -> None:
         """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
@@ -161,6 +169,9 @@ class QueuedEngine:
             self._taken_nbytes -= request.nbytes
             move.pending -= 1
             ended = not move.pending
+            if ended and not move.writes:
+                self._reads -= 1
+                self._reading_s += 0.0 if self._reads else time.perf_counter() - self._reading_since
             if ended and move.error is None:
                 if move.writes:
                     self.nbytes_written += move.nbytes
@@ -228,6 +239,9 @@ class QueuedEngine:
         with self._lock:
             if self._closed:
                 raise StateError(f"the {self.name} engine is closed")
+            if not writes:
+                self._reading_since = self._reading_since if self._reads else time.perf_counter()
+                self._reads += 1
             queue.extend(requests)
             self._wake()
         return move

@@ -1,0 +1,464 @@
+"""A mixture of experts far larger than memory: adapters on its quantized checkpoint, read where it lies.
+
+The checkpoint has the shape of Qwen3-30B-A3B in FP8 with block scales, and random values. It is written
+tensor by tensor, and deleted in the end. A process trains LoRA adapters on it in 4 GiB of resident memory.
+Between its steps fio reads the same files with requests of the same size, as many at one time.
+
+    python benchmarks/moe.py [--quick] [--layers 48] [--json FILE]
+
+How fast the base is read is shown in two ways: while some read is on its way (``reading GB/s``), and over the
+whole step (``step GB/s``). What keeps the second below the first is in the same row: the seconds of a step in
+which compute waits for bytes (``wait read s``) and for their decoding (``wait decode s``), and those that
+threads decode.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import fio
+import numpy as np
+import processes
+import torch
+from report import Claim, print_claims, print_table, write_json
+from train import say
+from worker import peak_rss_nbytes
+
+GIB = 2**30
+#: Rows and columns that share a scale.
+BLOCK = 128
+#: Most bytes of values in a file of the checkpoint, and of what is made of them at one time.
+FILE_NBYTES, PIECE_NBYTES = 4 * 10**9, 2**26
+#: What may be left on the drive when the checkpoint is written (bytes).
+SPARE_NBYTES = 3 * 10**9
+LORA_RANK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Qwen3-MoE."""
+
+    layers: int
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    experts: int = 128
+    per_token: int = 8
+    inner: int = 768
+    vocabulary: int = 151_936
+
+    def tensors(self) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
+        """Name, dtype and shape of stored tensors, in groups that lie in one file."""
+        yield [("model.embed_tokens.weight", "BF16", (self.vocabulary, self.hidden))]
+        for layer in range(self.layers):
+            yield list(self._layer(f"model.layers.{layer}"))
+        yield [
+            ("lm_head.weight", "BF16", (self.vocabulary, self.hidden)),
+            ("model.norm.weight", "BF16", (self.hidden,)),
+        ]
+
+    def _layer(self, name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = {
+            "self_attn.q_proj": (wide, self.hidden), "self_attn.k_proj": (narrow, self.hidden),
+            "self_attn.v_proj": (narrow, self.hidden), "self_attn.o_proj": (self.hidden, wide),
+        }  # fmt: skip
+        for expert in range(self.experts):
+            place = f"mlp.experts.{expert}"
+            matrices |= {f"{place}.gate_proj": (self.inner, self.hidden)}
+            matrices |= {f"{place}.up_proj": (self.inner, self.hidden)}
+            matrices |= {f"{place}.down_proj": (self.hidden, self.inner)}
+        for key, (rows, columns) in matrices.items():
+            yield f"{name}.{key}.weight", "F8_E4M3", (rows, columns)
+            yield f"{name}.{key}.weight_scale_inv", "F32", (-(-rows // BLOCK), -(-columns // BLOCK))
+        yield f"{name}.mlp.gate.weight", "BF16", (self.experts, self.hidden)
+        for key, numel in (("input_layernorm", self.hidden), ("post_attention_layernorm", self.hidden)):
+            yield f"{name}.{key}.weight", "BF16", (numel,)
+        for key in ("q_norm", "k_norm"):
+            yield f"{name}.self_attn.{key}.weight", "BF16", (self.head_dim,)
+
+    @property
+    def numel(self) -> int:
+        """Parameters, without scales."""
+        return sum(
+            math.prod(shape) for group in self.tensors() for _, dtype, shape in group if dtype != "F32"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all stored tensors."""
+        return sum(nbytes_of(*each[1:]) for group in self.tensors() for each in group)
+
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` says."""
+        from transformers import Qwen3MoeConfig
+
+        config = Qwen3MoeConfig(
+            vocab_size=self.vocabulary, hidden_size=self.hidden, num_hidden_layers=self.layers,
+            intermediate_size=3 * self.hidden, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, num_experts=self.experts,
+            num_experts_per_tok=self.per_token, moe_intermediate_size=self.inner,
+            tie_word_embeddings=False, use_cache=False, architectures=["Qwen3MoeForCausalLM"],
+        )  # fmt: skip
+        quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        return {
+            **config.to_dict(),
+            "dtype": "bfloat16",
+            "quantization_config": {**quantized, "weight_block_size": [BLOCK, BLOCK]},
+        }
+
+
+QUICK = Shape(
+    2, hidden=256, heads=4, kv_heads=2, head_dim=64, experts=32, per_token=2, inner=128, vocabulary=2000
+)
+
+ITEMSIZE = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    return ITEMSIZE[dtype] * math.prod(shape)
+
+
+# --- the checkpoint ----------------------------------------------------------------------------------
+
+
+def write_checkpoint(shape: Shape, folder: Path) -> None:
+    """Write ``config.json``, the index and the files into a new folder, piece by piece.
+
+    Raises:
+        OSError: The drive has too little room for it.
+    """
+    free, wanted = shutil.disk_usage(folder.parent).free, shape.nbytes + SPARE_NBYTES
+    if free < wanted:
+        raise OSError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free. The checkpoint takes {shape.nbytes / 1e9:.1f} "
+            f"GB, and {SPARE_NBYTES / 1e9:.0f} GB are to stay free: make room, choose another drive with "
+            "--nvme, or fewer layers with --layers"
+        )
+    folder.mkdir()
+    files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    for group in shape.tensors():
+        if sum(nbytes_of(*each[1:]) for each in [*files[-1], *group]) > FILE_NBYTES and files[-1]:
+            files.append([])
+        files[-1] += group
+    values, where = Values(), dict[str, str]()
+    for number, tensors in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        write_file(folder / name, tensors, values)
+        where |= {tensor: name for tensor, _, _ in tensors}
+    index = {"metadata": {"total_size": shape.nbytes}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(shape.config(), indent=2), encoding="utf-8")
+
+
+def write_file(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], values: "Values") -> None:
+    """Write one file, its tensors in the order in which safetensors' own writer has them."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered, at = sorted(tensors, key=lambda each: (-ITEMSIZE[each[1]], each[0])), 0
+    for name, dtype, shape in ordered:
+        end = at + nbytes_of(dtype, shape)
+        header[name], at = {"dtype": dtype, "shape": shape, "data_offsets": (at, end)}, end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, dtype, shape in ordered:
+            for piece in values.of(name, dtype, math.prod(shape)):
+                file.write(piece)
+        file.flush()
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Values:
+    """Random values: matrices with a standard deviation of 0.02, norms of 1."""
+
+    def __init__(self) -> None:
+        self._random = np.random.Generator(np.random.SFC64(0))
+        codes = (torch.arange(256) & 0xBF).to(torch.uint8)  # no exponent above 2, and no NaN
+        self._scale = 0.02 / codes.view(torch.float8_e4m3fn).float().square().mean().sqrt().item()
+
+    def of(self, name: str, dtype: str, numel: int) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor, piece by piece."""
+        step = PIECE_NBYTES // ITEMSIZE[dtype]
+        for count in (min(step, numel - at) for at in range(0, numel, step)):
+            yield memoryview(self._piece(name, dtype, count)).cast("B")
+
+    def _piece(self, name: str, dtype: str, count: int) -> Any:
+        if dtype == "F8_E4M3":
+            words = self._random.integers(2**64, size=-(-count // 8), dtype=np.uint64, endpoint=False)
+            words &= np.uint64(0xBFBFBFBFBFBFBFBF)
+            return words.view(np.uint8)[:count]
+        if dtype == "F32":
+            return self._random.uniform(0.5, 1.5, count).astype(np.float32) * np.float32(self._scale)
+        if name.endswith("norm.weight"):
+            return torch.ones(count, dtype=torch.bfloat16).view(torch.int16).numpy()
+        normal = torch.from_numpy(self._random.standard_normal(count, dtype=np.float32)).mul_(0.02)
+        return normal.bfloat16().view(torch.int16).numpy()
+
+
+# --- training on it, in a process of its own ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A fine-tune; paths are of directories."""
+
+    way: str  # what the row says
+    source: str
+    tokens: int  # of a micro-batch, which is one sequence
+    micro_batches: int
+    layer_by_layer: bool
+    warmup: int
+    steps: int
+    fio_s: float  # how long fio reads after each step; 0: there is no fio
+    threads: int  # of compute
+    vocabulary: int
+    overrides: list[str] = field(default_factory=list)
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Each measured step's figures, and the most resident memory."""
+    import infinity
+    from infinity.engine.runtime import runtime_of
+    from infinity.shards.mapped import MappedBase
+
+    torch.set_num_threads(job.threads)
+    decoding_s, decode = [0.0], MappedBase._decode
+
+    def timed(*args: Any) -> None:
+        began = time.perf_counter()
+        decode(*args)
+        decoding_s[0] += time.perf_counter() - began
+
+    MappedBase._decode = timed  # type: ignore[method-assign]
+    recipe = infinity.load_recipe(overrides=job.overrides)
+    began = time.perf_counter()
+    model = infinity.from_pretrained(job.source, recipe, frozen=True).train()
+    model = infinity.add_lora(model, rank=LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    optimizer = infinity.AdamW(model, lr=1e-4)
+    start_s = time.perf_counter() - began
+    engine: Any = runtime_of(model).tiers.engine
+    schedule = infinity.layer_schedule(model, job.micro_batches) if job.layer_by_layer else None
+    files, results = sorted(Path(job.source).glob("*.safetensors")), []
+    for step in range(job.warmup + job.steps):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(job.vocabulary, (job.micro_batches, job.tokens), generator=generator)
+        before = engine.nbytes_read, engine.reading_s, decoding_s[0]
+        began = time.perf_counter()
+        if schedule is not None:
+            loss = schedule(input_ids=ids, labels=ids).loss
+            loss.backward()
+        else:
+            for number, rows in enumerate(ids.split(1), start=1):
+                last = number == job.micro_batches
+                with contextlib.nullcontext() if last else infinity.no_sync(model):
+                    loss = model(input_ids=rows, labels=rows).loss / job.micro_batches
+                    loss.backward()
+        optimizer.step()
+        step_s = time.perf_counter() - began
+        report = optimizer.report(loss=float(loss), tokens=ids.numel())
+        if step < job.warmup:
+            continue
+        results.append(
+            {
+                "step_s": step_s,
+                "read": engine.nbytes_read - before[0],
+                "reading_s": engine.reading_s - before[1],
+                "decoding_s": decoding_s[0] - before[2],
+                "loss": float(loss),
+                "fio_per_s": fio.read_bytes_per_s(files, job.fio_s) if job.fio_s else None,
+                **{key: getattr(report, key) for key in ("stall_s", "tiles", "tiles_used", "nbytes_written")},
+            }
+        )
+    optimizer.close()
+    return {"steps": results, "start_s": start_s, "peak_rss": peak_rss_nbytes()}
+
+
+# --- the benchmark -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A row of the table."""
+
+    tokens: int  # of a micro-batch
+    micro_batches: int
+    layer_by_layer: bool
+    tile: str  # partition.tile
+    device: str  # memory.device; layer by layer it holds a block's experts
+
+
+WAYS = {
+    "few tokens": Way(8, 1, False, "16MiB", "1.5GiB"),
+    "more tokens": Way(64, 1, False, "64MiB", "2GiB"),
+    "layer by layer": Way(16, 4, True, "64MiB", "2.5GiB"),
+}
+COLUMNS = [
+    *("run", "tokens", "M", "step s", "read GB", "reading s", "reading GB/s", "step GB/s", "fio GB/s"),
+    *("/ fio", "step / fio", "wait read s", "wait decode s", "decoding s", "tiles", "peak RSS GiB"),
+]
+
+
+class Bench:
+    """Each way's steps."""
+
+    def __init__(self, shape: Shape, options: argparse.Namespace, folder: Path) -> None:
+        self.shape, self.options, self.folder = shape, options, folder
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> None:
+        source = self.folder / "source"
+        say(f"writing {self.shape.numel / 1e9:.2f} B parameters, {self.shape.nbytes / 1e9:.1f} GB")
+        write_checkpoint(self.shape, source)
+        for way in self.options.ways:
+            say(f"training: {way}")
+            job = Job(
+                way=way,
+                source=str(source),
+                tokens=WAYS[way].tokens,
+                micro_batches=WAYS[way].micro_batches,
+                layer_by_layer=WAYS[way].layer_by_layer,
+                warmup=self.options.warmup,
+                steps=self.options.steps,
+                fio_s=self.options.fio_s if fio.available() else 0.0,
+                threads=self.options.threads,
+                vocabulary=self.shape.vocabulary,
+                overrides=self.overrides(way),
+            )
+            [[self.results[way]]] = processes.run(job, worker=Path(__file__))
+
+    def overrides(self, way: str) -> list[str]:
+        tile, device = WAYS[way].tile, WAYS[way].device
+        if self.options.quick:
+            tile, device = "256KiB", "32MiB"
+        return [
+            "train.dtype=bf16",
+            f"memory.nvme=[{self.folder / 'nvme'}]",
+            f"memory.device={device}",
+            f"memory.host={self.options.host}",
+            "memory.activations=keep",
+            f"partition.tile={tile}",
+            f"run.dir={self.folder / 'runs'}",
+        ]
+
+    def median(self, way: str, key: str) -> float:
+        return statistics.median(step[key] for step in self.results[way]["steps"])
+
+    def stall(self, way: str, cause: str) -> float:
+        return statistics.median(step["stall_s"].get(cause, 0.0) for step in self.results[way]["steps"])
+
+    def ratio(self, way: str, seconds: str) -> float:
+        """The median over steps of what a step reads in ``seconds`` to what fio reads then."""
+        steps = self.results[way]["steps"]
+        return statistics.median(step["read"] / step[seconds] / step["fio_per_s"] for step in steps)
+
+    def rows(self) -> list[list[str]]:
+        rows = []
+        for way, result in self.results.items():
+            tokens, micro_batches = WAYS[way].tokens, WAYS[way].micro_batches
+            step_s, read, reading_s = (self.median(way, key) for key in ("step_s", "read", "reading_s"))
+            has_fio = result["steps"][0]["fio_per_s"] is not None
+            last = result["steps"][-1]
+            rows.append(
+                [
+                    *(way, str(tokens * micro_batches), str(micro_batches), f"{step_s:.2f}"),
+                    *(f"{read / 1e9:.2f}", f"{reading_s:.2f}"),
+                    *(f"{read / reading_s / 1e9:.2f}", f"{read / step_s / 1e9:.2f}"),
+                    f"{self.median(way, 'fio_per_s') / 1e9:.2f}" if has_fio else "",
+                    f"{self.ratio(way, 'reading_s'):.3f}" if has_fio else "",
+                    f"{self.ratio(way, 'step_s'):.3f}" if has_fio else "",
+                    *(f"{self.stall(way, cause):.2f}" for cause in ("read", "decode")),
+                    f"{self.median(way, 'decoding_s'):.2f}",
+                    f"{last['tiles_used']} of {last['tiles']}",
+                    f"{result['peak_rss'] / GIB:.2f}",
+                ]
+            )
+        return rows
+
+    def claims(self) -> tuple[list[Claim], list[Claim]]:
+        """What is to be at most as large, and what at least."""
+        most, least = [], []
+        for way, result in self.results.items():
+            last, limit = result["steps"][-1], self.options.rss / GIB
+            rss, passes = result["peak_rss"] / GIB, self.median(way, "read") / self.shape.nbytes
+            used = last["tiles_used"] / max(1, last["tiles"])
+            most += [
+                Claim(f"{way}: peak RSS", rss, limit, " GiB", holds=rss <= limit),
+                Claim(f"{way}: bytes read / checkpoint", passes, 2.0, "x", holds=passes <= 2.0),
+                Claim(f"{way}: tiles of experts read / there", used, 1.0, "x", holds=used <= 1.0),
+            ]
+            if last["fio_per_s"] is None:
+                continue
+            for text, key in (("while reading", "reading_s"), ("over the step", "step_s")):
+                value = self.ratio(way, key)
+                most_read = f"{way}: bytes per second {text} / fio"
+                least.append(Claim(most_read, value, 0.95, "x", holds=value >= 0.95))
+        return most, least
+
+
+def options_of(argv: list[str] | None) -> argparse.Namespace:
+    from infinity.core.nbytes import parse_nbytes
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="2 small layers: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims there")
+    parser.add_argument("--layers", type=int, default=48, help="of the model; each takes 0.63 GB")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--rss", type=parse_nbytes, default=4 * GIB, help="most resident memory allowed")
+    parser.add_argument("--host", default="256MiB", help="memory.host")
+    parser.add_argument("--threads", type=int, default=1, help="of compute; others read and decode")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--fio-s", type=float, default=8.0, help="how long fio reads after each step")
+    parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
+    options = parser.parse_args(argv)
+    options.ways = options.ways.split(",")
+    if options.quick:
+        options.steps, options.warmup, options.fio_s, options.host = 1, 1, 1.0, "8MiB"
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = options_of(argv)
+    shape = QUICK if options.quick else replace(Shape(48), layers=options.layers)
+    options.nvme.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="moe-", dir=options.nvme.resolve()))
+    try:
+        bench = Bench(shape, options, folder)
+        bench.run()
+    except OSError as error:
+        say(f"not measured: {error}")
+        raise SystemExit(1) from None
+    finally:
+        shutil.rmtree(folder)
+    print_table(COLUMNS, bench.rows())
+    most, least = bench.claims()
+    print_claims(most)
+    print_claims(least, wanted="at least")
+    if options.json is not None:
+        write_json(options.json, [*most, *least])
+
+
+def work(text: str, out: str) -> None:
+    """The process that trains: the job, and where its result goes."""
+    Path(f"{out}.0").write_text(json.dumps([train(Job(**json.loads(text)))]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        work(*sys.argv[1:])
+    else:
+        main()
