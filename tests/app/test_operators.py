@@ -47,9 +47,7 @@ def test_operators_run_on_tensors_of_their_sizes_and_those_that_look_at_values_h
     times.measure([embedding, made, refused, matmul(16)])
     assert all(times.of(each) > 0 for each in (embedding, made, matmul(16)))
     assert math.isnan(times.of(refused))
-    assert (
-        Operation.of(torch.ops.aten.mm.default, (torch.ones(2, 2).to_sparse(), torch.ones(2, 2)), {}) is None
-    )
+    assert Operation.of(torch.ops.aten.mm.default, (torch.ones(2, 2).to_sparse(), torch.ones(2, 2)), {}) is None
 
 
 def test_operators_run_on_real_tensors_also_while_a_model_of_fake_ones_is_recorded() -> None:
