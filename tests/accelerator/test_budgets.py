@@ -147,6 +147,7 @@ def on_quantized_base(folder: str) -> tuple[str, list[str], list[str]]:
     return told, digests, races
 
 
+@pytest.mark.slow
 def test_a_budget_has_room_for_both_forms_of_a_unit_and_for_decoding(tmp_path: Path) -> None:
     harness.needs_simulator()
     [(told, digests, races)] = run_ranks(on_quantized_base, 1, str(tmp_path), group=False)
