@@ -147,8 +147,11 @@ def check(counted: Counted, name: str) -> None:
         assert budget is None or counted.peaks[tier] <= budget, tier
 
 
-def test_two_ranks_move_the_planned_bytes_exactly(tmp_path):
-    cases = [CASES[2], CASES[5]]  # with room, tight
+# With room, and tight.
+@pytest.mark.parametrize(
+    "cases", [[CASES[2], CASES[5]], pytest.param([CASES[1]], marks=pytest.mark.slow)], ids=len
+)
+def test_two_ranks_move_the_planned_bytes_exactly(tmp_path, cases):
     for rank in run_ranks(count_all, 2, str(tmp_path), cases):
         for counted, (name, *_) in zip(rank, cases, strict=True):
             check(counted, name)

@@ -227,7 +227,14 @@ def test_a_wrong_size_of_tiles_is_refused(tile):
 # --- linear layers, heads and embeddings -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "change"), [("gpt", lambda model: None), ("llama", recompute)])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gpt", lambda model: None),
+        ("llama", recompute),
+        pytest.param("llama", lambda model: None, marks=pytest.mark.slow),
+    ],
+)
 def test_linear_layers_in_tiles_give_the_plain_outputs_and_gradients_within_rounding(tmp_path, name, change):
     factory, batch = models.build(name, seed=4)
     options = {"dtype": "fp32", "steps": 4, "change": change}

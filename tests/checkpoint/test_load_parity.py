@@ -104,8 +104,8 @@ def load_and_train(directory, nvme, name):
     return trained.losses, start, read[0]
 
 
-def test_two_ranks_load_the_plain_weights_and_read_each_byte_once(saved, tmp_path):
-    names = ("mixtral",)
+@pytest.mark.parametrize("names", [["mixtral"], pytest.param(["llama"], marks=pytest.mark.slow)], ids=str)
+def test_two_ranks_load_the_plain_weights_and_read_each_byte_once(saved, tmp_path, names):
     checkpoints = {name: saved(name, max_shard_size="60KB") for name in names}
     calls = [(load_and_train, checkpoints[name][0], tmp_path / "nvme", name) for name in names]
     results = run_ranks(several, 2, *calls)
