@@ -371,7 +371,7 @@ class _Clock:
                 passed_s = server.left_s / share
         if passed_s == _NEVER_S:
             return passed_s
-        for channel in self.queues.moving():
+        for channel, _, _ in self.queues.moving():
             self.busy_s[_LABELS[channel]] += passed_s
         for name, server in self._servers.items():
             if server.busy:

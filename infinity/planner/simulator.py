@@ -206,9 +206,9 @@ class TransferQueues:
         self._settle()
         return self._next_s
 
-    def moving(self) -> list[int]:
-        """The channels that move bytes now."""
-        return [channel for channel, _, _ in self._settle()]
+    def moving(self) -> list[tuple[int, _Transfer, float]]:
+        """What moves bytes now: channel, transfer and bytes per second."""
+        return self._settle()
 
     def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
         """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
