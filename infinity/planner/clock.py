@@ -19,8 +19,9 @@ behind it until its shard is there: also reductions, whose gradients wait in dev
 
 [Note: the step that repeats]
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
-until they repeat, and the last one counts; its bytes are those of its own transfers, whenever they move. Of many micro-batches
-those in the middle are alike: four are played, and what a fifth would take is what the fourth took.
+until they repeat, and the last one counts; its bytes are those of its own transfers, whenever they move. Of
+many micro-batches those in the middle are alike: four are played, and what a fifth would take is what the
+fourth took.
 """
 
 from collections import Counter, defaultdict, deque
@@ -530,7 +531,12 @@ class _Clock:
                 self._hand_over(unit, self._reduced.pop(unit))
 
         self.nbytes[LINKS] += shape.nbytes
-        self.links.submit(_Job(shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S, reduced))
+        time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
+        if not setup.on_accelerator:  # the same thread adds up what arrives, divides it, and takes its norm
+            itemsize = shape.nbytes // (shape.shard_numel * setup.ranks)
+            passes = setup.ranks * (itemsize + 2 * setup.reduce_itemsize) + 2 * setup.reduce_itemsize
+            time_s += shape.shard_numel * passes / setup.rates.memory_bytes_per_s
+        self.links.submit(_Job(time_s, reduced))
 
     def _hand_over(self, unit: int, nbytes: int) -> None:
         """Give a complete gradient, which takes ``nbytes`` of device memory, to its update."""
@@ -596,6 +602,11 @@ class _Clock:
     def _trains(self, unit: int) -> bool:
         return self.units[unit].on_nvme and self.units[unit].trainable
 
+    @property
+    def _on_training_thread(self) -> bool:
+        """Whether gradients are handed over there: with other ranks, or an accelerator, others do."""
+        return self.setup.ranks == 1 and not self.setup.on_accelerator
+
     def _launch(self, unit: int, nbytes: int) -> None:
         job = next((each for each in self._expected if each.unit == unit), None)
         if job is None:
@@ -606,7 +617,7 @@ class _Clock:
         self._count(Channel.NVME_READ, job.nbytes_read)
         self._count(Channel.NVME_WRITE, job.nbytes_written)
         before = self._updates.get(unit)
-        if before is not None and before.unwritten:
+        if before is not None and before.unwritten and self._on_training_thread:
             self._wait(lambda: not before.unwritten, "update")
         self._updates[unit] = job
         self._next.add(unit)
@@ -683,13 +694,12 @@ class _Clock:
         while len(marks) <= (2 if self._many else _MOST_STEPS) and not _repeat(marks):
             self._play()
             marks.append(self._mark())
-        begin, end = marks[-2:]
-        return StepCost(
-            end[0] - begin[0],
-            *({name: value - then.get(name, 0) for name, value in now.items()}
-              for now, then in zip(end[1:], begin[1:], strict=True)),
-            self.peak_nbytes,
-        )  # fmt: skip
+        (began_s, *before), (now_s, *now) = marks[-2:]
+        busy_s, nbytes, stall_s = (
+            {name: value - then.get(name, 0) for name, value in each.items()}
+            for each, then in zip(now, before, strict=True)
+        )
+        return StepCost(now_s - began_s, busy_s, nbytes, stall_s, self.peak_nbytes)
 
     def _mark(self) -> "_Mark":
         return self.now_s, dict(self.busy_s), dict(self.nbytes), dict(self.stall_s)
