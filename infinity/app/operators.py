@@ -141,7 +141,7 @@ def _time_s(operation: Operation, device: torch.device, clock: Callable[[], floa
         return math.nan
     try:
         args, kwargs = _thawed(operation.args, device), _thawed(operation.kwargs, device)
-        others = torch.ones(_CACHES_NBYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+        others = torch.ones(_CACHES_NBYTES if device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
         taken_s: list[float] = []
         began_s = time.perf_counter()
         while len(taken_s) <= _RUNS and (len(taken_s) < 2 or time.perf_counter() - began_s < _MOST_S):

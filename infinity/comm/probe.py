@@ -23,7 +23,7 @@ def exchange_bytes_per_s(nbytes: int = 2**24) -> float:
 
     def rank(number: int) -> float:
         group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_TIMEOUT_S))
-        full, other = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+        full, other = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         best_s = float("inf")
         for _ in range(_TRIES):
             began_s = time.perf_counter()

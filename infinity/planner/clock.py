@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 from infinity.core.budget import DeviceBudget, rounded
 from infinity.core.lifecycle import Tier
@@ -285,6 +286,14 @@ class _Server:
 
 #: The time, and what was busy, moved and waited until then.
 _Mark = tuple[float, dict[str, float], dict[str, int], dict[str, float]]
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _grown(now: dict[str, _Number], before: dict[str, _Number]) -> dict[str, _Number]:
+    """By how much each number has grown."""
+    return {name: number - before.get(name, 0) for name, number in now.items()}
 
 
 def _repeat(marks: Sequence[_Mark]) -> bool:
@@ -694,12 +703,11 @@ class _Clock:
         while len(marks) <= (2 if self._many else _MOST_STEPS) and not _repeat(marks):
             self._play()
             marks.append(self._mark())
-        (began_s, *before), (now_s, *now) = marks[-2:]
-        busy_s, nbytes, stall_s = (
-            {name: value - then.get(name, 0) for name, value in each.items()}
-            for each, then in zip(now, before, strict=True)
-        )
-        return StepCost(now_s - began_s, busy_s, nbytes, stall_s, self.peak_nbytes)
+        before, now = marks[-2:]
+        return StepCost(
+            now[0] - before[0], _grown(now[1], before[1]), _grown(now[2], before[2]),
+            _grown(now[3], before[3]), self.peak_nbytes,
+        )  # fmt: skip
 
     def _mark(self) -> "_Mark":
         return self.now_s, dict(self.busy_s), dict(self.nbytes), dict(self.stall_s)
