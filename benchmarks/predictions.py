@@ -5,8 +5,9 @@
 Each run is a recipe in fresh processes, one for each rank: new GPTs, and Llamas whose checkpoint is made
 here.
 Bytes are those of the engine over all measured steps, from one drained pipeline to the next. The peak of
-units is that of their pool; the peak of activations is metered in a step of its own. Times need a quiet
-machine; bytes and peaks do not.
+units is that of their pool; the peak of activations is metered in a step of its own. ``others`` are the cores
+that other programs, or the hypervisor, took meanwhile: times need a quiet machine, and so do peaks of units
+where gradients wait for drives or other ranks. Bytes do not. Each rank computes on one thread.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ TIME_WITHIN, PEAK_WITHIN = 0.10, 0.03
 WARM_UP, STEPS = 3, 4
 
 _GPT = ("model.n_layers=8", "model.d_model=512", "model.n_heads=8", "model.seq_len=256", "train.batch_size=2")
-_WIDE = ("model.n_layers=4", "model.d_model=768", "model.n_heads=12", "model.seq_len=128", "train.batch_size=4")
+_WIDE = (
+    "model.n_layers=4",
+    "model.d_model=768",
+    "model.n_heads=12",
+    "model.seq_len=128",
+    "train.batch_size=4",
+)
 _LLAMA = ("llama", "model.seq_len=256", "train.batch_size=2")
 _STREAM = ("memory.resident=false", "memory.host=256MiB")
 _KEEP = ("memory.activations=keep",)
@@ -116,13 +123,15 @@ def run(job: Job) -> dict[str, Any]:
         for _ in range(WARM_UP + METERED * (recipe.memory.activations == "plan")):
             step()
         optimizer.synchronize()
-        before, began_s = moved(), time.perf_counter()
+        before, busy_s, began_s = moved(), cores_busy_s(), time.perf_counter()
         for _ in range(STEPS):
             at_s = time.perf_counter()
             step()
             step_s.append(time.perf_counter() - at_s)
         optimizer.synchronize()
         all_s, after = time.perf_counter() - began_s, moved()
+        ours, all_of_them = (now - then for now, then in zip(cores_busy_s(), busy_s, strict=True))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
         planning, device = runtime.activations.planning, runtime.peak_nbytes()["device"]
         if planning is None:
             with MemoryMeter() as meter:
@@ -136,7 +145,16 @@ def run(job: Job) -> dict[str, Any]:
     return {
         "step_s": all_s / STEPS, "median_s": statistics.median(step_s), "read": read, "written": written,
         "device": device, "activations": activations, "budgets": budgets, "on_demand": on_demand,
+        "others": (all_of_them - world * ours) / all_s,
     }  # fmt: skip
+
+
+def cores_busy_s() -> tuple[float, float]:
+    """Seconds of cores that this process has used, and all, with what the hypervisor gave to others."""
+    words = Path("/proc/stat").read_text(encoding="utf-8").split(maxsplit=9)
+    user, nice, system, _, _, irq, soft, stolen = map(int, words[1:9])
+    mine = os.times()
+    return mine.user + mine.system, (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def predict(job: Job, machine: Any, ranks: int) -> dict[str, Any]:
@@ -164,7 +182,8 @@ def overrides_of(given: Sequence[str], folder: Path, machine: Any, ranks: int) -
     from infinity.app.plan_recipe import plan_recipe
 
     overrides = [
-        *given, "train.threads=1", f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}", "observe.progress=false"
+        *given, "train.threads=1", f"memory.nvme=[{folder / 'nvme'}]", f"run.dir={folder / 'runs'}",
+        "observe.progress=false",
     ]  # fmt: skip
     if "llama" in overrides:
         overrides[overrides.index("llama")] = f"model.path={folder / 'llama'}"
@@ -189,7 +208,7 @@ def off(predicted: float, measured: float) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="three runs: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and claims there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures there; other runs' stay")
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it")
     parser.add_argument("--nvme", type=Path, default=Path("runs"), help="directory on the drive")
     options = parser.parse_args(argv)
@@ -197,31 +216,45 @@ def main(argv: list[str] | None = None) -> None:
     chosen = chosen[:: max(1, len(chosen) // 3)][:3] if options.quick else chosen
     options.nvme.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="predictions-", dir=options.nvme.resolve()))
+    found: list[dict[str, Any]] = []
     try:
-        found = measure_all(chosen, folder)
+        for each in measure_all(chosen, folder):
+            found.append(each)
+            if options.json is not None:
+                keep(each, options.json)
     finally:
         shutil.rmtree(folder)
+        show(found)
+
+
+def keep(run: dict[str, Any], path: Path) -> None:
+    """Write a run's figures to ``path``, beside those of other runs that are there already."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    there = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    names = [name for name, _, _ in RUNS]
+    runs = {each["name"]: each for each in [*there, run] if each["name"] in names}
+    ordered = sorted(runs.values(), key=lambda each: names.index(each["name"]))
+    path.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
+
+
+def show(found: Sequence[dict[str, Any]]) -> None:
+    """Print a table, and what holds."""
     print_table(
-        ["run", "ranks", "step s", "planned", "read MiB", "planned ", "written MiB", "planned  ",
+        ["run", "ranks", "others", "step s", "planned", "read MiB", "planned ", "written MiB", "planned  ",
          "units MiB", "planned   ", "activations MiB", "planned    ", "bottleneck"],
         [_row(each) for each in found],
     )  # fmt: skip
-    claims = [claim for each in found for claim in _claims(each)]
-    print_claims(claims)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print_claims([claim for each in found for claim in _claims(each)])
 
 
-def measure_all(chosen: Sequence[tuple[str, int, tuple[str, ...]]], folder: Path) -> list[dict[str, Any]]:
-    """Each run, predicted and measured."""
+def measure_all(chosen: Sequence[tuple[str, int, tuple[str, ...]]], folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield each run, predicted and measured."""
     from infinity.app.machines import probe
 
     say("measuring this machine")
     machine = probe([folder])
     if any("llama" in given for _, _, given in chosen):
         processes.run(Job("make", llama=str(folder / "llama")), worker=Path(__file__))
-    found = []
     for name, ranks, given in chosen:
         say(name)
         overrides = overrides_of(given, folder, machine, ranks)
@@ -229,15 +262,16 @@ def measure_all(chosen: Sequence[tuple[str, int, tuple[str, ...]]], folder: Path
         predicted = predict(job, machine, ranks)
         [figures] = processes.run(job, world=ranks, worker=Path(__file__))
         first = figures[0]
-        measured = {key: first[key] for key in ("step_s", "read", "written", "activations", "on_demand")}
+        measured = {
+            key: first[key] for key in ("step_s", "read", "written", "activations", "on_demand", "others")
+        }
         measured["device"] = max(each["device"] for each in figures)
         measured["step_s"] = max(each["step_s"] for each in figures)
-        found.append({"name": name, "ranks": ranks, "predicted": predicted, "measured": measured})
-    return found
+        yield {"name": name, "ranks": ranks, "predicted": predicted, "measured": measured}
 
 
 def _row(found: dict[str, Any]) -> list[str]:
-    cells = [found["name"], str(found["ranks"])]
+    cells = [found["name"], str(found["ranks"]), f"{found['measured']['others']:.2f}"]
     for key, scale, digits in (
         ("step_s", 1, 3), ("read", 2**20, 3), ("written", 2**20, 3), ("device", 2**20, 2),
         ("activations", 2**20, 2),

@@ -3,7 +3,8 @@
 [Note: no copy]
 Without an accelerator the engine writes an activation from where it lies. The drive wants whole blocks at
 addresses that are multiples of a block, and an allocator gives neither: so the few bytes before the first
-and after the last whole block stay in memory, and the rest moves as it is. It comes back into fresh memory
+and after the last whole block stay in memory, and the rest moves as it is: wherever the activation lies, as
+many blocks, so that a plan's bytes are exact. It comes back into fresh memory
 that begins at the same place of a block, so that alignment, which some kernels look at, stays the same.
 
 [Note: staging]
@@ -220,11 +221,16 @@ class DirectStore:
         """Do nothing: volume and engine belong to others."""
 
 
+def directly_moved_nbytes(nbytes: int) -> int:
+    """Return the bytes that move of a storage of ``nbytes`` in host memory: see [Note: no copy]."""
+    return max(0, nbytes // BLOCK_NBYTES - 1) * BLOCK_NBYTES
+
+
 class _Direct(StoredActivation):
     def __init__(self, store: DirectStore, storage: Storage, who: str) -> None:
         self._engine, self._nbytes = store.engine, storage.nbytes()
         self._head = -storage.data_ptr() % BLOCK_NBYTES
-        self._body = max(0, self._nbytes - self._head) // BLOCK_NBYTES * BLOCK_NBYTES
+        self._body = directly_moved_nbytes(self._nbytes)
         self._extent = store.volume.allocate(self._body, what=who) if self._body else Extent(())
         super().__init__(partial(_free, store.volume, [self._extent] if self._body else []))
         self._ends: tuple[bytes, bytes] | None = None

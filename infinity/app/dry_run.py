@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.activations.logits import Mode, find_head, least_nbytes
+from infinity.activations.store import directly_moved_nbytes
 from infinity.api.lora import make_adapters
 from infinity.app.models.gpt import GPT
 from infinity.app.operators import OperatorTimes
@@ -700,6 +701,8 @@ class _Planner:
             if place is Place.KEEP or key not in played.packs or key not in played.asks:
                 continue
             packed_at, nbytes = played.packs[key]
+            if place is Place.NVME and not self.machine.on_accelerator:
+                nbytes = directly_moved_nbytes(nbytes)
             tied = after.get(key, key)
             load_at = played.backward_at if tied is None else played.asks.get(tied, played.backward_at)
             stored.append(Stored(nbytes, packed_at, load_at, played.asks[key], place is Place.NVME))

@@ -192,8 +192,9 @@ def _update_bytes_per_s() -> float:
 
     dtype = torch.bfloat16
     rule, layout, hyper = AdamWRule(dtype, threads=1), StateLayout.of(dtype), Hyper(lr=0.0).tensor()
-    weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype) for _ in range(2))
-    state = layout.views(torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8), _UPDATED_NUMEL)
+    weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device="cpu") for _ in range(2))
+    memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device="cpu")
+    state = layout.views(memory, _UPDATED_NUMEL)
     best_s = float("inf")
     for _ in range(_TRIES + 1):  # the first compiles
         began_s = time.perf_counter()

@@ -1,14 +1,17 @@
-"""Times of a model's operators on this machine: each is run alone, on tensors of the sizes that the model gives it.
+"""Times of a model's operators on this machine: each is run alone, on tensors of its sizes.
 
-A roofline knows an operator's flops and bytes, but not how well this machine's kernels reach them. A model has
-some dozens of operators that differ, whatever the number of its layers, so all of them are timed in a second or
-two. Values do not matter: floats are halves, and integers are zeros, which are valid indices.
+A roofline knows an operator's flops and bytes, but not how well this machine's kernels reach them. A model
+has some dozens of operators that differ, whatever the number of its layers, so all are timed in some seconds.
+Values do not matter: floats are halves, and integers are zeros, which are valid indices. Without an
+accelerator caches are emptied before each run: of what a step saves for backward, and of weights that drives
+have written, nothing is left there. One thread's time is that of its processor, which other programs do not
+change.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +22,9 @@ from infinity.device.accelerator import synchronize
 from infinity.device.machine import free_host_nbytes, usable_cores
 
 #: An operator is run so often, but stops when it has taken so long (s).
-_RUNS, _MOST_S = 7, 0.2
+_RUNS, _MOST_S = 3, 0.2
+#: What is written between two runs, so that caches hold nothing of the first (bytes).
+_CACHES_NBYTES = 48 * 2**20
 #: One whose arguments take more than this part of the free memory is not run: its results take some, too.
 _LEAST_FREE = 4
 #: Types of arguments that are written down as they are.
@@ -98,11 +103,18 @@ class OperatorTimes:
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device, self._threads = device, threads
+        on_one_thread = device.type == "cpu" and threads == 1
+        self._clock = time.thread_time if on_one_thread else time.perf_counter
         self._times: dict[Operation | None, float] = {None: math.nan}
 
     @classmethod
     def of_rank(cls, local_ranks: int, threads: int | None = None) -> "OperatorTimes":
-        """Those of a rank that shares this machine with others; ``threads``: None: one per core that it has."""
+        """Those of a rank that shares this machine with others.
+
+        Args:
+            local_ranks: On this machine.
+            threads: On which it computes; None: one for each of its cores.
+        """
         found = torch.accelerator.current_accelerator(check_available=True)
         return cls(found or torch.device("cpu"), threads or max(1, usable_cores() // local_ranks))
 
@@ -114,7 +126,7 @@ class OperatorTimes:
             with unset_fake_temporarily(), torch.no_grad():  # fake tensors would take no time
                 for each in dict.fromkeys(operations):
                     if each is not None and each not in self._times:
-                        self._times[each] = _time_s(each, self._device)
+                        self._times[each] = _time_s(each, self._device, self._clock)
         finally:
             torch.set_num_threads(before)
 
@@ -123,20 +135,22 @@ class OperatorTimes:
         return self._times[operation]
 
 
-def _time_s(operation: Operation, device: torch.device) -> float:
+def _time_s(operation: Operation, device: torch.device, clock: Callable[[], float]) -> float:
     """The median of some runs; the first, which makes kernels ready, does not count."""
     if _nbytes(operation.args) + _nbytes(operation.kwargs) > free_host_nbytes() // _LEAST_FREE:
         return math.nan
     try:
         args, kwargs = _thawed(operation.args, device), _thawed(operation.kwargs, device)
+        others = torch.ones(_CACHES_NBYTES if device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
         taken_s: list[float] = []
         began_s = time.perf_counter()
         while len(taken_s) <= _RUNS and (len(taken_s) < 2 or time.perf_counter() - began_s < _MOST_S):
+            others.add_(1)
             synchronize(device)
-            at_s = time.perf_counter()
+            at_s = clock()
             operation.func(*args, **dict(kwargs))
             synchronize(device)
-            taken_s.append(time.perf_counter() - at_s)
+            taken_s.append(clock() - at_s)
     except (RuntimeError, TypeError, IndexError):  # it looks at values, or does not fit memory
         return math.nan
     return statistics.median(taken_s[1:])

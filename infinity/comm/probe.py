@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,11 @@ def exchange_bytes_per_s(nbytes: int = 2**24) -> float:
     Args:
         nbytes: Of a unit's full values: each rank sends a half.
     """
-    store, half = dist.HashStore(), nbytes // 2
+    store, half = torch._C._distributed_c10d.HashStore(), nbytes // 2
 
     def rank(number: int) -> float:
-        group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_TIMEOUT_S))
-        full, other = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_TIMEOUT_S))
+        full, other = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         best_s = float("inf")
         for _ in range(_TRIES):
             began_s = time.perf_counter()

@@ -560,7 +560,12 @@ class _Clock:
                 self._hand_over(unit, self._reduced.pop(unit))
 
         self.nbytes[LINKS] += shape.nbytes
-        self.links.submit(_Job(shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S, reduced))
+        time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
+        if not setup.on_accelerator:  # the same thread adds up what arrives, divides it, and takes its norm
+            itemsize = shape.nbytes // (shape.shard_numel * setup.ranks)
+            passes = setup.ranks * (itemsize + 2 * setup.reduce_itemsize) + 2 * setup.reduce_itemsize
+            time_s += shape.shard_numel * passes / setup.rates.memory_bytes_per_s
+        self.links.submit(_Job(time_s, reduced))
 
     def _hand_over(self, unit: int, nbytes: int) -> None:
         """Give a complete gradient, which takes ``nbytes`` of device memory, to its update."""
@@ -626,6 +631,11 @@ class _Clock:
     def _trains(self, unit: int) -> bool:
         return self.units[unit].on_nvme and self.units[unit].trainable
 
+    @property
+    def _on_training_thread(self) -> bool:
+        """Whether gradients are handed over there: with other ranks, or an accelerator, others do."""
+        return self.setup.ranks == 1 and not self.setup.on_accelerator
+
     def _launch(self, unit: int, nbytes: int) -> None:
         job = next((each for each in self._expected if each.unit == unit), None)
         if job is None:
@@ -636,7 +646,7 @@ class _Clock:
         self._count(Channel.NVME_READ, job.nbytes_read)
         self._count(Channel.NVME_WRITE, job.nbytes_written)
         before = self._updates.get(unit)
-        if before is not None and before.unwritten:
+        if before is not None and before.unwritten and self._on_training_thread:
             self._wait(lambda: not before.unwritten, "update")
         self._updates[unit] = job
         self._next.add(unit)

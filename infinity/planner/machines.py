@@ -80,7 +80,8 @@ class LinksConfig:
         None, "between all devices of a node and host memory; null: no further limit", valid=_RATE
     )
     device_bytes_per_s: float | None = setting(
-        None, "from each device, or rank on the cores, to the others of its node; null: through host memory",
+        None,
+        "from each device, or rank on the cores, to the others of its node; null: through host memory",
         valid=_RATE,
     )
     network_bytes_per_s: float | None = setting(
@@ -126,7 +127,9 @@ class DrivesConfig:
     )
     price: float | None = setting(None, "price", valid=Valid(least=0, most=10**7))
     core_s_per_byte: float = setting(
-        0.0, "time of a core that each byte costs (s); counts where the cores compute", valid=Valid(least=0, most=1)
+        0.0,
+        "time of a core that each byte costs (s); counts where the cores compute",
+        valid=Valid(least=0, most=1),
     )
 
     def __post_init__(self) -> None:

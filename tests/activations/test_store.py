@@ -1,5 +1,6 @@
 """Stores: every byte there and back at the same place of a block, and all room given back."""
 
+import mmap
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.activations.store import DirectStore
+from infinity.activations.store import DirectStore, directly_moved_nbytes
 from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES
 from tests.activations.stage import Stage
@@ -34,6 +35,23 @@ def test_every_size_comes_back_to_the_byte_at_the_same_place_of_a_block(tmp_path
         assert stage.volume.allocated_nbytes == 0
     finally:
         stage.close()
+
+
+@pytest.mark.parametrize("nbytes", [3 * BLOCK_NBYTES, 3 * BLOCK_NBYTES + 100, 100])
+def test_as_many_bytes_move_wherever_a_tensor_lies(tmp_path, nbytes):
+    """An allocator gives other addresses in each step, and a plan's bytes are exact."""
+    stage, memory = Stage(tmp_path), mmap.mmap(-1, 8 * BLOCK_NBYTES)
+    for offset in (0, 64, BLOCK_NBYTES // 2, BLOCK_NBYTES - 64):
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).fill_(offset % 251)
+        stored = stage.store.reserve(tensor.untyped_storage(), "test")
+        assert stage.volume.allocated_nbytes == directly_moved_nbytes(nbytes)
+        stored.store(tensor.untyped_storage()).wait()
+        loading = stored.load()
+        loading.transfer.wait()
+        back = torch.empty(0, dtype=torch.uint8).set_(loading.storage)[loading.offset_nbytes :][:nbytes]
+        assert torch.equal(back, tensor)
+        stored.free()
+    stage.close()
 
 
 @pytest.mark.parametrize("nbytes", [1, 8191, 8192, 8193, 3 * 8192, 40_001])

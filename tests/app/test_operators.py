@@ -29,7 +29,9 @@ def test_calls_that_differ_in_values_alone_are_one() -> None:
 
 def test_each_operator_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Operation] = []
-    monkeypatch.setattr(operators, "_time_s", lambda operation, device: timed.append(operation) or 0.25)
+    monkeypatch.setattr(
+        operators, "_time_s", lambda operation, device, clock: timed.append(operation) or 0.25
+    )
     times = OperatorTimes(CPU, 1)
     times.measure([matmul(16), None, matmul(16), matmul(17)])
     times.measure([matmul(17)])
@@ -47,7 +49,9 @@ def test_operators_run_on_tensors_of_their_sizes_and_those_that_look_at_values_h
     times.measure([embedding, made, refused, matmul(16)])
     assert all(times.of(each) > 0 for each in (embedding, made, matmul(16)))
     assert math.isnan(times.of(refused))
-    assert Operation.of(torch.ops.aten.mm.default, (torch.ones(2, 2).to_sparse(), torch.ones(2, 2)), {}) is None
+    assert (
+        Operation.of(torch.ops.aten.mm.default, (torch.ones(2, 2).to_sparse(), torch.ones(2, 2)), {}) is None
+    )
 
 
 def test_operators_run_on_real_tensors_also_while_a_model_of_fake_ones_is_recorded() -> None:
