@@ -9,9 +9,8 @@ from infinity.engine.runtime import runtime_of
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
     """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
-    All micro-batches of a step go through a block before the next block is read. (Tiles of parameters that
-    are too large to be gathered whole are read for each micro-batch, unless ``memory.device`` holds those of
-    a block.) ::
+    All micro-batches of a step go through a block before the next block is read (tiles of a parameter that is
+    too large to be gathered whole are read for each micro-batch, but for those that stay in memory)::
 
         scheduled = infinity.layer_schedule(model, micro_batches=8)  # once, after the optimizer
         for batch in loader:  # of 8 micro-batches, row after row

@@ -239,8 +239,8 @@ class UnitMover:
         self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
         self.collectives, self.waits = collectives, waits
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
-        self._arriving: dict[int, Callable[[], object]] = {}
-        self._decoded: dict[int, Callable[[], object]] = {}  # waits for what follows the arrival
+        #: Waits until units have arrived, and then until they are decoded.
+        self._arriving: dict[int, tuple[Callable[[], object], Callable[[], object] | None]] = {}
         self._staying: dict[int, Staying] = {}
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
@@ -257,12 +257,12 @@ class UnitMover:
         staying = self._staying.pop(index, None)
         lease = unit.lease = staying.full if staying else self.pool.lease(unit.nbytes, who=unit.name)
         if staying is not None:
-            arriving = self._gather(unit, lease, self._go_on(unit, staying))
+            self._arriving[index] = self._gather(unit, lease, self._go_on(unit, staying)), None
         elif unit.stored is None:
             arriving = self._gather(unit, lease, self._bring(unit, lease, unit.shard_nbytes))
+            self._arriving[index] = arriving, None
         else:
-            arriving = self._start_stored(unit, unit.stored, lease)
-        self._arriving[index] = arriving
+            self._arriving[index] = self._start_stored(unit, unit.stored, lease)
 
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
@@ -278,20 +278,18 @@ class UnitMover:
 
         return self.collectives.gather(unit.index, unit.name, bring).wait
 
-    def _start_stored(self, unit: Unit, form: StoredForm, full: Lease) -> Callable[[], object]:
+    def _start_stored(
+        self, unit: Unit, form: StoredForm, full: Lease
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
         """Bring the stored form, and decode it: see [Note: decoded after the gather]."""
         held = self.shards.resident(unit)
         if held is not None and self.staging is None and self.collectives is None:
             unit.lifecycle.move(S.UPLOADING)
             decoding = self._decoding.submit(form.decode, held.tensor, full.tensor.view(unit.dtype))
-            self._decoded[unit.index] = decoding.result
-            return lambda: None
+            return lambda: None, decoding.result
         stored = self.pool.lease(form.nbytes, who=f"stored form of {unit.name}")
         ready = self._gather(unit, stored, self._bring(unit, stored, form.shard_nbytes))
-        self._decoded[unit.index] = self._decoding.submit(
-            self._decode, unit, form, ready, stored, full
-        ).result
-        return ready
+        return ready, self._decoding.submit(self._decode, unit, form, ready, stored, full).result
 
     def _decode(
         self, unit: Unit, form: StoredForm, ready: Callable[[], object], stored: Lease, full: Lease
@@ -358,13 +356,13 @@ class UnitMover:
     @_never_inference
     def finish(self, index: int) -> None:
         unit = self.units[index]
-        ready = self._arriving.pop(index, None)
-        if ready is None:
+        arriving = self._arriving.pop(index, None)
+        if arriving is None:
             return
+        ready, decoded = arriving
         try:
             self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
         finally:
-            decoded = self._decoded.pop(index, None)
             if decoded is not None:
                 self.waits("decode", decoded)
         assert unit.lease is not None
@@ -423,10 +421,10 @@ class UnitMover:
     def take(self, index: int) -> Lease | None:
         """Release a unit, but keep its full buffer, whose lease the caller must release."""
         unit = self.units[index]
-        ready = self._arriving.pop(index, None)
-        if ready is not None:
-            decoded = self._decoded.pop(index, ready)
-            decoded()  # the disk, a peer or a thread still writes into the buffer
+        arriving = self._arriving.pop(index, None)
+        if arriving is not None:
+            ready, decoded = arriving
+            (decoded or ready)()  # the disk, a peer or a thread still writes into the buffer
         if unit.lease is None:
             return None
         unit.check_memory()

@@ -83,6 +83,8 @@ def _too_large(request: Request) -> bool:
 class QueuedEngine:
     """Queues, results, counters; an engine adds :meth:`_wake` and :meth:`_stop`, and threads.
 
+    It has more attributes than other classes: two queues, and what is counted of them, all under one lock.
+
     Args:
         volume: Owns the files.
         name: As in ``memory.engine``.
