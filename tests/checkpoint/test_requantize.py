@@ -16,6 +16,7 @@ from infinity.api.export import export_run
 from infinity.checkpoint import requantize
 from infinity.checkpoint.writer import OutputFile, RangeWriter
 from infinity.core.errors import CheckpointError, DiskError
+from infinity.device import codecs
 from tests.checkpoint.test_export import fail_writes
 from tests.checkpoint.test_load_parity import load, train
 from tests.helpers import quantized, zoo
@@ -55,8 +56,11 @@ def same_bits(a, b):
     ("kind", "dtype"),
     [*((kind, "bf16") for kind in quantized.KINDS), ("qwen3_fp8", "fp16"), ("gptq", "fp32")],
 )
-def test_a_model_that_was_not_changed_gives_the_same_files(written, tmp_path, kind, dtype):
+def test_a_model_that_was_not_changed_gives_the_same_files(written, tmp_path, kind, dtype, monkeypatch):
+    """Nothing of it is encoded at all."""
     directory, values, _ = written(kind)
+    for name in ("encode_fp8", "encode_mxfp4", "encode_packed", "encode_gptq"):
+        monkeypatch.delattr(codecs, name)
     model = load(directory, HOST, dtype)
     result = infinity.export(model, tmp_path / "out", stored_as=directory)
     infinity.close(model)
@@ -221,7 +225,7 @@ def test_a_block_that_is_said_to_be_larger_than_its_matrix_takes_no_more_memory(
     assert 0 < result.mean_error < 0.05
 
 
-def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path):
+def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path, monkeypatch):
     """Without a model: also of weights that another program trained or merged."""
     directory, _, _ = written("deepseek_v3")
     model = load(directory, HOST)
@@ -234,6 +238,11 @@ def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert (tmp_path / "run/model" / WEIGHTS).exists()
+    free = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free(path)._replace(free=1000))
+    with pytest.raises(DiskError, match="making room"):
+        export_run(tmp_path / "run", tmp_path / "full", directory)
+    assert not list(tmp_path.glob("*full*"))
 
 
 def tokenizer(folder: Path) -> Path:
