@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity import StateError
 from infinity.engine.runtime import runtime_of
+from infinity.shards.tiers import Tiers
 from tests.helpers import models, quantized, zoo
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -84,6 +85,21 @@ def test_experts_in_tiles_give_the_plain_loops_bits(tmp_path, case):
     tiled = TILED[options["dtype"]]
     assert_bitwise(train(factory, batch, streaming(tmp_path, tiled), **options), plain)
     assert_bitwise(train(factory, batch, ["memory.host=1GiB", tiled], **options), plain)
+
+
+def test_tiles_that_stay_in_host_memory_may_follow_tiles_that_come_and_go(tmp_path, monkeypatch):
+    place = Tiers.place
+
+    def place_some(self, unit):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, "resident_nbytes", 2**40 if unit.index % 3 == 2 else 0)
+            place(self, unit)
+
+    monkeypatch.setattr(Tiers, "place", place_some)
+    factory, batch = zoo.build("qwen2_moe", seed=4)
+    places = streaming(tmp_path, TILED["fp32"], "memory.host=64MiB")
+    ours = train(factory, batch, places, dtype="fp32", steps=2)
+    assert_bitwise(ours, reference(factory, batch, dtype="fp32", steps=2))
 
 
 def route_by_rank(model: Any) -> None:

@@ -256,14 +256,14 @@ class _ValueWriter:
 
     def __init__(self, plan: ExportPlan, named: Mapping[str, Tensor], model: nn.Module, ranks: Ranks) -> None:
         self._plan, self._named, self._model, self._ranks = plan, named, model, ranks
-        self._stack = contextlib.ExitStack()
-        self._writer = self._stack.enter_context(RangeWriter())
+        self._stack, self._writer = contextlib.ExitStack(), RangeWriter()
         self._files: list[OutputFile] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._writer.__exit__(*exc)  # its threads write to the files, and end first
         self._stack.close()
 
     def open(self, folder: Path) -> None:

@@ -149,10 +149,11 @@ def check_free(out: Path) -> None:
     Raises:
         CheckpointError: Something is there.
     """
-    if out.is_dir() and not any(out.iterdir()):
+    link = out.is_symlink()  # also to an empty directory: what is renamed does not replace a link
+    if not link and out.is_dir() and not any(out.iterdir()):
         return
-    if out.exists() or out.is_symlink():
-        what = "is not empty" if out.is_dir() else "is a file"
+    if link or out.exists():
+        what = "is a symbolic link" if link else "is not empty" if out.is_dir() else "is a file"
         raise CheckpointError(f"{out} exists and {what}; wanted a new directory: name another")
 
 

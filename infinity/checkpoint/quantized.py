@@ -477,7 +477,7 @@ def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, in
     if len(blocks) != 2:
         raise ValueError(f"its scales have shape {tuple(blocks)}")
     if given is not None and blocks == (-(-shape[0] // given[0]), -(-shape[1] // given[1])):
-        return given
+        return min(shape[0], given[0]) or 1, min(shape[1], given[1]) or 1
     if not blocks.numel() or shape[0] % blocks[0] or shape[1] % blocks[1]:
         raise ValueError(f"its shape is {shape}, that of its scales {tuple(blocks)}, that of a block {given}")
     return shape[0] // blocks[0], shape[1] // blocks[1]

@@ -14,6 +14,7 @@ model once, is written twice.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -156,6 +157,13 @@ class StoredForm:
             )
         return {key: key if key in shapes else self._twin(key, shapes) for key in self.tensors}
 
+    def sample(self) -> list[tuple[str, str, str]]:
+        """Name of each file, and digests of its header and of a sample of its bytes."""
+        headers = (hashlib.blake2b(plan.header).hexdigest() for plan in self.files)
+        return [
+            (file.path.name, header, file.sample()) for file, header in zip(self.opened, headers, strict=True)
+        ]
+
     def _twin(self, key: str, shapes: Iterable[str]) -> str | None:
         """The key, among ``shapes``, of the matrix that has the values of this one."""
         mine = self.tensors[key]
@@ -226,7 +234,13 @@ def export_stored(
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
             form = stack.enter_context(StoredForm(like))
-            sources = form.match(shapes())
+            sources, seen = form.match(shapes()), form.sample()
+        on_first = agree(seen, ranks.world_size, f"comparing the files of {like}")
+        with all_ranks_or_raise(ranks, f"planning {out}"):
+            if seen != on_first:
+                raise CheckpointError(
+                    f"{like} holds other files on rank {ranks.rank} than on rank 0: give one that all see"
+                )
             if ranks.rank == 0:
                 publication = stack.enter_context(Publication(out, token))
                 check_room(folder, sum(file.nbytes for file in form.files))
@@ -239,7 +253,9 @@ def export_stored(
         with all_ranks_or_raise(ranks, f"publishing {out}"):
             if ranks.rank == 0:
                 _write_companions(form, plain, folder)
-                shutil.rmtree(folder / _PLAIN, ignore_errors=True)
+                if plain == folder / _PLAIN:
+                    with writing(f"removing {plain}", plain):
+                        shutil.rmtree(plain)
                 publication.publish()
         copied = sum(source is None for source in sources.values())
         result = _summary(form.form, {key: error for each in everyone for key, error in each.items()}, copied)
@@ -257,14 +273,14 @@ class _FormWriter:
 
     def __init__(self, form: StoredForm, folder: Path, ranks: Ranks) -> None:
         self._form, self._folder, self._ranks = form, folder, ranks
-        self._stack = contextlib.ExitStack()
-        self._writer = self._stack.enter_context(RangeWriter())
+        self._stack, self._writer = contextlib.ExitStack(), RangeWriter()
         self._outputs: dict[ReadableFile, OutputFile] = {}  # by the checkpoint's own file
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._writer.__exit__(*exc)  # its threads write to the files, and end first
         self._stack.close()
 
     def write(self, sources: Mapping[str, str | None], plain: Path) -> dict[str, float]:
@@ -291,7 +307,7 @@ class _FormWriter:
                 elif isinstance(tensor, Decoded):
                     errors[key] = self._encode(key, tensor, values[source])
                 else:
-                    self._round(tensor, values[source])
+                    self._round(key, tensor, values[source])
                 self._writer.check()
         for tensor in list(self._form.others.values())[rank::world_size]:
             self._copy(tensor)
@@ -309,14 +325,21 @@ class _FormWriter:
             raise CheckpointError(f"{key} cannot be quantized again as {self._form.form}: {error}") from error
         return math.sqrt(lost / total) if lost else 0.0
 
-    def _round(self, tensor: Stored, values: Stored) -> None:
+    def _round(self, key: str, tensor: Stored, values: Stored) -> None:
         """Write what is not quantized, in the checkpoint's dtype; values that did not change are its own."""
         for start in range(0, tensor.shape.numel(), _PIECE_NUMEL):
             held = _read(values, start)
             new = held.to(tensor.dtype)
-            if held.dtype != tensor.dtype and tensor.dtype.is_floating_point:
+            finite = new.float().isfinite()
+            if tensor.dtype.is_floating_point and (held.dtype != tensor.dtype or not finite.all()):
                 before = _read(tensor, start)
-                new = torch.where(unchanged(before.float(), held), before, new)
+                same = unchanged(before.float(), held)
+                if not (same | finite).all():
+                    raise CheckpointError(
+                        f"{key}: a value is NaN or infinite, or becomes so in {tensor.dtype}, "
+                        f"which it has in {self._form.path}"
+                    )
+                new = torch.where(same, before, new)
             self._put(tensor, start, new)
 
     def _copy(self, tensor: Stored) -> None:
@@ -333,7 +356,7 @@ class _FormWriter:
 def _write_companions(form: StoredForm, plain: Path, folder: Path) -> None:
     """The checkpoint's index, the model's config with its quantization, and what else lies beside weights."""
     with writing(f"writing to {folder}", folder):
-        if (form.path / (SAFETENSORS + INDEX)).is_file():
+        if not (form.path / SAFETENSORS).exists():  # the index of one file is not read
             shutil.copyfile(form.path / (SAFETENSORS + INDEX), folder / (SAFETENSORS + INDEX))
         for path in sorted(path for path in plain.rglob("*") if path.is_file()):
             if path.suffix != ".safetensors" and path.name != SAFETENSORS + INDEX:

@@ -282,7 +282,8 @@ class Hooks:
         recomputed = torch._C._current_graph_task_id() != -1
         if recomputed:  # beside what backward keeps
             self.pins.make_room(unit.index, _reading_node())
-        self.prefetcher.use(unit.index, [each.index for each in following], recomputed=recomputed)
+        coming = [each.index for each in following if self.prefetcher.streams(each.index)]
+        self.prefetcher.use(unit.index, coming, recomputed=recomputed)
         try:
             for segment in unit.segments:
                 self._check_attached(unit, segment)

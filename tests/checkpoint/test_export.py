@@ -57,10 +57,15 @@ def test_a_place_that_is_taken_is_refused_before_any_work(
     (tmp_path / "full/file").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, what in (("full", "is not empty"), ("file", "is a file"), ("link", "is a file")):
-        with pytest.raises(CheckpointError, match=f"{name} exists and {what}; .*name another"):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to empty").symlink_to("empty")
+    taken = {"full": "is not empty", "file": "is a file"} | dict.fromkeys(
+        ["link", "to empty"], "is a symbolic"
+    )
+    for name, what in taken.items():
+        with pytest.raises(CheckpointError, match=f"{name} exists and {what}.*; .*name another"):
             infinity.export(model, tmp_path / name)
-    assert left_in(tmp_path) == {"full", "file", "link"}
+    assert left_in(tmp_path) == {"full", "file", "link", "empty", "to empty"}
     assert (tmp_path / "full/file").read_text() == (tmp_path / "file").read_text() == "mine"
 
 

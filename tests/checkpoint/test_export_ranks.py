@@ -2,6 +2,8 @@
 
 import errno
 import gc
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 import infinity
-from infinity.core.errors import DiskError, PeerError
+from infinity.core.errors import CheckpointError, DiskError, PeerError
 from tests.checkpoint.test_export import fail_writes, left_in
 from tests.checkpoint.test_export_models import (
     SMALL_FILES,
@@ -52,6 +54,27 @@ def export_stored(folder: str, out: str) -> Any:
         infinity.close(model)
 
 
+def other_files(folder: str) -> str:
+    """Rank 1 has another revision of the checkpoint under the same name; how the export ended here."""
+    directory = Path(folder, "gpt_oss")
+    model = load(directory, training.streaming(f"{folder}/nvme"))
+    source = directory
+    if torch.distributed.get_rank() == 1:
+        source = Path(folder, "revision")
+        shutil.copytree(directory, source)
+        with (source / "model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
+    try:
+        with pytest.raises((CheckpointError, PeerError)) as raised:
+            infinity.export(model, directory.with_name("never"), stored_as=source)
+    finally:
+        infinity.close(model)
+        if source != directory:
+            shutil.rmtree(source)
+    return str(raised.value)
+
+
 def one_rank_fails(folder: str) -> tuple[str, set[str]]:
     """Rank 1's disk is full in the middle; how the export ended here, and what it left."""
     factory, batch = models.build("llama", seed=1)
@@ -82,7 +105,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     calls = [(export_one, str(folder), name) for name in ("gpt2", "mixtral")]
     quantized.write("gpt_oss", folder / "stored/gpt_oss")
     stored = (export_stored, str(folder / "stored"), "two")
-    return folder, run_ranks(several, 2, *calls, stored, fails)
+    others = (other_files, str(folder / "stored"))
+    return folder, run_ranks(several, 2, *calls, stored, others, fails)
 
 
 @pytest.mark.parametrize(("at", "name"), [(0, "gpt2"), (1, "mixtral")])
@@ -110,6 +134,10 @@ def test_two_ranks_quantize_again_as_one_does(ended: tuple[Path, list[Any]]) -> 
     one, two = ((folder / out / "model.safetensors").read_bytes() for out in ("one", "two"))
     assert one == two
     assert left_in(folder) == {"gpt_oss", "one", "two"}
+
+
+def test_ranks_that_have_other_files_of_the_stored_form_say_so(ended: tuple[Path, list[Any]]) -> None:
+    assert all("holds other files on rank 1 than on rank 0" in each[3] for each in ended[1])
 
 
 def test_a_full_disk_on_one_rank_is_an_error_on_every_rank_and_training_goes_on(

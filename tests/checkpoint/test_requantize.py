@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 import infinity
 from infinity.api.export import export_run
 from infinity.checkpoint import requantize
-from infinity.checkpoint.writer import RangeWriter
+from infinity.checkpoint.writer import OutputFile, RangeWriter
 from infinity.core.errors import CheckpointError, DiskError
 from infinity.device import codecs
 from tests.checkpoint.test_export import fail_writes
@@ -208,6 +209,22 @@ def test_parts_of_blocks_at_the_edge_and_zero_points_are_encoded(tmp_path, kind)
     assert 0 < result.mean_error < (0.03 if kind == "fp8" else 0.12)
 
 
+def test_a_block_that_is_said_to_be_larger_than_its_matrix_takes_no_more_memory(tmp_path):
+    zoo.build("llama", 5)[0]().save_pretrained(tmp_path / "llama")
+    directory = tmp_path / "llama"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized, "BLOCK", 128)
+        quantized.fp8(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [2**70, 2**40]
+    (directory / "config.json").write_text(json.dumps(config))
+    model = load(directory, HOST)
+    change(model, ["_proj"], -1.7)
+    result = infinity.export(model, tmp_path / "out", stored_as=directory)
+    infinity.close(model)
+    assert 0 < result.mean_error < 0.05
+
+
 def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path, monkeypatch):
     """Without a model: also of weights that another program trained or merged."""
     directory, _, _ = written("deepseek_v3")
@@ -282,6 +299,77 @@ def test_a_value_without_a_number_is_refused_and_its_weight_named(written, tmp_p
         infinity.export(model, tmp_path / "out", stored_as=directory)
     infinity.close(model)
     assert {path.name for path in tmp_path.iterdir()} <= {kind, "plain"}
+
+
+def test_what_is_not_quantized_must_be_finite_too_also_in_the_checkpoints_dtype(written, tmp_path):
+    directory, _, _ = written("qwen3_fp8")
+    norm = load_file(directory / WEIGHTS)["model.norm.weight"].half()
+    norm[4] = float("-inf")  # is the checkpoint's own, and stays
+    rewrite(directory, **{"model.norm.weight": norm})
+    model = load(directory, HOST)
+    infinity.export(model, tmp_path / "same", stored_as=directory)
+    for value in (float("nan"), 1e30):
+        with infinity.gathered([model.model.norm.weight], modify=True):
+            model.model.norm.weight[3] = value
+        with pytest.raises(
+            CheckpointError, match=r"^model\.norm\.weight: a value is NaN or infinite.*float16"
+        ):
+            infinity.export(model, tmp_path / "out", stored_as=directory)
+    infinity.close(model)
+    assert same_bits(load_file(tmp_path / "same" / WEIGHTS)["model.norm.weight"], norm)
+    assert {path.name for path in tmp_path.iterdir()} == {"qwen3_fp8", "same"}
+
+
+def test_an_index_that_was_not_read_is_not_published(written, tmp_path):
+    directory, _, _ = written("qwen3_fp8")
+    (tmp_path / "mine").write_text("secret")
+    (directory / "model.safetensors.index.json").symlink_to(tmp_path / "mine")
+    model = load(directory, HOST)
+    infinity.export(model, tmp_path / "out", stored_as=directory)
+    infinity.close(model)
+    assert not (tmp_path / "out/model.safetensors.index.json").exists()
+
+
+def test_an_export_whose_weights_in_bf16_cannot_be_removed_is_not_published(written, tmp_path, monkeypatch):
+    directory, _, _ = written("qwen3_fp8")
+    model, remove = load(directory, HOST), shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if Path(path).name != "plain":
+            remove(path, ignore_errors=ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.EBUSY, "", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    with pytest.raises(DiskError, match=r"removing .*plain"):
+        infinity.export(model, tmp_path / "out", stored_as=directory)
+    infinity.close(model)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_are_closed_when_no_thread_writes_to_them_any_more(written, tmp_path, monkeypatch):
+    directory, _, _ = written("qwen3_fp8")
+    model, put, close = load(directory, HOST), OutputFile.put, OutputFile.close
+    change(model, ["layers.1.self_attn.v_proj"], float("nan"))
+    closed, found = threading.Event(), []
+
+    def put_slowly(self, *args):
+        if ".plain." not in str(self.path):
+            found.append(closed.wait(0.02))
+        put(self, *args)
+
+    def closing(self):
+        if ".plain." not in str(self.path):
+            closed.set()
+        close(self)
+
+    monkeypatch.setattr(OutputFile, "put", put_slowly)
+    monkeypatch.setattr(OutputFile, "close", closing)
+    with pytest.raises(CheckpointError, match="NaN"):
+        infinity.export(model, tmp_path / "out", stored_as=directory)
+    infinity.close(model)
+    assert found
+    assert not any(found)
 
 
 def fill_disk(patch, fails):
