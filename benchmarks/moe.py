@@ -339,6 +339,8 @@ class Bench:
                 overrides=self.overrides(way),
             )
             [[self.results[way]]] = processes.run(job, worker=Path(__file__))
+            for step in self.results[way]["steps"]:
+                say(json.dumps(step))  # what follows may be interrupted
 
     def overrides(self, way: str) -> list[str]:
         tile, device = WAYS[way].tile, WAYS[way].device

@@ -2,17 +2,17 @@
 
     python benchmarks/papers.py [--quick] [--json FILE]
 
-Nothing is trained. Models are the built-in GPT with 12 x hidden^2 parameters a layer. One of many layers is
-planned with a few of them, and each further layer costs what the last one did. Where a figure is not
-met, the last column says why.
+Nothing is trained. Models are the built-in GPT with 12 x hidden^2 parameters a layer, all layers of it. Where
+a figure is not met, a line under the table says why, with a figure that follows if the reason is taken away.
 
 Sources: ZeRO-Infinity (arXiv:2104.07857): figures 2a, 2b, 3, 5 and 6, table 1; TeraIO (arXiv:2506.06472);
 SSDTrain (arXiv:2408.10013); SuperOffload (arXiv:2509.21271).
 """
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,11 +22,13 @@ from infinity.app.dry_run import DryRun, dry_run
 from infinity.app.machines import load_machine
 from infinity.app.recipe import load_recipe
 from infinity.core.errors import BudgetError
+from infinity.core.nbytes import format_nbytes
+from infinity.partition.builder import TARGET_SHARD_NBYTES
 from infinity.planner.clock import COMPUTE, StepCost, play_step
 
 TIB, GIB, K = 2**40, 2**30, 1024
-#: Layers that are planned in place of many.
-FEW, MORE = 3, 5
+#: Figures within these shares of the papers' are met.
+MEMORY, THROUGHPUT = 0.02, 0.15
 #: ZeRO-Infinity, figure 2a: parameters (T), layers, hidden, heads; states (TB), weights and activations (GB).
 FIGURE_2A = [
     (0.1, 80, 10 * K, 128, 1.83, 1.95, 1.63),
@@ -39,24 +41,42 @@ FIGURE_2A = [
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned step of a model with all its layers.
+    """A planned step.
 
     Attributes:
-        run: The dry run of a few layers.
-        flops: Of a step on one rank, recomputation included.
-        why: What does not fit, if the step was planned on a device with more memory.
+        lacks: What does not fit; the step was then planned on a device with more memory.
     """
 
     run: DryRun
     cost: StepCost
-    flops: float
-    params: float
-    why: str = ""
+    lacks: str = ""
+
+    @property
+    def flops(self) -> float:
+        """Of a step on one rank, with recomputation, as ZeRO-Infinity counts them."""
+        return float(self.run.trace.flops.sum())
 
     @property
     def tflops(self) -> float:
-        """Tflop/s of one rank, as the papers count them: with recomputation."""
+        """Tflop/s of one rank."""
         return self.flops / self.cost.step_s / 1e12
+
+    @property
+    def serial_tflops(self) -> float:
+        """Likewise if nothing ran beside anything else."""
+        return self.flops / sum(self.cost.busy_s.values()) / 1e12
+
+    @property
+    def ring_tflops(self) -> float:
+        """Likewise if a reduction crossed each node's border once, as a gather does."""
+        rates = self.run.rates
+        rates = replace(rates, reduce_bytes_per_s=rates.gather_bytes_per_s)
+        return self.flops / play_step(self.run.trace, replace(self.run.setup, rates=rates)).step_s / 1e12
+
+    @property
+    def needs(self) -> str:
+        """GiB that units and activations take of a device."""
+        return f"{self.run.division.total / GIB:.0f} + {self.run.trace.peak_nbytes / GIB:.0f}"
 
     @property
     def ideal(self) -> float:
@@ -70,54 +90,42 @@ def plan(
     hardware: tuple[str, ...] = (), seq: int = 1024, home: str = "nvme",
 ) -> Planned:  # fmt: skip
     """Plan a GPT of ``layers`` layers, whose states are all on NVMe or all in host memory."""
-    machine = load_machine(on, hardware).with_ranks(ranks)
-    why = ""
-    for roomy in (False, True):
-        if roomy:
-            machine = load_machine(on, (*hardware, "devices.memory=4TiB", "host.memory=64TiB")).with_ranks(
-                ranks
-            )
-        found = []
-        for few in (FEW, MORE):
-            recipe = load_recipe(None, [
-                f"model.n_layers={few}", f"model.d_model={hidden}", f"model.n_heads={heads}",
-                f"model.seq_len={seq}", f"train.batch_size={batch}", "train.dtype=fp16",
-                "memory.activations=recompute", "memory.nvme=[nvme]",
-                f"memory.resident={str(home == 'host').lower()}", *more,
-            ])  # fmt: skip
-            try:
-                found.append(dry_run(recipe, machine, ranks))
-            except BudgetError as error:
-                if roomy:
-                    raise
-                why = str(error).partition(". ")[0]
-                break
-        else:
-            break
-    few_cost, more_cost = (play_step(run.trace, run.setup) for run in found)
-    times = (layers - FEW) / (MORE - FEW)
-    cost = few_cost.plus(more_cost.plus(few_cost, -1.0), times)
-
-    def grown(a: float, b: float) -> float:
-        return a + times * (b - a)
-
-    device = load_machine(on, hardware).devices.memory or 0
-    need = found[1].division.total + grown(*(float(run.trace.peak_nbytes) for run in found))
-    if not why and need > device:
-        why = f"units and activations take {need / GIB:.0f} GiB, a device has {device / GIB:.0f}"
-    return Planned(
-        found[1], cost, grown(*(float(run.trace.flops.sum()) for run in found)),
-        grown(*(float(run.params) for run in found)), why,
-    )  # fmt: skip
+    recipe = load_recipe(None, [
+        f"model.n_layers={layers}", f"model.d_model={hidden}", f"model.n_heads={heads}",
+        f"model.seq_len={seq}", f"train.batch_size={batch}", "train.dtype=fp16",
+        "memory.activations=recompute", "memory.nvme=[nvme]",
+        f"memory.resident={str(home == 'host').lower()}", *more,
+    ])  # fmt: skip
+    machine, lacks = load_machine(on, hardware).with_ranks(ranks), ""
+    try:
+        run = dry_run(recipe, machine, ranks)
+    except BudgetError as error:
+        lacks = str(error).partition(". ")[0]
+        roomy = load_machine(on, (*hardware, "devices.memory=4TiB", "host.memory=64TiB"))
+        run = dry_run(recipe, roomy.with_ranks(ranks), ranks)
+    need, device = run.division.total + run.trace.peak_nbytes, machine.devices.memory or 0
+    if not lacks and need > device:
+        lacks = f"{need / GIB:.0f} GiB of device memory"
+    return Planned(run, play_step(run.trace, run.setup), lacks)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], notes: Sequence[str] = ()
+) -> None:
+    """Print a table, and under it what there is to say about rows."""
     print(f"\n{title}\n")
     print_table(columns, [[str(cell) for cell in row] for row in rows])
+    for at, note in enumerate(notes):
+        print("" if at else "\n", end="")
+        print(textwrap.fill(note, 110, initial_indent="- ", subsequent_indent="  "))
 
 
 def off(planned: float, paper: float) -> str:
     return f"{100 * (planned / paper - 1):+.1f}%"
+
+
+def met(planned: float, paper: float, within: float = THROUGHPUT) -> bool:
+    return abs(planned / paper - 1) < within
 
 
 def memory(quick: bool) -> Iterator[Claim]:
@@ -125,38 +133,45 @@ def memory(quick: bool) -> Iterator[Claim]:
     rows = []
     for size, layers, hidden, heads, states, weights, activations in FIGURE_2A[: 2 if quick else None]:
         found = plan("dgx-2", 16, layers, hidden, heads, 4)
-        ours = 20 * found.params / TIB
+        ours = 20 * found.run.params / TIB
         operator = 16 * hidden**2 / GIB
         block = 4 * 1024 * (16 * hidden + 2 * heads * 1024) / GIB
-        versions = 12 * found.params / TIB
+        versions = 12 * found.run.params / TIB
         largest = max(unit.nbytes for unit in found.run.units) / GIB
-        peak = found.run.trace.peak_nbytes / GIB
         rows.append([
-            f"{size} T", f"{states:,.2f}", f"{ours:,.2f}", off(ours, states), f"{versions:,.2f}", weights,
-            f"{operator:.3g}", f"{2 * largest:.3g}", activations, f"{block:.3g}", f"{peak:.3g}",
+            f"{size} T", f"{states:,.2f}", f"{ours:,.2f}", off(ours, states), f"{versions:,.2f}",
+            weights, f"{operator:.3g}", off(operator, weights), f"{2 * largest:.3g}",
+            activations, f"{block:.3g}", off(block, activations),
         ])  # fmt: skip
-        yield Claim(
-            f"states of {size} T: planned / paper",
-            ours / states,
-            1.0,
-            "x",
-            abs(ours / states - 1) < 0.02,
-        )
-        yield Claim(
-            f"working memory of activations, {size} T: formula / paper", block / activations, 1.0, "x",
-            abs(block / activations - 1) < 0.02,
-        )  # fmt: skip
+        for name, value, paper, digits in (
+            ("states, TB", ours, states, ",.2f"),
+            ("largest operator, GB", operator, weights, ".3g"),
+            ("activations of a block, GB", block, activations, ".3g"),
+        ):
+            yield Claim(
+                f"{size} T, {name}",
+                float(format(value, digits).replace(",", "")),
+                paper,
+                "",
+                met(value, paper, MEMORY),
+            )
+    hd = (1.95 * GIB / 16) ** 0.5 / K
+    notes = [
+        (
+            "0.1 T, operator: the paper's 1.95 is not 4 hd x 4 hd bytes, as its other rows are; for that hd "
+            f"would be {hd:.1f} K."
+        ),
+        (
+            "Our unit + grad: the feed-forward layer of the built-in GPT is gated. Its unit has 8 hd^2 "
+            "parameters, or those of a tile; two bytes each, and as much for the gradient."
+        ),
+    ]
     table(
-        "ZeRO-Infinity, figure 2a: memory (TB = TiB, GB = GiB as the paper counts)",
-        ["model", "states TB", "20 B/param", "off", "ours 12 B", "operator GB", "16 hd^2", "our unit + grad",
-         "block GB", "formula", "our peak"],
-        rows,
+        "ZeRO-Infinity, figure 2a: memory (TB = TiB and GB = GiB, as the paper counts)",
+        ["model", "states TB", "20 B/param", "off", "ours, 12 B", "operator GB", "16 hd^2", "off",
+         "our unit + grad", "block GB", "formula", "off"],
+        rows, notes,
     )  # fmt: skip
-    print(
-        "\nThe paper's 1.95 GB for 0.1 T is not 16 hd^2 (1.56), as its other rows are. Our peak is that of"
-        "\nthe built-in GPT with fused attention: no sequence x sequence matrices, but a gated feed-forward"
-        "\nlayer, the checkpoints of the few planned layers and the largest parameter's gradient."
-    )
 
 
 #: Table 1: nodes, parameters, hidden, layers, heads, batch per GPU, home, Tflop/s per GPU in the text.
@@ -173,76 +188,120 @@ TABLE_1 = [
 
 def throughput(quick: bool) -> Iterator[Claim]:
     """Figures 5a and 6a: Tflop/s per GPU."""
-    rows = []
+    rows, notes, large = [], [], []
     for nodes, size, hidden, layers, heads, batch, home, paper in TABLE_1[: 2 if quick else None]:
         found = plan("dgx-2", 16 * nodes, layers, hidden, heads, batch, home=home)
-        near = found.tflops / paper - 1 > -0.15 and (nodes == 1 or found.tflops / paper - 1 < 0.15)
+        lower = nodes == 1
+        name = f"{size}, {nodes} node{'s' if nodes > 1 else ''}"
         rows.append([
-            f"{size}, {nodes} nodes", home, batch, paper, f"{found.tflops:.1f}", off(found.tflops, paper),
-            found.cost.bottleneck, f"{found.ideal:.0%}", "yes" if not found.why else "no",
-            "" if near and not found.why else why(found, 0 if near else paper),
+            name, home, batch, f"{'>' if lower else ''}{paper}", f"{found.tflops:.1f}",
+            off(found.tflops, paper), found.cost.bottleneck, f"{found.ideal:.0%}",
+            f"{found.serial_tflops:.1f}", found.needs, "no" if found.lacks else "yes",
         ])  # fmt: skip
-        yield Claim(f"Tflop/s, {size} on {nodes} nodes", found.tflops, paper, "Tflop/s", near)
+        if not met(found.tflops, paper) and not lower:
+            notes.append(f"{name}: {why(found, paper)}.")
+        if found.lacks:
+            large.append(found)
+        holds = found.tflops > (1 - THROUGHPUT) * paper if lower else met(found.tflops, paper)
+        yield Claim(f"Tflop/s, {name}{', at least' if lower else ''}", found.tflops, paper, "Tflop/s", holds)
     table(
-        "ZeRO-Infinity, table 1 and figures 5 and 6: Tflop/s per V100 (for one node the text says over 40)",
-        ["model", "states", "batch", "paper", "planned", "off", "bottleneck", "of ideal", "fits", "why"],
+        "ZeRO-Infinity, table 1 and figures 5 and 6: Tflop/s per V100 (of one node the text says: over 40)",
+        ["model", "states", "batch", "paper", "planned", "off", "bottleneck", "of ideal", "serial",
+         "GiB of 32", "fits"],
         rows,
+        [
+            "Serial: Tflop/s if nothing ran beside anything else. GiB: of units + activations.",
+            *notes,
+            *([relief(large)] if large else []),
+        ],
     )  # fmt: skip
 
 
 def why(found: Planned, paper: float) -> str:
-    """Why a figure is not met."""
-    reasons = []
-    if found.why:
-        reasons.append(f"does not fit: {found.why[:100]}")
-    if paper and abs(found.tflops / paper - 1) >= 0.15:
-        share = found.cost.busy_s[found.cost.bottleneck] / found.cost.step_s
-        if found.cost.bottleneck == "links" and found.run.machine.nodes.count > 1:
-            reasons.append("gradients are reduced by all-to-all: every rank sends to every node")
-        elif found.tflops > paper:
-            reasons.append("nothing but compute holds it here, at the efficiency of large products")
-        else:
-            reasons.append(f"{found.cost.bottleneck} is busy for {share:.0%} of the step")
-    return "; ".join(reasons)
+    """Why a throughput is not met, with what follows if the reason is taken away."""
+    cost, serial = found.cost, found.serial_tflops
+    busy = f"{cost.bottleneck} {'are' if cost.bottleneck == 'links' else 'is'} busy for"
+    share = cost.busy_s[cost.bottleneck] / cost.step_s
+    if found.tflops > paper:
+        between = f"the paper's figure lies between the plan's and {serial:.0f}, with nothing overlapped"
+        above = f"with nothing overlapped it would be {serial:.0f} still"
+        return f"{busy} {share:.0%} of the step; " + (between if serial < paper else above)
+    links, ring = cost.busy_s["links"], found.ring_tflops
+    reason = (
+        f"{busy} {share:.0%} of the step. Gradients are reduced by all-to-all, in which each of a node's "
+        f"{found.run.machine.devices.per_node} ranks sends to all other nodes; if each byte crossed a node's "
+        f"border once, it would be {ring:.0f} Tflop/s: the paper's figure lies between"
+    )
+    return reason if links > 0.5 * cost.step_s else f"{busy} {share:.0%} of the step"
+
+
+def relief(found: Sequence[Planned]) -> str:
+    """What would make room in plans that do not fit, and what that costs."""
+    inputs = [
+        2 * f.run.recipe.model.n_layers * f.run.trace.tokens * f.run.recipe.model.d_model for f in found
+    ]
+    shares = [
+        2 * nbytes / f.run.rates.channels.host_bytes_per_s / f.cost.step_s
+        for nbytes, f in zip(inputs, found, strict=True)
+    ]
+    least, on_512 = format_nbytes(TARGET_SHARD_NBYTES), format_nbytes(512 * TARGET_SHARD_NBYTES)
+    return (
+        "What does not fit is planned as if it did. Of the activations, inputs of blocks are "
+        f"{min(inputs) / GIB:.0f} to {max(inputs) / GIB:.0f} GiB: memory.activations=plan sends them to host "
+        f"memory and back, which takes {min(shares):.1%} to {max(shares):.0%} of a step beside compute. "
+        f"Units have {least} of each rank at least, {on_512} on 512 ranks, and several are in memory at one "
+        "time: that is too much for 32 GiB, and a limit of ours."
+    )
 
 
 def scaling(quick: bool) -> Iterator[Claim]:
     """Figure 5b: 1 T from 4 to 32 nodes."""
-    rows, each = [], []
+    rows, each, notes = [], [], []
     for nodes in (4,) if quick else (4, 8, 16, 32):
         found = plan("dgx-2", 16 * nodes, 128, 25 * K, 256, 5)
-        each.append(found.tflops)
-        paper = 44 if nodes == 4 else ""
-        note = why(found, 44) if nodes == 4 else ""
+        each.append(found)
         rows.append([
-            nodes, 16 * nodes, paper, f"{found.tflops:.1f}", f"{found.tflops * 16 * nodes / 1e3:.2f}",
-            found.cost.bottleneck, f"{found.ideal:.0%}", note,
+            nodes, 16 * nodes, 44 if nodes == 4 else "", f"{found.tflops:.1f}",
+            f"{found.tflops * 16 * nodes / 1e3:.2f}", found.cost.bottleneck, f"{found.ideal:.0%}",
+            f"{found.serial_tflops:.1f}",
         ])  # fmt: skip
-    yield Claim("Tflop/s per GPU, 1 T on 4 nodes", each[0], 44, "Tflop/s", abs(each[0] / 44 - 1) < 0.15)
+    first, last = each[0], each[-1]
+    if not met(first.tflops, 44):
+        notes.append(f"4 nodes: {why(first, 44)}.")
+    yield Claim("Tflop/s per GPU, 1 T on 4 nodes", first.tflops, 44, "Tflop/s", met(first.tflops, 44))
     if len(each) > 1:
-        yield Claim(
-            "weak scaling of 1 T is superlinear", each[-1] / each[0], 1.0, "x", each[-1] >= 0.99 * each[0]
+        grows = last.serial_tflops / first.serial_tflops
+        notes.append(
+            f"Superlinear in the paper, since each rank's part of the states shrinks: from 4 to 32 nodes the "
+            f"plan's figure changes by {off(last.tflops, first.tflops)}, as there is little left that is not "
+            f"overlapped; with nothing overlapped it would by {off(last.serial_tflops, first.serial_tflops)}."
         )
+        yield Claim("weak scaling of 1 T, nothing overlapped, 32 nodes / 4 nodes", grows, 1.0, "x", grows > 1)
     table(
         "ZeRO-Infinity, figure 5b: weak scaling of 1 T (the paper: superlinear)",
-        ["nodes", "GPUs", "paper", "Tflop/s a GPU", "Pflop/s", "bottleneck", "of ideal", "why"], rows,
-    )  # fmt: skip
+        ["nodes", "GPUs", "paper", "Tflop/s a GPU", "Pflop/s", "bottleneck", "of ideal", "serial"],
+        rows,
+        notes,
+    )
 
 
 def efficiency(quick: bool) -> Iterator[Claim]:
     """Figure 3: efficiency by the bandwidth between weights and device."""
-    rows, holds = [], True
+    rows, ratios = [], []
     for bandwidth in (70,) if quick else (10, 30, 70, 200):
         for batch in (1, 4):
-            hardware = (f"links.node_host_bytes_per_s={bandwidth}e9", f"links.host_bytes_per_s={bandwidth}e9",
-                        "host.bytes_per_s=1e15", "host.core_bytes_per_s=1e15")  # fmt: skip
+            hardware = (
+                f"links.node_host_bytes_per_s={bandwidth}e9", f"links.host_bytes_per_s={bandwidth}e9",
+                "host.memory=64TiB", "host.bytes_per_s=1e15", "host.core_bytes_per_s=1e15",
+            )  # fmt: skip
             found = plan("dgx-2", 1, 40, 8 * K, 64, batch, hardware=hardware, home="host")
             intensity = 1024 * batch
             formula = intensity * bandwidth * 1e9 / (intensity * bandwidth * 1e9 + 70e12)
-            holds &= found.ideal >= 0.97 * formula
+            ratios.append(found.ideal / formula)
             rows.append([bandwidth, batch, f"{formula:.0%}", f"{found.ideal:.0%}"])
+    least = min(ratios)
     yield Claim(
-        "planned efficiency is at least the paper's, which overlaps nothing", float(holds), 1, "", holds
+        "efficiency / the paper's formula, which overlaps nothing, at least", least, 1.0, "x", least > 0.97
     )
     table(
         "ZeRO-Infinity, figure 3a: efficiency by bandwidth to weights and gradients in host memory, one V100",
@@ -265,12 +324,9 @@ def future(quick: bool) -> Iterator[Claim]:
         found = plan("dgx-2", 512, 200, 64 * K, 512, 2, hardware=hardware, home="host")
         each.append(found.ideal)
         rows.append([f"{times} x V100", f"{found.tflops:,.1f}", f"{found.ideal:.0%}", found.cost.bottleneck])
+    kept = min(each) / each[0]
     yield Claim(
-        "efficiency keeps on 10 and 100 times faster devices",
-        min(each) / each[0],
-        0.95,
-        "x",
-        min(each) > 0.95 * each[0],
+        "efficiency on 10 and 100 times faster devices / on V100, at least", kept, 0.95, "x", kept > 0.95
     )
     table(
         "ZeRO-Infinity, table 3: 512 future devices, slow memory 3, 30, 300 GB/s per device (10 T)",
@@ -280,7 +336,7 @@ def future(quick: bool) -> Iterator[Claim]:
 
 def others(quick: bool) -> Iterator[Claim]:
     """TeraIO, SSDTrain and SuperOffload."""
-    rows = []
+    rows, notes = [], []
     # 2 H100, 4 drives each, 16 GB/s per device and direction
     two = (
         "drives.per_node=8",
@@ -288,43 +344,76 @@ def others(quick: bool) -> Iterator[Claim]:
         "drives.write_bytes_per_s=4e9",
         "drives.mixed_bytes_per_s=6e9",
     )
-    # their batch is not in the paper's text: the larger it is, the nearer is a step to the ideal
     for name, layers, hidden, heads, paper in (
         ("8 B", 32, 4 * K, 32, 0.95), ("70 B", 80, 8 * K, 64, 0.597),
     )[: 1 if quick else None]:  # fmt: skip
-        best = 0.0
+        shares = {}
         for batch in (8, 32):
             found = plan("hgx-h100", 2, layers, hidden, heads, batch, hardware=two, seq=2048)
-            best = max(best, found.ideal)
+            shares[batch] = found.ideal
             rows.append([
                 f"TeraIO {name}, 2 H100, batch {batch}", "share of ideal", f"{paper:.0%}",
                 f"{found.ideal:.0%}", found.cost.bottleneck,
             ])  # fmt: skip
-        yield Claim(f"TeraIO {name}: share of the ideal step", best, paper, "", best >= 0.85 * paper)
+        notes.append(
+            f"TeraIO {name}: compute grows with the batch, which the text of the paper lacks, and "
+            f"transfers do not. At {shares[8] / 8:.1%} of the ideal for each sequence of 2,048 tokens, "
+            f"{paper:.0%} is a batch of {8 * paper / shares[8]:.0f}."
+        )
+        best = max(shares.values())
+        yield Claim(
+            f"TeraIO {name}: share of the ideal step, at least",
+            best,
+            paper,
+            "",
+            best >= (1 - THROUGHPUT) * paper,
+        )
     # SSDTrain: what a step saves leaves within half of it, and the drives last three years
+    layers, hidden, batch = 40, 16 * K, 16
     found = plan(
-        "dgx-a100", 8, 40, 16 * K, 128, 16, "memory.activations=keep", hardware=("devices.memory=4TiB",)
+        "dgx-a100",
+        8,
+        layers,
+        hidden,
+        128,
+        batch,
+        "memory.activations=keep",
+        hardware=("devices.memory=4TiB",),
     )
-    per_layer = sum(slot.nbytes for slot in found.run.profile.slots if slot.key.region % 2) / MORE
-    bandwidth = per_layer * 40 / (found.cost.busy_s[COMPUTE] / 2)
+    saved = sum(slot.nbytes for slot in found.run.profile.slots if slot.key.region % 2)
+    each = saved / (layers * found.run.trace.tokens * hidden)
+    bandwidth = saved / (found.cost.busy_s[COMPUTE] / 2)
     # 12.8 TB, 50 drive writes a day for 5 years; sequential writes wear 2.5 times less
     endurance = 4 * 12.8e12 * 50 * 5 * 365.25 * 2.5
-    life_years = endurance / (per_layer * 40) * found.cost.step_s / (365.25 * 86_400)
+    life_years = endurance / saved * found.cost.step_s / (365.25 * 86_400)
     figures = f"{bandwidth / 1e9:.1f}, {life_years:.1f}"
     rows.append(["SSDTrain, A100, 4 x D7-P5810", "GB/s, years", "<= 12.1, > 3", figures, ""])
-    yield Claim(
-        "SSDTrain: write bandwidth per A100", bandwidth / 1e9, 12.1, "GB/s", bandwidth <= 1.15 * 12.1e9
+    notes.append(
+        f"SSDTrain: a layer of the built-in GPT saves {each:.0f} bytes for each token and hidden element. Of "
+        f"Megatron's GPT, without the matrix of attention, they are 34 (arXiv:2205.05198, section 4.1): "
+        f"{bandwidth * 34 / each / 1e9:.1f} GB/s."
     )
-    yield Claim("SSDTrain: life of four drives", life_years, 3, "years", life_years > 3)
+    yield Claim(
+        "SSDTrain: write bandwidth per A100, at most", bandwidth / 1e9, 12.1, "GB/s",
+        bandwidth <= (1 + THROUGHPUT) * 12.1e9,
+    )  # fmt: skip
+    yield Claim("SSDTrain: life of four drives, at least", life_years, 3, "years", life_years > 3)
     if not quick:
         found = plan("gh200", 1, 44, 3 * K, 24, 8, "optim.max_grad_norm=null", home="host", seq=2048)
         rows.append(
             ["SuperOffload 5 B, GH200", "Tflop/s", "239", f"{found.tflops:.0f}", found.cost.bottleneck]
         )
-        yield Claim(
-            "SuperOffload 5 B: Tflop/s", found.tflops, 239, "Tflop/s", abs(found.tflops / 239 - 1) < 0.15
+        devices = found.run.machine.devices
+        peak = (devices.fp16_flops_per_s or 0) / 1e12
+        model = found.run.trace.model_flops / found.cost.step_s / 1e12
+        notes.append(
+            f"SuperOffload: 239 is {239 / peak:.0%} of the device's {peak:.0f} Tflop/s. Plain PyTorch "
+            "with all states on an H100 reached 27 % with 1.2 B parameters (gpu.md), without recomputation: "
+            f"{0.27 * peak:.0f}. The plan takes {devices.efficiency:.0%} for large products "
+            f"and nothing for launches and casts: {model:.0f}, or {found.tflops:.0f} with recomputation."
         )
-    table("TeraIO, SSDTrain, SuperOffload", ["what", "figure", "paper", "planned", "bottleneck"], rows)
+        yield Claim("SuperOffload 5 B: Tflop/s", found.tflops, 239, "Tflop/s", met(found.tflops, 239))
+    table("TeraIO, SSDTrain, SuperOffload", ["what", "figure", "paper", "planned", "bottleneck"], rows, notes)
 
 
 def main() -> None:
@@ -343,7 +432,7 @@ def main() -> None:
     print_table(
         ["claim", "planned", "paper", "holds"],
         [
-            [claim.claim, f"{claim.value:.3g}", f"{claim.target:g}", "yes" if claim.holds else "NO"]
+            [claim.claim, f"{claim.value:,.4g}", f"{claim.target:,.6g}", "yes" if claim.holds else "NO"]
             for claim in claims
         ],
     )

@@ -33,13 +33,13 @@ def moe() -> Iterator[Any]:
 
 
 def test_it_has_the_layout_and_the_values_of_a_quantized_model_and_trains(moe, tmp_path, monkeypatch):
-    monkeypatch.setattr(moe, "FILE_NBYTES", 2 * 10**6)
+    monkeypatch.setattr(moe, "FILE_NBYTES", 6 * 10**5)
     shape = moe.Shape(
         2, hidden=128, heads=2, kv_heads=1, head_dim=64, experts=4, per_token=2, inner=192, vocabulary=500
     )
     moe.write_checkpoint(shape, tmp_path / "source")
     files = sorted((tmp_path / "source").glob("*.safetensors"))
-    assert len(files) == 2
+    assert len(files) > 1
     found = 0
     for path in files:
         with safe_open(path, "pt") as file:  # refuses gaps, and tensors that overlap

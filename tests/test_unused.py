@@ -87,7 +87,7 @@ def text_only(number: int, rank: int = 0) -> dict[str, Any]:
 WAYS = [*((where, rule, "bf16") for where in PLACES for rule in (FREE, CLIPPED)), ("nvme", CLIPPED, "fp16")]
 
 
-@pytest.mark.parametrize(("where", "rule", "dtype"), few((WAYS[1], WAYS[2], WAYS[4], WAYS[-1]), WAYS))
+@pytest.mark.parametrize(("where", "rule", "dtype"), few((WAYS[1], WAYS[2], WAYS[-1]), WAYS))
 def test_what_a_step_does_not_use_stays_as_it_is(tmp_path, where, rule, dtype):
     with lockstep(where, tmp_path, seeded(Parts), dtype=dtype, rule=rule, batches=batch) as pair:
         pair.step(9)
@@ -137,7 +137,7 @@ class Ignored(Parts):
         return super().forward(x, y, False, drop, expert)
 
 
-@pytest.mark.parametrize("rule", [FREE, CLIPPED])
+@pytest.mark.parametrize("rule", few((FREE,), (FREE, CLIPPED)))
 def test_a_unit_that_stays_in_memory_without_an_update_has_its_weights_in_the_next_step(tmp_path, rule):
     model = build(seeded(Ignored), "bf16", streaming(tmp_path))  # room for all
     optimizer, loop = optimizer_for(model, rule), Reference(seeded(Ignored)(), torch.bfloat16, rule)
@@ -161,7 +161,7 @@ def test_a_unit_that_stays_in_memory_without_an_update_has_its_weights_in_the_ne
     assert all(torch.equal(weights[name], p) for name, p in loop.parameters.items())
 
 
-@pytest.mark.parametrize("where", few(("nvme", "one-version"), PLACES))
+@pytest.mark.parametrize("where", few(("one-version",), PLACES))
 def test_what_is_frozen_for_some_steps_keeps_its_moments_and_its_count(tmp_path, where):
     with lockstep(where, tmp_path, seeded(Parts), rule=FREE, batches=batch) as pair:
         pair.step(3)
@@ -205,7 +205,7 @@ def bytes_of_steps(pair: Lockstep, steps: int) -> tuple[int, int, int, int]:
     return after[0] - before[0], after[1] - before[1], *planned
 
 
-@pytest.mark.parametrize("rule", [FREE, CLIPPED])
+@pytest.mark.parametrize("rule", few((CLIPPED,), (FREE, CLIPPED)))
 def test_units_that_a_step_does_not_use_move_no_bytes(tmp_path, rule):
     with lockstep("nvme", tmp_path, seeded(Parts), rule=rule, batches=text_only) as pair:
         pair.step(3)

@@ -9,8 +9,9 @@ from infinity.engine.runtime import runtime_of
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
     """Wrap ``model`` so that a step reads every weight at most twice, however many micro-batches it has.
 
-    All micro-batches of a step go through a block before the next block is read (tiles of a parameter that is
-    too large to be gathered whole are read for each micro-batch)::
+    All micro-batches of a step go through a block before the next block is read. (Tiles of parameters that
+    are too large to be gathered whole are read for each micro-batch, unless ``memory.device`` holds those of
+    a block.) ::
 
         scheduled = infinity.layer_schedule(model, micro_batches=8)  # once, after the optimizer
         for batch in loader:  # of 8 micro-batches, row after row
@@ -28,9 +29,10 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
         StateError: No blocks were found.
     """
     schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)
-    units = [  # tiles are used one by one
-        {place[0].index for param in block.parameters() if (place := runtime.units.find(param)) is not None}
-        for block in schedule.blocks.modules
-    ]
-    runtime.executor().hold_blocks(units, str(schedule.blocks))
+    blocks, tiles = [], []
+    for block in schedule.blocks.modules:
+        places = [(runtime.units.places(param), runtime.units.find(param)) for param in block.parameters()]
+        blocks.append({whole[0].index for _, whole in places if whole is not None})
+        tiles.append({unit.index for parts, whole in places if whole is None for unit, _ in parts})
+    runtime.executor().hold_blocks(blocks, tiles, str(schedule.blocks))
     return schedule

@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from infinity.checkpoint.directory import (
     ByteRange,
@@ -435,7 +436,8 @@ def _fp8(group: _Group) -> Decoded | None:
 
     def decode_into(first: int, last: int, needed: Sequence[Tensor], out: Tensor) -> None:
         of_rows = codecs.as_float(needed[1].view(-1, blocks[1]))
-        _decode_fp8_into(needed[0], of_rows, out, columns, block, first % block[0])
+        if not _decode_fp8_into(needed[0], of_rows, out, columns, block, first % block[0]):
+            out.copy_(decode(first, last, needed).flatten())
 
     dtype = group.dtype or torch.float32
     return Decoded((rows, columns), dtype, columns, needs, decode, encode, block[0], group.kept, decode_into)
@@ -443,16 +445,27 @@ def _fp8(group: _Group) -> Decoded | None:
 
 def _decode_fp8_into(
     codes: Tensor, scales: Tensor, out: Tensor, columns: int, block: tuple[int, int], first_row: int
-) -> None:
-    """See ``decode_fp8`` in :mod:`infinity.optim.kernels`, with the values of that in ``codecs``."""
+) -> bool:
+    """See ``decode_fp8`` in :mod:`infinity.optim.kernels`; values are those of the one in ``codecs``.
+
+    Returns:
+        Whether this CPU has the loop.
+    """
     from infinity.optim import kernels
 
+    if isinstance(out, FakeTensor):  # a dry run counts the bytes that operators move
+        out.copy_(codes.view(torch.uint8))
+        return True
+    if out.dtype == torch.float16 and not kernels.converts_half():
+        return False
+
     def run(codes: Tensor, out: Tensor) -> None:
-        arrays = (kernels.array(each) for each in (codes.view(torch.uint8), scales, out))
-        kernels.decode_fp8(*arrays, columns, block, first_row)
+        stored, factors = kernels.array(codes.view(torch.uint8)), kernels.array(scales)
+        kernels.decode_fp8(stored, factors, kernels.array(out), columns, block, first_row)
 
     compile_ahead(("decode_fp8", out.dtype), partial(run, codes[:0], out[:0]))
     run(codes, out)
+    return True
 
 
 def _block_size(shape: tuple[int, int], blocks: torch.Size, given: tuple[int, int] | None) -> tuple[int, int]:

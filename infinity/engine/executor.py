@@ -81,7 +81,9 @@ class StepExecutor:
         self.on_demand = self.tiles_used = 0
         self.planned: tuple[int, int] | None = None
         self._update_mark = 0, 0
-        self._blocks: tuple[Sequence[set[int]], str] | None = None if before is None else before._blocks
+        self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = (
+            None if before is None else before._blocks
+        )
         storage = tiers.storage
         rules = make_rules(config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
@@ -156,18 +158,26 @@ class StepExecutor:
         self._divide_again(accumulates=True)
         self._place_states()
 
-    def hold_blocks(self, blocks: Sequence[set[int]], described: str) -> None:
-        """Keep any of ``blocks`` (indices of units) gathered while all micro-batches go through it.
+    def hold_blocks(self, blocks: Sequence[set[int]], tiles: Sequence[set[int]], described: str) -> None:
+        """Keep any of ``blocks`` gathered while all micro-batches go through it.
+
+        Args:
+            blocks: Indices of each block's units.
+            tiles: Those of its tiles, which are used one by one, and kept if there is room.
+            described: What the blocks are, for messages.
 
         Raises:
             BudgetError: ``memory.device`` cannot hold one; the message has the arithmetic.
         """
         before = self.budget.division
         window_nbytes = self.budget.window_for(blocks, described)
-        self._blocks = blocks, described
+        self._blocks = blocks, tiles, described
         if self.budget.division is not before:
             self._apply_division()
         self.prefetcher.capacity_nbytes = window_nbytes
+        routed, nbytes = self.prefetcher.routed, self.prefetcher.nbytes
+        sums = (sum(nbytes[index] for index in each & routed) for each in tiles)
+        self.prefetcher.together_nbytes = max(sums, default=0)
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""

@@ -28,7 +28,7 @@ arrive, as far as there is room. Backward uses them in reverse order, so what co
 model: uses of forward are written down, and crossed out as backward comes to them. A block that is recomputed
 uses its tiles anew, and these uses take the place of those that forward wrote down; before the next block is
 recomputed its tiles are not brought, since they are used in another order. Tiles are the first to go. Plans
-leave room for two.
+leave room for two, or, where all micro-batches go through a block before the next, for those of a block.
 """
 
 from bisect import bisect_left
@@ -158,6 +158,9 @@ class Prefetcher:
         can_stay: Units that may be updated where they are.
         order: Learns the order of training steps.
         routed: Units that no plan foresees: see [Note: routed units].
+
+    Attributes:
+        together_nbytes: What routed units take that several micro-batches use one after another.
     """
 
     def __init__(
@@ -168,6 +171,7 @@ class Prefetcher:
         self.can_stay, self.order = can_stay, order or StepOrder()
         self.routed = frozenset(routed)
         self.routed_used: set[int] = set()  # in this training pass
+        self.together_nbytes = 0
         self._to_come: list[int] = []  # routed units that backward will use, from the last one on
         self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -301,10 +305,13 @@ class Prefetcher:
         ended.restart()
 
     def _planned_nbytes(self) -> int:
-        """What plans may take: all but room for two routed units, unless other units need it."""
-        routed = max((self.nbytes[unit] for unit in self.routed if unit in self.nbytes), default=0)
-        others = max((self.nbytes[unit] for unit in self.nbytes.keys() - self.routed), default=0)
-        return max(self.capacity_nbytes - 2 * routed, min(2 * others, self.capacity_nbytes))
+        """What plans may take: all but room for routed units, unless other units need it."""
+        others = 2 * max((self.nbytes[unit] for unit in self.nbytes.keys() - self.routed), default=0)
+        tiles = [self.nbytes[unit] for unit in self.routed if unit in self.nbytes]
+        room = 2 * max(tiles, default=0)
+        if self.together_nbytes + others <= self.capacity_nbytes:
+            room = max(room, self.together_nbytes)
+        return max(self.capacity_nbytes - room, min(others, self.capacity_nbytes))
 
     def _write_down(self, unit: int, recomputed: bool) -> None:
         """Backward will use ``unit``, and before that what is used after it; see [Note: routed units]."""

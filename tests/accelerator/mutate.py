@@ -4,6 +4,7 @@ Imports nothing of infinity: its modules are changed while they are imported, in
 """
 
 import ast
+import functools
 import importlib.abc
 import importlib.machinery
 import re
@@ -40,14 +41,15 @@ class Mutation:
         return f"{self.file} {self.function}: {self.call} ({self.number})"
 
 
-def mutations(root: Path = ROOT) -> list[Mutation]:
+@functools.cache
+def mutations(root: Path = ROOT) -> tuple[Mutation, ...]:
     """Every wait and every event of the product."""
-    found = []
+    found: list[Mutation] = []
     for path in sorted(root.rglob("*.py")):
         file = str(path.relative_to(root))
         if file not in NOT_IN:
             found += [mutation for mutation, _ in _calls(file, ast.parse(path.read_text(encoding="utf-8")))]
-    return found
+    return tuple(found)
 
 
 def _calls(file: str, tree: ast.AST) -> Iterator[tuple[Mutation, ast.Call]]:

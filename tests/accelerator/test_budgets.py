@@ -65,7 +65,7 @@ def test_gradients_that_do_not_fit_host_memory_wait_on_nvme_and_change_no_bit(tm
     assert units > 2
     small = (*PLACE, f"memory.host={host}", "memory.resident=false")
     large = (*PLACE, "memory.host=64MiB", "memory.resident=false")
-    options = {"clip": 1e-3, "steps": 3, "accumulate": 2}  # updates are rolled back, then held
+    options = {"clip": 1e-3, "steps": 3}  # updates are rolled back, then held
     assert trained(small, tmp_path, "random", **options) == trained(large, tmp_path, **options)
 
 
@@ -147,6 +147,7 @@ def on_quantized_base(folder: str) -> tuple[str, list[str], list[str]]:
     return told, digests, races
 
 
+@pytest.mark.slow
 def test_a_budget_has_room_for_both_forms_of_a_unit_and_for_decoding(tmp_path: Path) -> None:
     harness.needs_simulator()
     [(told, digests, races)] = run_ranks(on_quantized_base, 1, str(tmp_path), group=False)

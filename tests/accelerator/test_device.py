@@ -103,6 +103,7 @@ def move_between_steps(folder: str) -> None:
     assert harness.digest(moved) == harness.digest(plain)
 
 
+@pytest.mark.slow
 def test_moving_the_model_to_another_device_leaves_its_parameters_where_they_are(tmp_path: Path) -> None:
     needs_simulator()
     run_ranks(move_between_steps, 1, str(tmp_path), group=False)

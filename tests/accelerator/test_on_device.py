@@ -366,7 +366,7 @@ def through_all_blocks() -> tuple[int, int, bool]:
         steps(model, optimizer, range(2))
         executor = executor_of(model)
         counts.append(len(executor.tiers.on_device.elsewhere(frozenset())))
-        executor.hold_blocks([{unit.index for unit in executor.units}], "all of them")
+        executor.hold_blocks([{unit.index for unit in executor.units}], [], "all of them")
         steps(model, optimizer, range(2, 4))
         counts.append(len(executor.tiers.on_device.elsewhere(frozenset())))
         finals.append(state(model, optimizer))

@@ -94,6 +94,7 @@ def train_on_several_threads(scenario: Any, folder: str) -> tuple[str, str, list
     return digests[0], digests[1], [*simulator.races, *simulator.early]
 
 
+@pytest.mark.slow
 def test_several_updates_at_a_time_give_the_same_bits(tmp_path: Path) -> None:
     harness.needs_simulator()
     scenario = harness.Scenario(place=(*harness.HOST, "memory.updates=host"), clip=1.0, accumulate=2)

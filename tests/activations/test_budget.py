@@ -20,6 +20,7 @@ from infinity.core.plan import Hardware
 from infinity.core.transfer import Transfer
 from infinity.engine import runtime as runtime_module
 from infinity.planner.policies import smallest_budget
+from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import Trained, assert_bitwise, build, optimizer_for, reference, streaming
@@ -115,7 +116,8 @@ class LateEngine:
             late.run(write.wait)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])  # 0: the least that a plan can do, to the byte
+# 0: the least that a plan can do, to the byte
+@pytest.mark.parametrize("share", few((0.0,), (0.0, 0.5)))
 def test_stores_that_end_as_late_as_possible_take_nothing_beyond_the_budget(
     tmp_path, measured, monkeypatch, share
 ):
@@ -193,6 +195,7 @@ def test_a_slow_drive_does_not_make_the_predicted_step_vanish(tmp_path, monkeypa
     assert 0.0 < sum(operator.time_s for operator in profile.operators) <= 1.001 * profile.step_s
 
 
+@pytest.mark.slow
 def test_what_a_plan_does_not_need_is_left_to_units(tmp_path, measured):
     kept, _, units = measured
     device = 20 * (units + kept)
@@ -230,6 +233,7 @@ def _plan_of_rank(overrides):
     return activations.planning.plan.to_json()
 
 
+@pytest.mark.slow
 def test_a_profile_has_what_units_move_beside_activations(tmp_path):
     activations, _ = steps(streaming(tmp_path, "memory.activations=plan"), PROFILED + 2, lag=False)
     traffic = activations.planning.profile.traffic

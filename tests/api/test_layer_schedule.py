@@ -95,6 +95,7 @@ def test_placement_never_changes_the_numbers_of_the_layer_schedule(
         assert_bitwise(train_by_layer(name, overrides, micro_batches=4, rule=rule), plain)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_numbers_wherever_weights_are(tmp_path: Path) -> None:
     plain = reference_by_layer("gpt2", micro_batches=2, dropout=0.1)
     assert_bitwise(train_by_layer("gpt2", streaming(tmp_path), micro_batches=2, dropout=0.1), plain)
@@ -263,6 +264,7 @@ def test_a_step_reads_every_weight_twice_whatever_the_number_of_micro_batches(
         assert ours == pytest.approx(plain, rel=2e-3)  # bf16 gradients, added in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_updates_inside_backward_leave_a_block_the_room_it_needs(tmp_path: Path, name: str) -> None:
     device = room_for_a_block(str(tmp_path), name, FREE)

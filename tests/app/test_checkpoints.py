@@ -445,6 +445,7 @@ def test_what_is_no_checkpoint_or_of_another_model_is_refused(tmp_path: Path) ->
         train(recipe(tmp_path, "run.name=two", "model.n_layers=3", f"checkpoint.load={source}"))
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_in_its_folder_has_no_checkpoints_of_the_one_before(tmp_path: Path) -> None:
     interrupt(tmp_path, step=1)
     before = tmp_path / "runs/one/checkpoints/step-1"

@@ -89,17 +89,17 @@ def gated(patch: pytest.MonkeyPatch, *, waits: bool = False) -> Iterator[threadi
 def play(
     tmp_path: Path, overrides: list[str], dtype: str, opened: threading.Event | None, **more: Any
 ) -> dict[str, Any]:
-    """Three steps, a save (in the background if there is an event), and four steps; the state at the end."""
+    """Two steps, a save (in the background if there is an event), and three steps; the state at the end."""
     model, optimizer = made(overrides, dtype, **more)
     runtime = runtime_of(model)
     if "memory.host=260KiB" in overrides:
         assert {unit.home for unit in runtime.units} == set(Tier)
-    steps_of(model, optimizer, 3)
+    steps_of(model, optimizer, 2)
     out = tmp_path / ("one" if opened is None else "two")
     save = infinity.save_checkpoint(model, optimizer, out, background=opened is not None)
     assert save.ended == (opened is None)
     optimizer.param_groups[0]["lr"] = 0.02  # of later steps
-    steps_of(model, optimizer, 4)
+    steps_of(model, optimizer, 3)
     if opened is not None:
         assert not out.exists()
         opened.set()
@@ -262,7 +262,14 @@ def test_values_are_written_in_place_when_the_save_is_over(tmp_path: Path) -> No
     assert (tmp_path / "one/__0_0.distcp").read_bytes() == (tmp_path / "two/__0_0.distcp").read_bytes()
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), RuntimeError("x")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [
+        None,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (KeyboardInterrupt(), RuntimeError("x"))),
+    ],
+    ids=repr,
+)
 def test_closing_the_model_ends_a_save_and_leaves_nothing(
     tmp_path: Path, error: BaseException | None
 ) -> None:
@@ -293,6 +300,7 @@ def test_a_model_that_is_dropped_during_a_save_leaves_nothing(tmp_path: Path) ->
     assert left_in(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_what_is_taken_of_the_drive_is_taken_once(tmp_path: Path) -> None:
     """A third place of each unit, however many saves there are."""
     model, optimizer = made([f"memory.nvme=[{tmp_path / 'nvme'}]", *NVME, "run.name=mine"], "fp32")

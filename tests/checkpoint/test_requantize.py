@@ -15,6 +15,7 @@ from infinity.api.export import export_run
 from infinity.checkpoint import requantize
 from infinity.checkpoint.writer import RangeWriter
 from infinity.core.errors import CheckpointError, DiskError
+from infinity.device import codecs
 from tests.checkpoint.test_export import fail_writes
 from tests.checkpoint.test_load_parity import load, train
 from tests.helpers import quantized, zoo
@@ -54,8 +55,11 @@ def same_bits(a, b):
     ("kind", "dtype"),
     [*((kind, "bf16") for kind in quantized.KINDS), ("qwen3_fp8", "fp16"), ("gptq", "fp32")],
 )
-def test_a_model_that_was_not_changed_gives_the_same_files(written, tmp_path, kind, dtype):
+def test_a_model_that_was_not_changed_gives_the_same_files(written, tmp_path, kind, dtype, monkeypatch):
+    """Nothing of it is encoded at all."""
     directory, values, _ = written(kind)
+    for name in ("encode_fp8", "encode_mxfp4", "encode_packed", "encode_gptq"):
+        monkeypatch.delattr(codecs, name)
     model = load(directory, HOST, dtype)
     result = infinity.export(model, tmp_path / "out", stored_as=directory)
     infinity.close(model)
@@ -204,7 +208,7 @@ def test_parts_of_blocks_at_the_edge_and_zero_points_are_encoded(tmp_path, kind)
     assert 0 < result.mean_error < (0.03 if kind == "fp8" else 0.12)
 
 
-def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path):
+def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path, monkeypatch):
     """Without a model: also of weights that another program trained or merged."""
     directory, _, _ = written("deepseek_v3")
     model = load(directory, HOST)
@@ -217,6 +221,11 @@ def test_what_a_run_kept_in_bf16_takes_the_stored_form_too(written, tmp_path):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert (tmp_path / "run/model" / WEIGHTS).exists()
+    free = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free(path)._replace(free=1000))
+    with pytest.raises(DiskError, match="making room"):
+        export_run(tmp_path / "run", tmp_path / "full", directory)
+    assert not list(tmp_path.glob("*full*"))
 
 
 def tokenizer(folder: Path) -> Path:

@@ -240,6 +240,14 @@ def test_formats_take_their_own_scales_where_the_old_ones_are_worse():
         assert decoded.tolist() == [[-8.0, 0.0, 3.0, 7.0]]
 
 
+def test_a_value_beyond_the_largest_number_is_cut_where_the_others_need_the_old_scale():
+    values, before = torch.full((512, 512), 1.125), torch.zeros(512, 512).to(torch.float8_e4m3fn)
+    values[7, 7] = -470.0
+    codes, scales = codecs.encode_fp8(values, before, torch.ones(1, 1), (512, 512))
+    assert scales.item() == 1.0
+    assert codes.float()[7, 6:8].tolist() == [1.125, -448.0]
+
+
 def test_a_scale_that_serves_as_well_as_another_one_is_kept():
     """As where a block is zero, or its largest value shrank to another number of the old scale."""
     values, before = torch.tensor([[0.0, 0.0, 0.3, 0.1]]), torch.ones(1, 4).to(torch.float8_e4m3fn)

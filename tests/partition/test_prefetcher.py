@@ -264,6 +264,20 @@ def test_tiles_of_a_block_that_is_recomputed_are_used_in_another_order():
     assert prefetcher._to_come == []
 
 
+def test_plans_leave_room_for_the_tiles_that_micro_batches_use_one_after_another():
+    prefetcher, mover = routed(7)
+    prefetcher.together_nbytes = 5
+    for _ in range(3):
+        mover.calls.clear()
+        for layer in LAYERS:
+            for _ in range(4):
+                forward(prefetcher, [layer])
+        started = [unit for unit in mover.starts() if unit in prefetcher.routed]
+        prefetcher.forget(prefetcher.routed)
+        prefetcher.end_training_pass()
+    assert sorted(started) == sorted(prefetcher.routed), "each of them once"
+
+
 # --- by property --------------------------------------------------------------------------------
 
 

@@ -34,8 +34,13 @@ def test_no_plan_beats_the_bound(profile: Profile, channels: Hardware, share: fl
 
 
 #: Layers, GiB/s of the drive, and where the budget lies between the least and all that is kept.
-FEW = ((8, 0.3, 0.25), (8, 1.0, 0.5), (8, 4.0, 0.75))
-MANY = (*itertools.product((13, 24), (0.3, 1.0, 4.0), (0.25, 0.5, 0.75)), (8, 0.3, 0.75), (8, 4.0, 0.25))
+FEW = ((8, 0.3, 0.25), (8, 4.0, 0.75))
+MANY = (
+    *itertools.product((13, 24), (0.3, 1.0, 4.0), (0.25, 0.5, 0.75)),
+    (8, 0.3, 0.75),
+    (8, 1.0, 0.5),
+    (8, 4.0, 0.25),
+)
 
 
 @pytest.mark.parametrize(

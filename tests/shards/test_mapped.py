@@ -555,6 +555,7 @@ def save_and_thaw(checkpoint: Path, tmp_path: Path, *, background: bool) -> dict
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_save_in_the_background_has_the_base_as_it_was_when_it_is_thawed_meanwhile(tmp_path, checkpoint):
     expected = save_and_thaw(checkpoint, tmp_path, background=False)

@@ -343,7 +343,7 @@ def test_adapters_and_the_layer_schedule_give_the_same_bits(tmp_path, kind):
 
 
 def two_ranks(folder: str) -> None:
-    compared("whole", folder, "..c.a.z.")
+    compared("whole", folder, "..ca.z.")
 
 
 def test_two_ranks_give_the_same_bits(tmp_path):
