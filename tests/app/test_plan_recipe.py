@@ -205,7 +205,7 @@ def module_rows(summary: object) -> list[tuple[str, str]]:
 def test_a_prediction_uses_the_budgets_that_the_run_had(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def planned(recipe: object, machine: object, ranks: int) -> object:
+    def planned(recipe: object, machine: object, ranks: int, *, here: bool) -> object:
         seen.append(recipe)
         raise BudgetError("enough")
 
