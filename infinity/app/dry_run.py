@@ -27,7 +27,7 @@ from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
 from infinity.api.lora import make_adapters
 from infinity.app.models.gpt import GPT
-from infinity.app.operators import OperatorTimes
+from infinity.app.operators import Call, OperatorTimes
 from infinity.app.recipe import Recipe
 from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
@@ -679,18 +679,18 @@ class _Planner:
         played = play_record(recorded, subject)
         rows = recorded.rows
         flops, nbytes = (np.array(column, dtype=float) for column in zip(*(row[:2] for row in rows)))
-        measured_s = None
-        if made.times is not None:
-            made.times.measure(row.operation for row in rows)
-            measured_s = np.array([made.times.of(row.operation) for row in rows])
         fp32 = np.array([row.fp32 for row in rows], dtype=bool)
         trace = StepTrace(
             events=played.events, begun=played.begun, completed=played.completed,
             position=played.position, flops=flops, nbytes=nbytes, fp32=fp32,
             model_flops=float(flops.sum()) - recorded.again_flops,
             tokens=recipe.train.batch_size * recipe.model.seq_len,
-            peak_nbytes=recorded.peak_nbytes(), measured_s=measured_s,
+            peak_nbytes=recorded.peak_nbytes(),
         )  # fmt: skip
+        if made.times is not None:
+            operations, expected_s = [row.operation for row in rows], trace.operator_s(self.rates).tolist()
+            made.times.measure(map(Call, operations, expected_s, nbytes.tolist()))
+            trace = replace(trace, measured_s=np.array([made.times.of(each) for each in operations]))
         seconds = trace.operator_s(self.rates).tolist()
         return _Recorded(trace, recorded.made.profile(seconds, 0.0), played)
 

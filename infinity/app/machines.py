@@ -3,6 +3,7 @@
 import difflib
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         devices, links = DevicesConfig(name=f"{cores} cores", efficiency=0.8), LinksConfig()
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None and cores > 1:
-            links = LinksConfig(device_bytes_per_s=_rounded(exchange_bytes_per_s()))
+            with suppress(RuntimeError):  # no network that gloo finds: through host memory
+                links = LinksConfig(device_bytes_per_s=_rounded(exchange_bytes_per_s()))
         if found is not None:
             device = torch.device(found.type, torch.accelerator.current_device_index())
             devices, links = _accelerators(device)
@@ -86,7 +88,7 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         torch.set_num_threads(threads)
     drives = DrivesConfig()
     if directories:
-        speeds = [measure(Path(directory)) for directory in directories]
+        speeds = [measure(Path(directory), both=True) for directory in directories]
         free = [_free_nbytes(Path(directory)) for directory in directories]
         n = len(speeds)
         drives = DrivesConfig(

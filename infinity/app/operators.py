@@ -1,4 +1,4 @@
-"""Times of a model's operators on this machine: each is run alone, on tensors of its sizes.
+"""Times of a model's operators on this machine: each is run alone, on tensors of the sizes that it is given.
 
 A roofline knows an operator's flops and bytes, but not how well this machine's kernels reach them. A model
 has some dozens of operators that differ, whatever the number of its layers, so all are timed in some seconds.
@@ -6,26 +6,32 @@ Values do not matter: floats are halves, and integers are zeros, which are valid
 accelerator caches are emptied before each run: of what a step saves for backward, and of weights that drives
 have written, nothing is left there. One thread's time is that of its processor, which other programs do not
 change.
+
+In a model that is large for this machine operators take minutes, or more memory than there is. The large ones
+are left to the roofline, which knows them best.
 """
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from infinity.device.accelerator import synchronize
+from infinity.device.accelerator import memory_nbytes, synchronize
 from infinity.device.machine import free_host_nbytes, usable_cores
 
 #: An operator is run so often, but stops when it has taken so long (s).
 _RUNS, _MOST_S = 3, 0.2
 #: What is written between two runs, so that caches hold nothing of the first (bytes).
 _CACHES_NBYTES = 48 * 2**20
-#: One whose arguments take more than this part of the free memory is not run: its results take some, too.
+#: One that the roofline gives more time is not run (s); nor is any one after so many seconds in all.
+_EXPECTED_S, _IN_ALL_S = 1.0, 10.0
+#: Nor one that reads and writes more than this part of the free memory.
 _LEAST_FREE = 4
 #: Types of arguments that are written down as they are.
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
@@ -78,19 +84,26 @@ def _frozen(value: Any) -> Any:
     raise TypeError
 
 
-def _nbytes(value: Any) -> int:
-    """Bytes of the tensors in ``value``."""
-    if isinstance(value, TensorShape):
-        return math.prod(value.shape) * value.dtype.itemsize
-    return sum(map(_nbytes, value)) if isinstance(value, tuple) else 0
-
-
 def _thawed(value: Any, device: torch.device) -> Any:
     if isinstance(value, TensorShape):
         return value.make(device)
     if isinstance(value, tuple):
         return tuple(_thawed(each, device) for each in value)
     return device if value is torch.device else value
+
+
+class Call(NamedTuple):
+    """An operation, and what it is expected to take.
+
+    Attributes:
+        operation: None: it cannot be repeated.
+        expected_s: By the roofline.
+        nbytes: That it reads and writes.
+    """
+
+    operation: Operation | None
+    expected_s: float
+    nbytes: float
 
 
 class OperatorTimes:
@@ -105,6 +118,7 @@ class OperatorTimes:
         self._device, self._threads = device, threads
         on_one_thread = device.type == "cpu" and threads == 1
         self._clock = time.thread_time if on_one_thread else time.perf_counter
+        self._left_s = _IN_ALL_S
         self._times: dict[Operation | None, float] = {None: math.nan}
 
     @classmethod
@@ -116,17 +130,25 @@ class OperatorTimes:
             threads: On which it computes; None: one for each of its cores.
         """
         found = torch.accelerator.current_accelerator(check_available=True)
-        return cls(found or torch.device("cpu"), threads or max(1, usable_cores() // local_ranks))
+        cores = usable_cores()
+        return cls(found or torch.device("cpu"), min(threads or max(1, cores // local_ranks), cores))
 
-    def measure(self, operations: Iterable[Operation | None]) -> None:
-        """Run those of ``operations`` that are not known yet."""
+    def measure(self, calls: Iterable[Call]) -> None:
+        """Run the operations of ``calls`` that are not known yet, as far as they take little."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
+        most_nbytes = _free_nbytes(self._device) // _LEAST_FREE
         try:
-            with unset_fake_temporarily(), torch.no_grad():  # fake tensors would take no time
-                for each in dict.fromkeys(operations):
-                    if each is not None and each not in self._times:
-                        self._times[each] = _time_s(each, self._device, self._clock)
+            # Fake tensors would take no time. Random numbers are drawn as if none had been here.
+            with unset_fake_temporarily(), torch.no_grad(), _random_state(self._device):
+                for operation, expected_s, nbytes in calls:
+                    if operation is None or operation in self._times:
+                        continue
+                    began_s = time.perf_counter()
+                    small = expected_s <= _EXPECTED_S and nbytes <= most_nbytes and self._left_s > 0
+                    time_s = _time_s(operation, self._device, self._clock) if small else math.nan
+                    self._times[operation] = time_s
+                    self._left_s -= time.perf_counter() - began_s
         finally:
             torch.set_num_threads(before)
 
@@ -135,10 +157,19 @@ class OperatorTimes:
         return self._times[operation]
 
 
+def _free_nbytes(device: torch.device) -> int:
+    return free_host_nbytes() if device.type == "cpu" else memory_nbytes(device)[0]
+
+
+def _random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Keep the state of torch's random numbers."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type)
+
+
 def _time_s(operation: Operation, device: torch.device, clock: Callable[[], float]) -> float:
     """The median of some runs; the first, which makes kernels ready, does not count."""
-    if _nbytes(operation.args) + _nbytes(operation.kwargs) > free_host_nbytes() // _LEAST_FREE:
-        return math.nan
     try:
         args, kwargs = _thawed(operation.args, device), _thawed(operation.kwargs, device)
         others = torch.ones(_CACHES_NBYTES if device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
@@ -151,6 +182,6 @@ def _time_s(operation: Operation, device: torch.device, clock: Callable[[], floa
             operation.func(*args, **dict(kwargs))
             synchronize(device)
             taken_s.append(clock() - at_s)
-    except (RuntimeError, TypeError, IndexError):  # it looks at values, or does not fit memory
+    except Exception:  # any operator's own: it looks at values, or does not fit memory
         return math.nan
     return statistics.median(taken_s[1:])

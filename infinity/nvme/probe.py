@@ -47,14 +47,17 @@ class Speed:
         return (_READ + _WRITTEN) / (_READ / self.read_bytes_per_s + _WRITTEN / self.write_bytes_per_s)
 
 
-def measure(directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.device | None = None) -> Speed:
-    """Write a file of ``nbytes``, write it again, read it, do both at one time, and remove it.
+def measure(
+    directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.device | None = None, both: bool = False
+) -> Speed:
+    """Write a file of ``nbytes``, write it again, read it, and remove it.
 
     Args:
         nbytes: Of the file.
         allocated_on: Move memory of torch's allocator, as activations are moved, and not a buffer of ours. On
             the CPU ordinary pages are pinned one by one: about half of the speed for several times the
             processor's time. From and to an accelerator bytes move by GPUDirect Storage.
+        both: Read and write at one time, too; not by GPUDirect Storage.
 
     Raises:
         DirectoryError: The directory cannot be written.
@@ -79,7 +82,7 @@ def measure(directory: Path, nbytes: int = 64 * 2**20, *, allocated_on: torch.de
         engine.read(extent, memory).wait()
         ended = time.perf_counter()
         processor_s += time.process_time()
-        both_s = _both_s(engine, extent, memory) if name != "gds" else None
+        both_s = _both_s(engine, extent, memory) if both and name != "gds" else None
     return Speed(
         nbytes / (ended - written), nbytes / (written - began), processor_s / (2 * nbytes),
         None if both_s is None else nbytes / both_s,

@@ -202,7 +202,8 @@ class RankRates:
         flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
         memory_bytes_per_s: Of the memory that operators read and write.
         operator_s: Least time of an operator (s).
-        cores: Of the rank, where there is no accelerator, of which ``threads`` compute; 0: others compute.
+        cores: Of the rank, less than 1 where ranks are more than cores; 0: an accelerator computes.
+        threads: That compute on them.
     """
 
     channels: Hardware
@@ -235,9 +236,9 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
     link = links.host_bytes_per_s or 0.0
     if links.node_host_bytes_per_s is not None:
         link = min(link, links.node_host_bytes_per_s / local)
-    cores = max(1.0, host.cores / local)
-    used = cores if machine.on_accelerator or threads is None else float(threads)
-    share = 1.0 if machine.on_accelerator else min(1.0, used / host.cores)  # of what computes
+    cores = host.cores / local
+    used = max(1.0, cores) if machine.on_accelerator or threads is None else min(float(threads), host.cores)
+    share = 1.0 if machine.on_accelerator else used / host.cores  # of what computes, while cores are free
     channels = Hardware(
         read_bytes_per_s=drives.per_node * drives.read_bytes_per_s / local,
         write_bytes_per_s=drives.per_node * drives.write_bytes_per_s / local,
@@ -259,14 +260,14 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
             gather = min(gather, links.network_bytes_per_s / away)
             crossing = local * (ranks - local) / ranks
             reduce = min(reduce, links.network_bytes_per_s / crossing)
-    of_cores = min(host.bytes_per_s / local, used * host.core_bytes_per_s)
+    of_memory, own = host.bytes_per_s / local, min(used, cores)
     rates = RankRates(
         channels=channels,
         gather_bytes_per_s=gather,
         reduce_bytes_per_s=reduce,
-        update_bytes_per_s=of_cores,
-        background_bytes_per_s=of_cores,
-        decode_bytes_per_s=devices.memory_bytes_per_s or of_cores,
+        update_bytes_per_s=min(of_memory, own * host.core_bytes_per_s),
+        background_bytes_per_s=min(of_memory, own * host.core_bytes_per_s),
+        decode_bytes_per_s=devices.memory_bytes_per_s or min(of_memory, used * host.core_bytes_per_s),
         flops_per_s=share * devices.flops_per_s(dtype),
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
         memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),
@@ -277,4 +278,4 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
     if machine.on_accelerator:
         return rates
     background = rates.background_threads * host.core_bytes_per_s
-    return replace(rates, background_bytes_per_s=min(host.bytes_per_s / local, background))
+    return replace(rates, background_bytes_per_s=min(of_memory, background))

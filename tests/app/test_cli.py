@@ -268,7 +268,7 @@ def test_any_argument_is_a_run_or_one_message_and_an_exit_code(
     write(tmp_path)
     if "--tokens={}" in command:  # each of the same plan
         planned = plan_recipe.plan_recipe(load_recipe("recipe.yaml"), load_machine("gh200"))
-        monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *args: planned)
+        monkeypatch.setattr(plan_recipe, "plan_recipe", lambda *args, **options: planned)
         monkeypatch.setattr(plan_recipe, "changes", lambda planned: iter(()))
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "run").mkdir()

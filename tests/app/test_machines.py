@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.app.machines import _flops_per_s, load_machine, machine_names
+from infinity.app import machines
+from infinity.app.machines import _flops_per_s, load_machine, machine_names, probe
 from infinity.cli import main
 from infinity.core.errors import RecipeError
 from infinity.planner.machines import rank_rates
@@ -95,3 +96,11 @@ def test_a_busy_machine_is_not_taken_for_a_slow_one(
     found = _flops_per_s(torch.bfloat16, torch.device("cpu"))
     assert 0.7 * rate < found <= rate
     assert max(sizes) == most
+
+
+def test_ranks_that_cannot_exchange_bytes_end_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_copy_bytes_per_s", "_flops_per_s", "_update_bytes_per_s"):
+        monkeypatch.setattr(machines, name, lambda *args: 1e9)
+    monkeypatch.setattr("infinity.device.machine.usable_cores", lambda: 2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    assert probe([]).links.device_bytes_per_s is None

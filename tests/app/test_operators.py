@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infinity.app import operators
-from infinity.app.operators import Operation, OperatorTimes
+from infinity.app.operators import Call, Operation, OperatorTimes
 
 CPU = torch.device("cpu")
 
@@ -16,6 +16,10 @@ def matmul(rows: int) -> Operation:
     made = Operation.of(torch.ops.aten.mm.default, (torch.ones(rows, 8), torch.ones(8, 4).t().t()), {})
     assert made is not None
     return made
+
+
+def calls(*operations: Operation | None) -> list[Call]:
+    return [Call(each, 1e-6, 1e3) for each in operations]
 
 
 def test_calls_that_differ_in_values_alone_are_one() -> None:
@@ -33,8 +37,8 @@ def test_each_operator_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         operators, "_time_s", lambda operation, device, clock: timed.append(operation) or 0.25
     )
     times = OperatorTimes(CPU, 1)
-    times.measure([matmul(16), None, matmul(16), matmul(17)])
-    times.measure([matmul(17)])
+    times.measure(calls(matmul(16), None, matmul(16), matmul(17)))
+    times.measure(calls(matmul(17)))
     assert timed == [matmul(16), matmul(17)]
     assert times.of(matmul(17)) == 0.25
     assert math.isnan(times.of(None))
@@ -46,7 +50,7 @@ def test_operators_run_on_tensors_of_their_sizes_and_those_that_look_at_values_h
     embedding = Operation.of(torch.ops.aten.embedding.default, given, {})
     made = Operation.of(torch.ops.aten.zeros.default, ([4, 8],), {"dtype": torch.float32, "device": CPU})
     refused = Operation.of(torch.ops.aten.linalg_cholesky.default, (torch.ones(3, 3),), {})  # not definite
-    times.measure([embedding, made, refused, matmul(16)])
+    times.measure(calls(embedding, made, refused, matmul(16)))
     assert all(times.of(each) > 0 for each in (embedding, made, matmul(16)))
     assert math.isnan(times.of(refused))
     assert (
@@ -60,5 +64,42 @@ def test_operators_run_on_real_tensors_also_while_a_model_of_fake_ones_is_record
     operation = matmul(16)._replace(func=lambda *args: ran.append(type(func(*args))))
     times = OperatorTimes(CPU, 1)
     with FakeTensorMode():
-        times.measure([operation])
+        times.measure(calls(operation))
     assert set(ran) == {torch.Tensor}
+
+
+def test_what_takes_long_or_much_memory_is_left_to_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Operation] = []
+    monkeypatch.setattr(operators, "_time_s", lambda operation, device: timed.append(operation) or 0.25)
+    times = OperatorTimes(CPU, 1)
+    large = Operation.of(torch.ops.aten.zeros.default, ([2**40],), {})  # its arguments are small
+    times.measure([Call(matmul(16), 100.0, 1e3), Call(large, 1e-6, 2.0**42), *calls(matmul(17))])
+    assert timed == [matmul(17)]
+    assert math.isnan(times.of(matmul(16)))
+    assert math.isnan(times.of(large))
+    monkeypatch.setattr(operators, "_IN_ALL_S", 0.0)
+    spent = OperatorTimes(CPU, 1)
+    spent.measure(calls(matmul(16)))
+    assert math.isnan(spent.of(matmul(16)))
+
+
+def test_what_an_operator_raises_ends_no_plan() -> None:
+    def refuse(*args: object) -> None:
+        raise ValueError
+
+    operation, times = matmul(16)._replace(func=refuse), OperatorTimes(CPU, 1)
+    times.measure(calls(operation))
+    assert math.isnan(times.of(operation))
+
+
+def test_timing_draws_no_random_numbers() -> None:
+    drawn = Operation.of(torch.ops.aten.bernoulli.p, (torch.zeros(8), 0.5), {})
+    before = torch.get_rng_state()
+    times = OperatorTimes(CPU, 1)
+    times.measure(calls(drawn))
+    assert times.of(drawn) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_are_no_more_than_cores() -> None:
+    assert OperatorTimes.of_rank(1, 10**6)._threads <= operators.usable_cores()

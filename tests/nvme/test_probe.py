@@ -15,6 +15,10 @@ def test_a_drive_is_measured_and_nothing_stays(tmp_path: Path) -> None:
     speed = measure(tmp_path, 4 * 2**20)
     assert speed.read_bytes_per_s > 0
     assert speed.write_bytes_per_s > 0
+    assert speed.both_bytes_per_s is None  # a run at its start does not ask for it
+    both = measure(tmp_path, 4 * 2**20, both=True).both_bytes_per_s
+    assert both is not None
+    assert both > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -310,6 +310,20 @@ def test_updates_beside_compute_take_their_share_of_the_cores() -> None:
     assert cost.step_s - free.step_s == pytest.approx(cost.busy_s[UPDATE] / 3, rel=0.05)
 
 
+def test_more_ranks_or_threads_than_cores_compute_no_faster() -> None:
+    two = replace(ON_CORES, host=replace(ON_CORES.host, cores=2))
+
+    def compute_s(ranks: int, threads: int | None = None) -> float:
+        rates = rank_rates(two, ranks, "bf16", threads)
+        made = replace(on_cores(2, window=40), rates=replace(rates, background_bytes_per_s=1e15))
+        return play_step(trace(2, flops=1e12), made).step_s
+
+    assert compute_s(4) == pytest.approx(2 * compute_s(2), rel=0.01)
+    assert compute_s(4, threads=2) == pytest.approx(compute_s(4), rel=0.01)
+    assert compute_s(1, threads=8) == pytest.approx(compute_s(1), rel=0.01)
+    assert compute_s(1, threads=1) == pytest.approx(2 * compute_s(1), rel=0.01)
+
+
 def test_what_io_takes_of_the_cores_it_takes_from_compute() -> None:
     drives = replace(ON_CORES.drives, core_s_per_byte=1e-10)
     plain, cost = (
