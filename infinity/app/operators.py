@@ -3,8 +3,8 @@
 A roofline knows an operator's flops and bytes, but not how well this machine's kernels reach them. A model
 has some dozens of operators that differ, whatever the number of its layers, so all are timed in some seconds.
 Values do not matter: floats are halves, and integers are zeros, which are valid indices. Without an
-accelerator caches are emptied before each run: of what a step saves for backward, and of weights that drives
-have written, nothing is left there. One thread's time is that of its processor, which other programs do not
+accelerator 48 MiB are written before each run: in a step, too, caches hold little of what forward saved, and
+of weights that drives have written. One thread's time is that of its processor, which other programs do not
 change.
 
 In a model that is large for this machine operators take minutes, or more memory than there is. The large ones
