@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 # Before torch is imported: ranks and the reference take turns on few cores.
@@ -15,8 +16,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if os.environ.setdefault("INFINITY_TEST_ACCELERATOR", str(int("gpu" in sys.argv))) == "0":
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
 
-# The long suite tries properties, too, with more examples; workers inherit it.
-os.environ.setdefault("INFINITY_TEST_LONG", str(int(any(each.startswith("slow") for each in sys.argv))))
+# The long suite (-m slow) tries properties, too, with more examples; workers inherit it.
+_words = [first + second if first == "-m" else first for first, second in pairwise([*sys.argv, ""])]
+os.environ.setdefault("INFINITY_TEST_LONG", str(int(any(word.startswith("-mslow") for word in _words))))
 
 # Images often forbid bytecode. Then every process of the suite compiles the package again, and every worker
 # rewrites the assertions of all tests again: a third of the suite's processor time.

@@ -72,7 +72,6 @@ def test_the_first_no_sync_says_what_accumulating_needs_and_that_is_enough(tmp_p
     assert max(each.peak_nbytes["device"] for each in trained.reports) <= nbytes
 
 
-@pytest.mark.slow
 def test_on_two_ranks_too(tmp_path):
     for losses, nbytes, peak in run_ranks(on_a_rank, 2, str(tmp_path)):
         assert len(losses) == 12

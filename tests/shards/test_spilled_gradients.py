@@ -175,7 +175,6 @@ def least(kind: str, folder: str) -> int:
     return needed(lambda: trained(kind, folder, "", "memory.device=1KiB", UNTILED))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_give_the_same_bits(tmp_path):
@@ -196,7 +195,6 @@ def two_ranks(folder: str) -> None:
     compared("whole", folder, "..c.z.", least("whole", folder))
 
 
-@pytest.mark.slow
 def test_two_ranks_give_the_same_bits(tmp_path):
     run_ranks(two_ranks, 2, str(tmp_path))
 
