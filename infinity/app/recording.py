@@ -336,7 +336,7 @@ class _Uses:
     def holds(self, units: Collection[int]) -> bool:
         return sum(self._nbytes.get(unit, 0) for unit in units) <= self._capacity_nbytes
 
-    def use(self, unit: int, following: Sequence[int] | None = None) -> None:
+    def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
         self._tell(Do.USE, unit)
 
     def unpin(self, unit: int) -> None:
