@@ -418,6 +418,8 @@ class _RecordedHooks(Hooks):
 
     def _hook_parameters(self) -> None:
         for _, segment in self.units.segments():
+            if segment.is_tile:
+                segment.param.requires_grad_(segment.whole.requires_grad)
             if segment.param.requires_grad:
                 register = segment.param.register_post_accumulate_grad_hook
                 self.taking.append(register(self._take_gradient))  # type: ignore[no-untyped-call]

@@ -165,6 +165,11 @@ def test_experts_that_the_device_cannot_hold_are_planned_in_tiles(tmp_path: Path
     assert {planned.units.index(unit) for unit in tiles} <= used
     assert play_step(planned.trace, planned.setup).nbytes["NVMe read"] > 2 * 384 * 2**20
     assert any("tiles" in note for note in planned.notes)
+    frozen = dry_run(
+        recipe_for(tmp_path, *more, *sizes, "lora.rank=4", "lora.target_modules=[q_proj]"), MACHINE, 1
+    )
+    assert all(frozen.setup.units[unit].trainable for _, unit in frozen.trace.begun)
+    assert play_step(frozen.trace, frozen.setup).device_peak_nbytes <= 384 * 2**20
 
 
 def metered(recipe: Recipe) -> int:
