@@ -223,7 +223,7 @@ def test_a_thousand_stores_that_end_at_once_need_no_deep_stack(stage):
 
 
 def test_a_failed_store_is_told_once_and_ends_the_others(stage):
-    stage.engine.faults, stage.engine.delay_s = (Fault(on="write", nth=2, forever=True),), 0.01
+    stage.engine.faults, stage.engine.delay_s = (Fault(on="write", nth=2, forever=True),), 0.3
     queue = stage.cache.queue
     queue._most_nbytes = 50_000
     slots = [make_slot(stage.cache.stats, n)[0] for n in range(6)]
