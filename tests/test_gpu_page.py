@@ -1,7 +1,5 @@
 """``make gpu`` writes a page by itself, and says clearly where there is nothing to run on."""
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,21 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.launch import ROOT
+from tests.helpers.scripts import script
 
 
 @pytest.fixture
 def gpu() -> Iterator[Any]:
-    """The script, as ``python benchmarks/gpu.py`` finds it: beside the modules that it imports."""
-    path, before = str(ROOT / "benchmarks"), set(sys.modules)
-    sys.path.insert(0, path)
-    try:
-        yield importlib.import_module("gpu")
-    finally:
-        sys.path.remove(path)
-        for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(path):
-                del sys.modules[name]
+    with script("gpu") as module:
+        yield module
 
 
 def found(gpu: Any, folder: Path) -> Any:

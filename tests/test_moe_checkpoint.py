@@ -1,7 +1,5 @@
 """The checkpoint that ``benchmarks/moe.py`` writes in streams is one that libraries read; it never stays."""
 
-import importlib
-import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -14,22 +12,14 @@ import infinity
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.engine.runtime import runtime_of
-from tests.helpers.launch import ROOT
+from tests.helpers.scripts import script
 from tests.helpers.training import recipe
 
 
 @pytest.fixture
 def moe() -> Iterator[Any]:
-    """The script, as ``python benchmarks/moe.py`` finds it: beside the modules that it imports."""
-    path, before = str(ROOT / "benchmarks"), set(sys.modules)
-    sys.path.insert(0, path)
-    try:
-        yield importlib.import_module("moe")
-    finally:
-        sys.path.remove(path)
-        for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(path):
-                del sys.modules[name]
+    with script("moe") as module:
+        yield module
 
 
 def test_it_has_the_layout_and_the_values_of_a_quantized_model_and_trains(moe, tmp_path, monkeypatch):

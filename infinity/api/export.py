@@ -1,9 +1,7 @@
 """``infinity.export``, and the model that a run of ``infinity train`` kept."""
 
 import contextlib
-import errno
 import secrets
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.publish import publish_directory
 from infinity.checkpoint.requantize import Requantized, export_stored
-from infinity.checkpoint.writer import WriteError
+from infinity.checkpoint.writer import check_room
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
@@ -101,16 +99,14 @@ def export(
     return export_stored(Path(stored_as), Path(out), shapes=shapes, export=write, ranks=runtime.ranks)
 
 
-def check_room(model: nn.Module, folder: Path) -> None:
+def check_room_for(model: nn.Module, folder: Path) -> None:
     """Fail now if :func:`export` would find the file system of ``folder`` too small.
 
     Raises:
         DiskError: The model is larger than what is free.
     """
     nbytes = sum(p.numel() * p.itemsize for p in model.parameters())
-    space = shutil.disk_usage(folder)
-    if space.total and space.free < nbytes:  # a file system without a size says 0
-        raise WriteError(errno.ENOSPC, f"finding room for the trained model in {folder}", folder, 0, nbytes)
+    check_room(folder, nbytes, f"finding room for the trained model in {folder}")
 
 
 def export_run(run: str | Path, out: str | Path, stored_as: str | Path | None = None) -> Requantized | None:

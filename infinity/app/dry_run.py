@@ -27,7 +27,7 @@ from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
 from infinity.api.lora import make_adapters
 from infinity.app.models.gpt import GPT
-from infinity.app.operators import Call, OperatorTimes
+from infinity.app.operators import Candidate, OperatorTimes
 from infinity.app.recipe import Recipe
 from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
@@ -689,7 +689,7 @@ class _Planner:
         )  # fmt: skip
         if made.times is not None:
             operations, expected_s = [row.operation for row in rows], trace.operator_s(self.rates).tolist()
-            made.times.measure(map(Call, operations, expected_s, nbytes.tolist()))
+            made.times.measure(map(Candidate, operations, expected_s, nbytes.tolist()))
             trace = replace(trace, measured_s=np.array([made.times.of(each) for each in operations]))
         seconds = trace.operator_s(self.rates).tolist()
         return _Recorded(trace, recorded.made.profile(seconds, 0.0), played)

@@ -92,8 +92,8 @@ def _thawed(value: Any, device: torch.device) -> Any:
     return device if value is torch.device else value
 
 
-class Call(NamedTuple):
-    """An operation, and what it is expected to take.
+class Candidate(NamedTuple):
+    """An operation that may be timed, and what it is expected to take.
 
     Attributes:
         operation: None: it cannot be repeated.
@@ -133,7 +133,7 @@ class OperatorTimes:
         cores = usable_cores()
         return cls(found or torch.device("cpu"), min(threads or max(1, cores // local_ranks), cores))
 
-    def measure(self, calls: Iterable[Call]) -> None:
+    def measure(self, calls: Iterable[Candidate]) -> None:
         """Run the operations of ``calls`` that are not known yet, as far as they take little."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)

@@ -127,7 +127,7 @@ def plan_recipe(
     """Plan a recipe on a machine.
 
     Args:
-        here: It is this machine: operators are timed, in a second or two.
+        here: It is this machine: operators are timed, in some seconds.
         like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:

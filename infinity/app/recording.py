@@ -100,6 +100,11 @@ class Row(NamedTuple):
     fp32: bool
     operation: Operation | None = None
 
+    @property
+    def cost(self) -> tuple[float, float, bool]:
+        """What operators of blocks that are alike have in common; their arguments may differ."""
+        return self.flops, self.nbytes, self.fp32
+
 
 class Cut(NamedTuple):
     """A place in a record: how many of each there are before it."""
@@ -416,13 +421,8 @@ class _RecordedHooks(Hooks):
         self._use_in_backward(packed.unit)
         return cast(Tensor, packed.tensor)
 
-    def _hook_parameters(self) -> None:
-        for _, segment in self.units.segments():
-            if segment.is_tile:
-                segment.param.requires_grad_(segment.whole.requires_grad)
-            if segment.param.requires_grad:
-                register = segment.param.register_post_accumulate_grad_hook
-                self.taking.append(register(self._take_gradient))  # type: ignore[no-untyped-call]
+    def _hook_parameter(self, param: nn.Parameter) -> None:
+        self.taking.append(param.register_post_accumulate_grad_hook(self._take_gradient))  # type: ignore[no-untyped-call]
 
     def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
         param.grad = None

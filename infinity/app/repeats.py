@@ -656,8 +656,8 @@ class _Moved:
             call, row = calls[index], rows[index]
             twin: Call | None = self._twin_of(calls, twin_index)
             if twin is not None and (
-                (call.name, call.phase, len(call.inputs), len(call.outputs), row[:3])
-                != (twin.name, twin.phase, len(twin.inputs), len(twin.outputs), rows[twin_index][:3])
+                (call.name, call.phase, len(call.inputs), len(call.outputs), row.cost)
+                != (twin.name, twin.phase, len(twin.inputs), len(twin.outputs), rows[twin_index].cost)
             ):
                 raise UnderivableError("operators of blocks of one place differ")
             self._made.made.calls.append(

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import infinity
-from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room
+from infinity.api.export import ADAPTERS_FOLDER, MODEL_FOLDER, check_room_for
 from infinity.app.data.loader import BatchShape, Data, open_data
 from infinity.app.loop import Loop
 from infinity.app.models.causal import require_causal
@@ -83,7 +83,7 @@ def train(recipe: Recipe) -> Summary | None:
             for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):  # by a run that was interrupted just then
                 shutil.rmtree(folder / saved, ignore_errors=True)
             if _saves(recipe) and recipe.lora.rank is None:
-                check_room(model, folder)
+                check_room_for(model, folder)
         loop.run()
         if _saves(recipe):
             _save(recipe, model, folder, views)

@@ -11,10 +11,8 @@ be refused comes first: room, configs and tokenizer are checked before the first
 import contextlib
 import copy
 import dataclasses
-import errno
 import json
 import secrets
-import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from infinity.checkpoint.writer import (
     OutputFile,
     RangeWriter,
     TensorSpec,
-    WriteError,
+    check_room,
     plan_files,
     writing,
 )
@@ -347,16 +345,6 @@ class _ValueWriter:
         wanted = self._plan.values_nbytes
         written = int(self._ranks.sum(self._writer.nbytes, "bytes that were exported"))
         assert written == wanted, f"{written} bytes of values were written; the files hold {wanted}"
-
-
-def check_room(folder: Path, nbytes: int) -> None:
-    """Fail before the work if it cannot end well.
-
-    Raises:
-        WriteError: The file system has less room than the files take.
-    """
-    if shutil.disk_usage(folder).free < nbytes:
-        raise WriteError(errno.ENOSPC, f"making room for {folder}", folder, nbytes=nbytes)
 
 
 def _write_companions(model: nn.Module, plan: ExportPlan, folder: Path, tokenizer: Any) -> None:

@@ -18,12 +18,10 @@ threads write past the page cache. So memory holds one box of three fields, and 
 """
 
 import contextlib
-import errno
 import json
 import os
 import pickle
 import secrets
-import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -47,7 +45,7 @@ from torch.distributed.checkpoint.metadata import (
 from infinity.checkpoint.distcp import METADATA
 from infinity.checkpoint.load import named_targets
 from infinity.checkpoint.publish import Publication, partial_path
-from infinity.checkpoint.writer import OutputFile, RangeWriter, TensorSpec, WriteError, reserve, writing
+from infinity.checkpoint.writer import OutputFile, RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError
 from infinity.core.intervals import Box, boxes
@@ -390,9 +388,7 @@ def _check_room(folder: Path, nbytes: int, rank: int) -> None:
             f"rank {rank} does not see {folder}, which rank 0 has just made; save to a directory on a file "
             "system that every rank sees"
         )
-    space = shutil.disk_usage(folder)
-    if space.total and space.free < nbytes:  # a file system without a size says 0
-        raise WriteError(errno.ENOSPC, f"making room for {folder}", folder, nbytes=nbytes)
+    check_room(folder, nbytes)
 
 
 def _write_unit(unit: Unit, contents: Contents, read_fields: ReadFields, file: "_DataFile") -> None:

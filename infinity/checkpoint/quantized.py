@@ -173,32 +173,41 @@ def _count(given: Any) -> int:
     return given
 
 
+@dataclass(frozen=True, slots=True)
+class Slabs:
+    """How a tensor is decoded and encoded: in slabs, none of which needs the others.
+
+    Attributes:
+        numel: Elements of a slab.
+        needs: What slabs are decoded from.
+        decode: Decodes them.
+        encode: The way back.
+        together: Slabs that share stored elements, and are encoded at one time, from a multiple of it on.
+        decode_into: Decodes without memory of its own; None: the format has no such loop.
+    """
+
+    numel: int
+    needs: Needs
+    decode: Decode
+    encode: Encode
+    together: int = 1
+    decode_into: DecodeInto | None = None
+
+
 class Decoded:
     """A tensor that is decoded from several stored ones; see :class:`infinity.checkpoint.directory.Stored`.
 
     Args:
         shape: Of the values.
         dtype: In which they are exact, or rounded as transformers rounds them.
-        slab_numel: Elements that can be decoded without others.
-        needs: What slabs are decoded from.
-        decode: Decodes them.
-        encode: The way back.
-        together: Slabs that share stored elements, and are encoded at one time, from a multiple of it on.
+        slabs: In which they are decoded.
         kept: Shared by all tensors of a checkpoint; serves the next range of a slab.
-        decode_into: Decodes without memory of its own; None: the format has no such loop.
     """
 
-    __slots__ = (
-        "_decode", "_decode_into", "_encode", "_kept", "_needs", "_slab_numel", "_together", "dtype", "shape",
-    )  # fmt: skip
+    __slots__ = ("_kept", "_slabs", "dtype", "shape")
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, slab_numel: int, needs: Needs, decode: Decode,
-        encode: Encode, together: int, kept: Kept, decode_into: DecodeInto | None = None,
-    ) -> None:  # fmt: skip
-        self.shape, self.dtype, self._decode_into = torch.Size(shape), dtype, decode_into
-        self._slab_numel, self._needs, self._decode, self._kept = slab_numel, needs, decode, kept
-        self._encode, self._together = encode, together
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, slabs: Slabs, kept: Kept) -> None:
+        self.shape, self.dtype, self._slabs, self._kept = torch.Size(shape), dtype, slabs, kept
 
     def fill(self, start: int, out: Tensor, view: View | None = None) -> None:
         """See :class:`infinity.checkpoint.directory.Stored`.
@@ -206,28 +215,27 @@ class Decoded:
         Args:
             view: Gives the bytes of :meth:`ranges`, on ``out``'s device; None: they are read from the files.
         """
-        size, stop = self._slab_numel, start + len(out)
+        size, stop = self._slabs.numel, start + len(out)
         plain = view is not None and out.is_cpu and out.dtype == self.dtype
-        if self._decode_into is not None and plain and not (start % size or stop % size):
-            assert view is not None
+        into = self._slabs.decode_into
+        if into is not None and plain and not (start % size or stop % size):
             first, last = start // size, stop // size
-            self._decode_into(first, last, self._viewed(first, last, view), out)
+            into(first, last, self._parts(first, last, view), out)
             return
         at_once = max(1, (_PIECE_NUMEL if out.is_cpu else _DEVICE_PIECE_NUMEL) // size)
         for first in range(start // size, -(-stop // size), at_once):
             last = min(first + at_once, -(-stop // size))
             low, high = max(start, first * size), min(stop, last * size)
-            slabs = self._slabs(first, last) if view is None else self._view_slabs(first, last, view)
-            values = slabs[low - first * size : high - first * size]
+            decoded = self._values(first, last, view)
+            values = decoded[low - first * size : high - first * size]
             if out.dtype != self.dtype:
                 values = values.to(self.dtype)
             out[low - start : high - start].copy_(values)
 
     def ranges(self, start: int, numel: int) -> Iterable[ByteRange]:
         """The bytes that :meth:`fill` reads for ``numel`` elements from ``start`` on."""
-        for tensor, low, high in self._needs(
-            start // self._slab_numel, -(-(start + numel) // self._slab_numel)
-        ):
+        size = self._slabs.numel
+        for tensor, low, high in self._slabs.needs(start // size, -(-(start + numel) // size)):
             assert isinstance(tensor, FileTensor)
             yield from tensor.ranges(low, high - low)
 
@@ -241,12 +249,13 @@ class Decoded:
             CheckpointError: A file cannot be read.
             ValueError: A value is NaN or infinite.
         """
-        numel, size, lost, total = self.shape.numel(), self._slab_numel, 0.0, 0.0
-        at_once = max(1, _PIECE_NUMEL // max(1, size) // self._together) * self._together
+        numel, size, lost, total = self.shape.numel(), self._slabs.numel, 0.0, 0.0
+        together = self._slabs.together
+        at_once = max(1, _PIECE_NUMEL // max(1, size) // together) * together
         for first in range(0, numel // max(1, size), at_once):
             last = min(first + at_once, numel // size)
-            parts = self._read(first, last)
-            decoded = self._decode(first, last, parts).reshape(-1).float()
+            parts = self._parts(first, last)
+            decoded = self._decode(first, last, parts).float()
             held = torch.empty(len(decoded), dtype=values.dtype, device="cpu")
             values.fill(first * size, held)
             same, wanted = unchanged(decoded, held), decoded
@@ -254,11 +263,11 @@ class Decoded:
                 wanted = torch.where(same, decoded, held.float())
                 if not wanted.isfinite().all():
                     raise ValueError("a value is NaN or infinite, and has no number in this form")
-                parts = [each.reshape(-1) for each in self._encode(first, wanted, parts)]
-                decoded = self._decode(first, last, parts).reshape(-1).float()
+                parts = [each.reshape(-1) for each in self._slabs.encode(first, wanted, parts)]
+                decoded = self._decode(first, last, parts).float()
                 lost += (decoded - wanted).double().square().sum().item()
             total += wanted.double().square().sum().item()
-            for (tensor, start, _), part in zip(self._needs(first, last), parts, strict=True):
+            for (tensor, start, _), part in zip(self._slabs.needs(first, last), parts, strict=True):
                 assert isinstance(tensor, FileTensor)
                 put(tensor, start, part)
         return lost, total
@@ -266,7 +275,7 @@ class Decoded:
     @property
     def stored(self) -> list[Stored]:
         """What it is decoded from."""
-        return [tensor for tensor, _, _ in self._needs(0, 1)]
+        return [tensor for tensor, _, _ in self._slabs.needs(0, 1)]
 
     @property
     def in_files(self) -> bool:
@@ -276,37 +285,32 @@ class Decoded:
     @property
     def scratch_nbytes(self) -> int:
         """The most that :meth:`fill` takes of an accelerator's memory beside what it is given."""
-        numel = min(self.shape.numel(), max(self._slab_numel, _DEVICE_PIECE_NUMEL))
+        numel = min(self.shape.numel(), max(self._slabs.numel, _DEVICE_PIECE_NUMEL))
         return _TABLES_NBYTES + _SCRATCH_ITEMSIZE * numel
 
-    def _slabs(self, first: int, last: int) -> Tensor:
-        if last - first > 1:
-            return self._read_slabs(first, last)
+    def _values(self, first: int, last: int, view: View | None) -> Tensor:
+        """Decode slabs, or take the one that was read last; flat."""
+        if view is not None or last - first > 1:
+            return self._decode(first, last, self._parts(first, last, view))
         if (self, first) not in self._kept:
             self._kept.clear()
-            self._kept[self, first] = self._read_slabs(first, last)
+            self._kept[self, first] = self._decode(first, last, self._parts(first, last))
         return self._kept[self, first]
 
-    def _read_slabs(self, first: int, last: int) -> Tensor:
-        return self._decode(first, last, self._read(first, last)).reshape(-1)
+    def _decode(self, first: int, last: int, parts: Sequence[Tensor]) -> Tensor:
+        return self._slabs.decode(first, last, parts).reshape(-1)
 
-    def _read(self, first: int, last: int) -> list[Tensor]:
-        needed = []
-        for tensor, start, stop in self._needs(first, last):
-            needed.append(torch.empty(stop - start, dtype=tensor.dtype, device="cpu"))
-            tensor.fill(start, needed[-1])
-        return needed
-
-    def _view_slabs(self, first: int, last: int, view: View) -> Tensor:
-        return self._decode(first, last, self._viewed(first, last, view)).reshape(-1)
-
-    def _viewed(self, first: int, last: int, view: View) -> Sequence[Tensor]:
+    def _parts(self, first: int, last: int, view: View | None = None) -> list[Tensor]:
         """What slabs are decoded from."""
-        needed = []
-        for tensor, start, stop in self._needs(first, last):
-            assert isinstance(tensor, FileTensor)
-            needed.append(tensor.view(start, stop - start, view))
-        return needed
+        parts = []
+        for tensor, start, stop in self._slabs.needs(first, last):
+            if view is not None:
+                assert isinstance(tensor, FileTensor)
+                parts.append(tensor.view(start, stop - start, view))
+            else:
+                parts.append(torch.empty(stop - start, dtype=tensor.dtype, device="cpu"))
+                tensor.fill(start, parts[-1])
+        return parts
 
 
 def unchanged(source: Tensor, held: Tensor) -> Tensor:
@@ -380,8 +384,8 @@ class _Group:
         self, stored: Mapping[str, Stored], name: str, quantization: Quantization, dtype: torch.dtype | None,
         kept: Kept,
     ) -> None:  # fmt: skip
-        self._stored, self._name = stored, name
-        self.quantization, self.dtype, self.kept = quantization, dtype, kept
+        self._stored, self._name, self._dtype, self._kept = stored, name, dtype, kept
+        self.quantization = quantization
         self.used: list[str] = []
 
     def __call__(self, ending: str, dtypes: tuple[torch.dtype, ...], ndim: int | None = None) -> Stored:
@@ -406,6 +410,10 @@ class _Group:
 
     def dtype_of(self, ending: str) -> torch.dtype:
         return self._stored[self._name + ending].dtype
+
+    def decoded(self, shape: tuple[int, ...], exact: torch.dtype, slabs: Slabs) -> Decoded:
+        """Return the weight, in the dtype that was asked for, or else in that in which it is ``exact``."""
+        return Decoded(shape, self._dtype or exact, slabs, self._kept)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -439,8 +447,8 @@ def _fp8(group: _Group) -> Decoded | None:
         if not _decode_fp8_into(needed[0], of_rows, out, columns, block, first % block[0]):
             out.copy_(decode(first, last, needed).flatten())
 
-    dtype = group.dtype or torch.float32
-    return Decoded((rows, columns), dtype, columns, needs, decode, encode, block[0], group.kept, decode_into)
+    slabs = Slabs(columns, needs, decode, encode, block[0], decode_into)
+    return group.decoded((rows, columns), torch.float32, slabs)
 
 
 def _decode_fp8_into(
@@ -503,7 +511,7 @@ def _mxfp4(group: _Group) -> Decoded:
         return codecs.encode_mxfp4(values.view(-1, *shape[1:]), codes, exponents)
 
     shape = (experts, 2 * groups * width, rows)
-    return Decoded(shape, group.dtype or torch.bfloat16, 2 * nbytes, needs, decode, encode, 1, group.kept)
+    return group.decoded(shape, torch.bfloat16, Slabs(2 * nbytes, needs, decode, encode))
 
 
 def _packed(group: _Group) -> Decoded:
@@ -554,9 +562,7 @@ def _packed(group: _Group) -> Decoded:
         return codes, of_rows, *(codecs.pack_zeros(each, bits) for each in points)
 
     together = 1 if zeros is None else 32 // bits
-    return Decoded(
-        (rows, columns), group.dtype or scales.dtype, columns, needs, decode, encode, together, group.kept
-    )
+    return group.decoded((rows, columns), scales.dtype, Slabs(columns, needs, decode, encode, together))
 
 
 def _gptq(group: _Group) -> Decoded:
@@ -603,9 +609,7 @@ def _gptq(group: _Group) -> Decoded:
         )
         return words, points, factors, groups
 
-    return Decoded(
-        (rows, columns), group.dtype or scales.dtype, rows * columns, needs, decode, encode, 1, group.kept
-    )
+    return group.decoded((rows, columns), scales.dtype, Slabs(rows * columns, needs, decode, encode))
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -36,10 +36,10 @@ from infinity.checkpoint.directory import (
     TensorFile,
     read_json_object,
 )
-from infinity.checkpoint.export import agree_on_place, check_room
+from infinity.checkpoint.export import agree_on_place
 from infinity.checkpoint.publish import Publication, partial_path
 from infinity.checkpoint.quantized import Decoded, decode_checkpoint, read_quantization, unchanged
-from infinity.checkpoint.writer import FilePlan, OutputFile, RangeWriter, writing
+from infinity.checkpoint.writer import FilePlan, OutputFile, RangeWriter, check_room, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError
 
@@ -80,7 +80,7 @@ class Requantized:
         return text + (f"; {self.copied} tensors of the checkpoint are copied" if self.copied else "")
 
 
-class StoredForm:
+class QuantizedLayout:
     """A quantized checkpoint whose form other values take; a context manager.
 
     Args:
@@ -225,7 +225,7 @@ def export_stored(
         ranks: That share the model.
 
     Raises:
-        CheckpointError: See :class:`StoredForm` and :meth:`StoredForm.match`; or a value is not finite.
+        CheckpointError: A value is not finite; or see :class:`QuantizedLayout` and its ``match``.
         DiskError: A drive failed or is full.
         PeerError: Another rank failed; says which and why.
     """
@@ -233,7 +233,7 @@ def export_stored(
     folder = partial_path(out, token)
     with contextlib.ExitStack() as stack:
         with all_ranks_or_raise(ranks, f"planning {out}"):
-            form = stack.enter_context(StoredForm(like))
+            form = stack.enter_context(QuantizedLayout(like))
             sources, seen = form.match(shapes()), form.sample()
         on_first = agree(seen, ranks.world_size, f"comparing the files of {like}")
         with all_ranks_or_raise(ranks, f"planning {out}"):
@@ -271,7 +271,7 @@ def _summary(form: str, errors: Mapping[str, float], copied: int) -> Requantized
 class _FormWriter:
     """Brings this rank's tensors to their places; a context manager."""
 
-    def __init__(self, form: StoredForm, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, form: QuantizedLayout, folder: Path, ranks: Ranks) -> None:
         self._form, self._folder, self._ranks = form, folder, ranks
         self._stack, self._writer = contextlib.ExitStack(), RangeWriter()
         self._outputs: dict[ReadableFile, OutputFile] = {}  # by the checkpoint's own file
@@ -353,7 +353,7 @@ class _FormWriter:
             self._writer.write(self._outputs[place.file], place.offset, values.contiguous())
 
 
-def _write_companions(form: StoredForm, plain: Path, folder: Path) -> None:
+def _write_companions(form: QuantizedLayout, plain: Path, folder: Path) -> None:
     """The checkpoint's index, the model's config with its quantization, and what else lies beside weights."""
     with writing(f"writing to {folder}", folder):
         if not (form.path / SAFETENSORS).exists():  # the index of one file is not read

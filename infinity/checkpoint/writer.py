@@ -16,6 +16,7 @@ import errno as errno_names
 import json
 import mmap
 import os
+import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,21 @@ class WriteError(DiskError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return WriteError, (self.errno, self._action, self.path, self.offset, self.nbytes)
+
+
+def check_room(folder: Path, nbytes: int, action: str | None = None) -> None:
+    """Fail before the work if it cannot end well.
+
+    Args:
+        nbytes: That will be written.
+        action: For the message; None: making room for ``folder``.
+
+    Raises:
+        WriteError: The file system has less room.
+    """
+    space = shutil.disk_usage(folder)
+    if space.total and space.free < nbytes:  # a file system without a size says 0
+        raise WriteError(errno_names.ENOSPC, action or f"making room for {folder}", folder, nbytes=nbytes)
 
 
 @contextmanager

@@ -465,9 +465,12 @@ class Hooks:
                 segment.param.requires_grad_(segment.whole.requires_grad)
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
                 self._hooked.add(id(segment.param))
-                drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(segment.param))
-                segment.param.register_hook(drop)  # type: ignore[no-untyped-call]
-                segment.param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
+                self._hook_parameter(segment.param)
+
+    def _hook_parameter(self, param: nn.Parameter) -> None:
+        drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(param))
+        param.register_hook(drop)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
 
     def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
         param = ref()

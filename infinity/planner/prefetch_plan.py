@@ -16,6 +16,12 @@ The walks go around: what is used at the end of a pass may stay for the beginnin
 that is updated in between may stay, too, where its update can write the new weights into the buffer
 that it stays in; then they are not read back from where they have just been written.
 
+[Note: what repeats is walked once]
+A pass of many micro-batches begins with the same events again and again. Two repeats are walked with the rest
+of the pass, and each walk notes in which state every repeat begins. Where one ends as it began, counted from
+there on, and nothing was looked at that the next one does not have, too, any number of further repeats would
+have the same actions: so they are written down, not walked. Else more repeats are walked, at last all.
+
 Source: Belady 1966; Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching
 strategies" 1995 (conservative replacement, earliest fetch); ZeRO-Infinity (arXiv:2104.07857), section
 6.2 (the overlap-centric order of transfers); TeraIO (arXiv:2506.06472) for lifetimes that wrap around

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infinity.app import operators
-from infinity.app.operators import Call, Operation, OperatorTimes
+from infinity.app.operators import Candidate, Operation, OperatorTimes
 
 CPU = torch.device("cpu")
 
@@ -18,8 +18,8 @@ def matmul(rows: int) -> Operation:
     return made
 
 
-def calls(*operations: Operation | None) -> list[Call]:
-    return [Call(each, 1e-6, 1e3) for each in operations]
+def calls(*operations: Operation | None) -> list[Candidate]:
+    return [Candidate(each, 1e-6, 1e3) for each in operations]
 
 
 def test_calls_that_differ_in_values_alone_are_one() -> None:
@@ -73,7 +73,7 @@ def test_what_takes_long_or_much_memory_is_left_to_the_roofline(monkeypatch: pyt
     monkeypatch.setattr(operators, "_time_s", lambda *args: timed.append(args[0]) or 0.25)
     times = OperatorTimes(CPU, 1)
     large = Operation.of(torch.ops.aten.zeros.default, ([2**40],), {})  # its arguments are small
-    times.measure([Call(matmul(16), 100.0, 1e3), Call(large, 1e-6, 2.0**42), *calls(matmul(17))])
+    times.measure([Candidate(matmul(16), 100.0, 1e3), Candidate(large, 1e-6, 2.0**42), *calls(matmul(17))])
     assert timed == [matmul(17)]
     assert math.isnan(times.of(matmul(16)))
     assert math.isnan(times.of(large))

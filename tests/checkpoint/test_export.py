@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.api.export import check_room, export_run
+from infinity.api.export import check_room_for, export_run
 from infinity.checkpoint import export as exporting
 from infinity.checkpoint import writer
 from infinity.checkpoint.publish import Publication
@@ -123,7 +123,7 @@ def test_a_disk_without_room_is_an_error_before_the_first_file(
         infinity.export(model, tmp_path / "out")
     assert (raised.value.errno, raised.value.nbytes > 50_000) == (errno.ENOSPC, True)
     with pytest.raises(DiskError, match="finding room for the trained model"):
-        check_room(model, tmp_path)
+        check_room_for(model, tmp_path)
     assert left_in(tmp_path) == set()
 
 

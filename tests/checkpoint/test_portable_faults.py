@@ -1,6 +1,7 @@
 """Portable checkpoints that cannot be written or do not fit, the memory that they take, and adapters."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,8 @@ def test_a_disk_without_room_is_an_error_before_the_first_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = sharded("bf16", "memory", tmp_path)
-    usage = portable.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(portable.shutil, "disk_usage", lambda path: usage._replace(free=50_000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     monkeypatch.setattr(portable, "_write_unit", lambda *args: pytest.fail("a value was written"))
     with pytest.raises(DiskError, match="making room") as raised:
         infinity.save_checkpoint(model, optimizer, tmp_path / "out")
