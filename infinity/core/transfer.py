@@ -85,7 +85,7 @@ class Transfer:
             except Exception:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
-    def run(self, call: Callable[[], None]) -> None:
+    def run(self, call: Callable[[], object]) -> None:
         """Run ``call``, and end with the error that it raises, or without one.
 
         The error's traceback is dropped: its frames would keep alive what was moved.

@@ -127,7 +127,7 @@ def rounds_roots(device: torch.device) -> bool:
 def compile_kernel(source: str, name: str, device: torch.device) -> Callable[..., None] | None:
     """Compile a kernel in CUDA C that fuses no multiply-add; None: this device or this torch has no compiler.
 
-    What is returned takes ``grid``, ``block`` and ``args`` (tensors, and numbers of 32 bits), and gives the
+    What is returned takes ``grid``, ``block`` and ``args`` (tensors, and integers of 32 bits), and gives the
     kernel to the calling thread's stream.
     """
     if device.type != "cuda" or torch.version.hip is not None:

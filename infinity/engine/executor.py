@@ -320,6 +320,7 @@ class StepExecutor:
             self._count_step()
             return None
         self.gradients.check()
+        self.gradients.read_norms()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
         norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
         updated = set(self.updates.ready)

@@ -18,11 +18,13 @@ a model larger than memory could not be kept.
 The hook only gives the stream of the backward pass its work. After that, or after the reduction, a thread
 with a stream of its own copies the gradient to host memory and takes its norm, while backward goes on; it
 waits for both, and hands the gradient over. The lease carries the order from stream to stream. The norm
-has a stream of its own, so that the copy does not wait for it: the bus is what is short. The gradient of a
-unit that is updated on the accelerator stays there, and only its norm is taken.
+has a stream of its own, so that the copy does not wait for it: the bus is what is short.
+
+With one rank the gradient of a unit that is updated on the accelerator stays there, and nothing waits until
+``step()``: the hook gives the norm's stream its work, too, and ``step()`` reads all norms at once. Another
+thread would need the interpreter lock from the one that computes, and get it every 5 ms.
 """
 
-import math
 import operator
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +42,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.memory import HostPool
-from infinity.optim.norm import row_sums
+from infinity.optim.norm import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
@@ -253,6 +255,7 @@ class Gradients:
         self._fired = False
         self._leaving: ThreadPoolExecutor | None = None
         self._norms: torch.Stream | None = None
+        self._unread: dict[int, Tensor] = {}  # norms of gradients that stay on the accelerator
         if mover.staging is not None:
             self._norms = new_stream(mover.staging.device)
             self._leaving = ThreadPoolExecutor(
@@ -356,6 +359,15 @@ class Gradients:
         """Block until every complete gradient has reached the updates."""
         self.updates.wait_for_gradients()
 
+    def read_norms(self) -> None:
+        """Tell the updates the norms of gradients that stayed on the accelerator: waits for it, once."""
+        if self._unread:
+            with on_stream(self._norms):
+                norms = torch.stack([*self._unread.values()]).tolist()
+            for index, norm in zip(self._unread, norms, strict=True):
+                self.updates.ready[index].sum_of_squares = norm**2
+            self._unread.clear()
+
     def reset(self, *, committed: bool = False) -> None:
         """Drop what is left of this step's gradients: it is ``committed``, or forgotten."""
         self.finish()
@@ -365,6 +377,7 @@ class Gradients:
             shard.lease.release()
         self._open.clear()
         self._shards.clear()
+        self._unread.clear()
         delivered, self._delivered = self._delivered, set()
         self._passed.clear()
         self.synced = self._fired = False
@@ -408,7 +421,10 @@ class Gradients:
             gradient.seal()
             gradient.lease.record_use()
             total = ReducedGradient(gradient.lease, unit.dtype, bytes(gradient.used))
-        self._leave(lambda: self._hand_over(unit, total, weights))
+        if total is not None and unit.index in self.updates.chosen:
+            self._hand_over_there(unit, total)
+        else:
+            self._leave(lambda: self._hand_over(unit, total, weights))
 
     def _leave(self, call: Callable[[], None]) -> None:
         """Run ``call`` now, or, on an accelerator, on the thread on which gradients leave it."""
@@ -440,14 +456,24 @@ class Gradients:
             lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
             lease.record_use()
         with on_stream(self._norms):
-            sums = row_sums(total.grad)
+            there = total.grad
+            norm = None if self._norms is None else norm_on_device(there)
             total.lease.record_use()
         if leaves is not None:
             total.lease.release()
         with on_stream(self._norms):
-            squares = math.fsum(sums.tolist())
-        used = tuple(segment for segment in unit.segments if total.used[segment.index])
-        self.updates.add(unit, lease.tensor.view(grad.dtype), squares, lease, weights(), used)
+            squares = sum_of_squares(there) if norm is None else norm.item() ** 2
+        self.updates.add(
+            unit, lease.tensor.view(grad.dtype), squares, lease, weights(), _used_segments(unit, total)
+        )
+
+    def _hand_over_there(self, unit: Unit, total: ReducedGradient) -> None:
+        """Give a step's gradient to an update on its accelerator; waits for nothing."""
+        with on_stream(self._norms):
+            grad = total.grad
+            self._unread[unit.index] = norm_on_device(grad)
+            total.lease.record_use()  # and so of what the norm's stream has waited for
+        self.updates.add(unit, grad, 0.0, total.lease, Weights(), _used_segments(unit, total))
 
     def _reduce(self, unit: Unit, then: Callable[[], None]) -> None:
         """Start to reduce ``unit``'s gradient of this backward pass; then add it up, and call ``then``."""
@@ -526,6 +552,10 @@ class Gradients:
         """End the thread on which gradients leave."""
         if self._leaving is not None:
             self._leaving.shutdown()
+
+
+def _used_segments(unit: Unit, total: ReducedGradient) -> tuple[Segment, ...]:
+    return tuple(segment for segment in unit.segments if total.used[segment.index])
 
 
 def _staying(values: Callable[[], Tensor]) -> Callable[[], Weights]:

@@ -35,12 +35,15 @@ __device__ half_bits to_half(float f)
 
 extern "C" __global__ void adamw(
     WEIGHT *weight, const GRAD *grad, EXACT *exact, float *exp_avg, float *exp_avg_sq,
-    const float *hyper, int n)
+    int decay_bits, int toward_bits, int beta2_bits, int fresh_bits,
+    int rate_bits, int correction_bits, int eps_bits, int scale_bits, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    float decay = hyper[0], toward = hyper[1], beta2 = hyper[2], fresh = hyper[3];
-    float rate = hyper[4], correction = hyper[5], eps = hyper[6], scale = hyper[7];
+    float decay = __int_as_float(decay_bits), toward = __int_as_float(toward_bits);
+    float beta2 = __int_as_float(beta2_bits), fresh = __int_as_float(fresh_bits);
+    float rate = __int_as_float(rate_bits), correction = __int_as_float(correction_bits);
+    float eps = __int_as_float(eps_bits), scale = __int_as_float(scale_bits);
     float g = FROM_GRAD(grad[i]) * scale;
     float m = exp_avg[i] + toward * (g - exp_avg[i]);
     float v = exp_avg_sq[i] * beta2 + fresh * (g * g);
@@ -79,6 +82,9 @@ def _kernel(dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -
 def adamw_by_cuda(weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor) -> bool:
     """Start to update ``weight`` and ``state`` in their places, all ``(n,)``, by the calling thread's stream.
 
+    Args:
+        hyper: ``Hyper.tensor()``, in host memory.
+
     Returns:
         False: There is no such kernel for this device; nothing was done.
     """
@@ -86,8 +92,11 @@ def adamw_by_cuda(weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper
     if kernel is None:
         return False
     exact = state[0] if len(state) > 2 else weight
+    numbers = hyper.view(
+        torch.int32
+    ).tolist()  # which type a float of Python becomes depends on torch's version
     for begin in range(0, weight.numel(), _MOST_NUMEL):
         parts = [each[begin : begin + _MOST_NUMEL] for each in (weight, grad, exact, *state[-2:])]
         n = parts[0].numel()
-        kernel(grid=(-(-n // _THREADS), 1, 1), block=(_THREADS, 1, 1), args=[*parts, hyper, n])
+        kernel(grid=(-(-n // _THREADS), 1, 1), block=(_THREADS, 1, 1), args=[*parts, *numbers, n])
     return True

@@ -25,19 +25,22 @@ def sum_of_squares(grad: Tensor) -> float:
     Args:
         grad: bfloat16, float16 or float32, any shape.
     """
-    return math.fsum(row_sums(grad).tolist())
+    return math.fsum(_row_sums(grad).tolist())
 
 
-def row_sums(grad: Tensor) -> Tensor:
-    """Sums of squares of the rows of ``grad``, in float64 on its device; does not wait for an accelerator.
+def norm_on_device(grad: Tensor) -> Tensor:
+    """The norm of ``grad``, in float64, ``()``, by one operator of its accelerator; does not wait for it.
 
-    ``math.fsum`` of them is :func:`sum_of_squares`. An accelerator adds in an order of its own, which depends
-    on the numel alone, too: a norm is the same to the bit wherever the shard lies, but not on another kind of
-    device.
+    It adds in an order of its own, which depends on the numel alone, too: a norm is the same to the bit
+    wherever the shard lies, but not on another kind of device.
     """
+    norm: Tensor = torch.linalg.vector_norm(grad.detach().reshape(-1), dtype=torch.float64)
+    return norm
+
+
+def _row_sums(grad: Tensor) -> Tensor:
+    """Sums of squares of the rows of ``grad``, in float64."""
     flat = grad.detach().reshape(-1)
-    if flat.device.type != "cpu":
-        return _device_sums(flat)
     rows = flat.numel() // ROW_NUMEL
     tail = flat.new_zeros(ROW_NUMEL)
     tail[: flat.numel() - rows * ROW_NUMEL] = flat[rows * ROW_NUMEL :]
@@ -56,14 +59,6 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     if max_norm is None:
         return 1.0
     return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
-
-
-def _device_sums(flat: Tensor) -> Tensor:
-    """One sum for each row, and for what is left. Of the norm's kernel, which makes no copy in float64."""
-    whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW_NUMEL), dim=1, dtype=torch.float64)
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64)
-    return torch.cat([rows, rest.view(1)]).square_()
 
 
 def _sums(flat: Tensor) -> "np.ndarray[Any, np.dtype[np.float64]]":

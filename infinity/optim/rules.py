@@ -109,11 +109,20 @@ def adamw_on_device(
     """Update tensors in an accelerator's memory in their places, by the calling thread's stream.
 
     Args:
+        hyper: ``Hyper.tensor()``, in host memory.
         piece_numel: Elements that are updated at one time, where elementwise torch does it.
     """
     with torch.no_grad():
         if not adamw_by_cuda(weight, grad, state, hyper):
-            adamw_by_torch(weight, grad, state, weight, hyper, piece_numel=piece_numel)
+            adamw_by_torch(weight, grad, state, weight, _there(hyper, weight.device), piece_numel=piece_numel)
+
+
+def _there(hyper: Tensor, device: torch.device) -> Tensor:
+    """``hyper`` on an accelerator. A copy from host memory would wait for the stream, kernels do not."""
+    there = torch.empty(len(hyper), device=device)
+    for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
+        place.fill_(number)
+    return there
 
 
 def scratch_nbytes(numel: int) -> int:
@@ -198,16 +207,13 @@ class DeviceRule:
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
     ) -> None:
         """Update ``n`` elements as :meth:`AdamWRule.update` does; blocks until they are back."""
-        numbers: dict[int, Tensor] = {}  # on each stream: none waits for another, least for compute
         try:
             for number, begin in enumerate(range(0, weight.numel(), _DEVICE_NUMEL)):
                 part, turn = slice(begin, begin + _DEVICE_NUMEL), number % len(self._streams)
                 with self._streams[turn]:
-                    if turn not in numbers:
-                        numbers[turn] = hyper.to(self.device)
                     sources = [each[part] for each in (weight, grad, *state)]
                     there = [each.to(self.device, non_blocking=True) for each in sources]
-                    adamw_on_device(there[0], there[1], tuple(there[2:]), numbers[turn])
+                    adamw_on_device(there[0], there[1], tuple(there[2:]), hyper)
                     for target, value in zip((weight_out, *state), (there[0], *there[2:]), strict=True):
                         target[part].copy_(value, non_blocking=True)
         finally:

@@ -7,7 +7,8 @@ ranks an in-place all-gather fills the other slices. On an accelerator the shard
 host memory, piece by piece where it is large, and uploaded into the slice by a thread with a stream
 of its own, so that fetch, upload and gather of different units overlap each other and compute. It
 waits for the disk; the accelerator it tells what to wait for (see :mod:`infinity.device.memory`), so
-a unit counts as here when its copies are on the way.
+a unit counts as here when its copies are on the way. A shard that lies in the accelerator's memory already
+is copied by the thread that asks for the unit, since there is nothing to wait for.
 
 [Note: decoded after the gather]
 A frozen unit whose weights are stored in another form (see :mod:`infinity.partition.unit`) is moved in that
@@ -169,6 +170,10 @@ class Shards(Protocol):
         """Return what holds the shard (or its stored form) of a unit whose home is host memory; else None."""
         ...
 
+    def at_hand(self, unit: Unit) -> bool:
+        """Whether the newest weights are in the accelerator's memory, or what makes them was given to it."""
+        ...
+
     def fetch_waits_for(self, unit: Unit) -> str:
         """Return the cause of a wait for ``unit``'s fetch: ``update`` or ``read``."""
         ...
@@ -244,11 +249,12 @@ class UnitMover:
         self._staying: dict[int, Staying] = {}
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
+        self._within: torch.Stream | None = None  # of weights that are copied inside the accelerator's
         device, decoders = _CPU, min(_MOST_DECODED, background_threads())
         if staging is not None:
             device, decoders = staging.device, 1
             self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
-            self._leaving = new_stream(device)
+            self._leaving, self._within = new_stream(device), new_stream(device)
         self._decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, (device,))
 
     @_never_inference
@@ -267,7 +273,11 @@ class UnitMover:
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
         if self._uploads is not None:
-            ready = self._uploads.submit(ready).result
+            ready = (
+                self._within_device(ready)
+                if self.shards.at_hand(unit)
+                else self._uploads.submit(ready).result
+            )
         if self.collectives is None:
             return ready
 
@@ -277,6 +287,13 @@ class UnitMover:
             return full
 
         return self.collectives.gather(unit.index, unit.name, bring).wait
+
+    def _within_device(self, ready: Callable[[], object]) -> Callable[[], object]:
+        """Give the accelerator a copy that has nothing to wait for; what is returned raises its error."""
+        given = Transfer()
+        with on_stream(self._within):
+            given.run(ready)
+        return given.wait
 
     def _start_stored(
         self, unit: Unit, form: StoredForm, full: Lease

@@ -11,10 +11,13 @@ accelerator again with its next update. So training moves no byte of such a unit
 accelerator, and nothing else needs to know of it.
 
 [Note: order]
-One thread with one stream updates shards and brings them home, in the order in which it was asked to. So
-what is brought home are the values of the step after which that was asked for, however soon the next update
-follows. An update has ended when the stream was given the last of it: leases carry the order to the streams
-that copy the weights.
+One stream updates shards and brings them home, in the order in which that was asked for. So what is brought
+home are the values of the step after which that was asked for, however soon the next update follows. An
+update has ended when the stream was given the last of it: leases carry the order to the streams that copy the
+weights.
+
+Who asks gives the stream its work, if there is nothing to wait for. A thread does so for what waits for host
+memory, and for all that is asked for before it is done with that.
 """
 
 import threading
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 
 from infinity.core.transfer import Lease, Transfer
-from infinity.device.accelerator import record, use_own_stream, wait_on_host
+from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool
 from infinity.optim.layout import StateLayout
 from infinity.optim.pipeline import Run
@@ -72,9 +75,10 @@ class DeviceShards:
         self.chosen: frozenset[int] = frozenset()
         self.pool = DevicePool(0, device)
         self._thread = ThreadPoolExecutor(1, "infinity-device-update", use_own_stream, (device,))
-        self._lock = threading.Lock()
+        self._stream = new_stream(device)
+        self._lock = threading.Lock()  # guards what follows, and the order on the stream
+        self._queued = 0  # calls that the thread has still to make
         self._shards: dict[int, _DeviceShard] = {}
-        self._numbers: tuple[Tensor, Tensor] | None = None  # of the last update, in host memory and there
 
     def __contains__(self, index: int) -> bool:
         return index in self._shards
@@ -97,23 +101,43 @@ class DeviceShards:
             ended: Called when the stream was given the update, or with the error.
         """
         with self._lock:
-            shard = self._shards.get(unit.index)
-            new = shard is None
-            if shard is None:
+            found = self._shards.get(unit.index)
+            new = found is None
+            if found is None:
                 sizes = self._layout.weight_nbytes, self._layout.state_nbytes
                 weight, state = (self.pool.lease(size(unit.shard_numel), who=unit.name) for size in sizes)
-                shard = self._shards[unit.index] = _DeviceShard(weight, state, values)
+                found = self._shards[unit.index] = _DeviceShard(weight, state, values)
+            shard = found
             shard.home = None
 
-        def play() -> None:
-            error = None
-            try:
-                if new and after is not None:
-                    after.wait()
-                self._update(shard, gradient(), runs, comes=new)
-            except BaseException as raised:  # surfaces at wait
-                error = raised.with_traceback(None)
+            def play() -> BaseException | None:
+                try:
+                    if new and after is not None:
+                        after.wait()
+                    self._update(shard, gradient(), runs, comes=new)
+                except BaseException as raised:  # surfaces at wait
+                    return raised.with_traceback(None)
+                return None
+
+            if new or self._queued:
+                self._queue(lambda: ended(play()))
+                return
+            with on_stream(self._stream):
+                error = play()
+        with on_stream(self._stream):
             ended(error)
+
+    def _queue(self, call: Callable[[], object]) -> None:
+        """Let the thread make ``call``, which gives the stream work; with the lock."""
+        self._queued += 1
+
+        def play() -> None:
+            try:
+                with on_stream(self._stream):
+                    call()
+            finally:
+                with self._lock:
+                    self._queued -= 1
 
         self._thread.submit(play)
 
@@ -126,18 +150,8 @@ class DeviceShards:
         for run in runs:
             part = slice(run.start, run.stop)
             state = tuple(each[part] for each in shard.fields[1:])
-            numbers = self._numbers_of(run.hyper)
-            adamw_on_device(weight[part], grad[part], state, numbers, piece_numel=RESIDENT_NUMEL)
+            adamw_on_device(weight[part], grad[part], state, run.hyper, piece_numel=RESIDENT_NUMEL)
         shard.weight.record_use()  # which other streams copy; states are used by this one only
-
-    def _numbers_of(self, hyper: Tensor) -> Tensor:
-        """``hyper`` on the accelerator. A copy from host memory would wait for the stream, kernels do not."""
-        if self._numbers is None or self._numbers[0] is not hyper:
-            there = torch.empty(len(hyper), device=self._device)
-            for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
-                place.fill_(number)
-            self._numbers = hyper, there
-        return self._numbers[1]
 
     def bring_home(self, index: int, before: Callable[[], object] = lambda: None) -> Transfer | None:
         """Start to copy a shard's newest values to host memory; None: they are there.
@@ -151,22 +165,22 @@ class DeviceShards:
                 return None if shard is None else shard.home
             home = shard.home = Transfer()
 
-        def copy() -> None:
-            before()
-            # Not through the lease: copies of the weights wait for what the update has left there.
-            for target, source in zip(shard.values(), shard.fields, strict=True):
-                target.copy_(source, non_blocking=True)
-            wait_on_host(record(self._device))
+            def copy() -> None:
+                before()
+                # Not through the lease: copies of the weights wait for what the update has left there.
+                for target, source in zip(shard.values(), shard.fields, strict=True):
+                    target.copy_(source, non_blocking=True)
+                wait_on_host(record(self._device))
 
-        self._thread.submit(home.run, copy)
-        return home
+            self._queue(lambda: home.run(copy))
+            return home
 
     def leave(self, index: int) -> None:
         """Let host memory be the only place of a unit that was brought home; does not block."""
         with self._lock:
             shard = self._shards.pop(index, None)
-        if shard is not None:
-            self._thread.submit(shard.release)  # in the order of its stream
+            if shard is not None:
+                self._queue(shard.release)  # in the order of its stream
 
     def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:
         """Return the units that are here, and that are not ``chosen``."""

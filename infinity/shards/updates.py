@@ -738,6 +738,13 @@ class Updates:
         future = self._futures.get(unit.index)
         return (lambda: None) if future is None else future.wait_computed
 
+    def at_hand(self, unit: Unit) -> bool:
+        """Whether the newest weights are in the accelerator's memory, or what makes them was given to it."""
+        on_device, future = self.tiers.on_device, self._futures.get(unit.index)
+        if on_device is None or unit.index not in on_device:
+            return False
+        return future is None or future.computed.is_set()
+
     def fetch_waits_for(self, unit: Unit) -> str:
         """Return the cause of a wait for ``unit``'s fetch: its ``update``, or the disk's ``read``."""
         future = self._futures.get(unit.index)

@@ -452,3 +452,30 @@ def test_an_update_that_fails_on_the_device_ends_training_with_its_error(where: 
     error, ended = run(failing, where)
     assert "no update" in error
     assert ended
+
+
+def busy_threads() -> list[set[str]]:
+    """By step: the pools of threads that were given work in it."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    begin()
+    submit, found = ThreadPoolExecutor.submit, list[set[str]]()
+
+    def seen(pool: ThreadPoolExecutor, *args: Any, **kwargs: Any) -> Any:
+        found[-1].add(pool._thread_name_prefix)
+        return submit(pool, *args, **kwargs)
+
+    ThreadPoolExecutor.submit = seen  # type: ignore[method-assign]
+    model, optimizer = make([*harness.HOST[:1], *ALL])
+    for number in range(5):
+        found.append(set())
+        steps(model, optimizer, range(number, number + 1))
+    found.append(set())
+    optimizer.close()
+    return found[:-1]
+
+
+def test_with_all_states_on_the_device_no_thread_competes_with_the_one_that_computes() -> None:
+    first, *_, last = run(busy_threads)
+    assert "infinity-device-update" in first  # which brings the states there
+    assert last == set()

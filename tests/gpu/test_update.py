@@ -48,17 +48,17 @@ def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, gra
         if way == "cpu":
             AdamWRule(dtype).update(weight, grad, states, weight, hyper)
         else:
-            weight, grad, numbers = (each.to(here()) for each in (weight, grad, hyper))
+            weight, grad = weight.to(here()), grad.to(here())
             states = tuple(each.to(here()) for each in states)
             part = slice(3 * 2048, NUMEL)  # the part of one group
             given = weight[part], grad[part], tuple(each[part] for each in states)
             before = tuple(each[: part.start] for each in states)
             if way == "kernel":
-                assert adamw_by_cuda(*given, numbers)
+                assert adamw_by_cuda(*given, hyper)
                 first = weight[: part.start], grad[: part.start], before
-                assert adamw_by_cuda(*first, numbers)
+                assert adamw_by_cuda(*first, hyper)
             else:
-                adamw_by_torch(weight, grad, states, weight, numbers)
+                adamw_by_torch(weight, grad, states, weight, hyper.to(here()))
         results.append([each.cpu() for each in (weight, *states)])
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):

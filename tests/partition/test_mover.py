@@ -33,6 +33,9 @@ class FakeShards:
     def updated_in_place(self, unit):
         return self.update
 
+    def at_hand(self, unit):
+        return False
+
     def arrive(self, value: float = 1.0, error: Exception | None = None) -> None:
         """The oldest fetch ends."""
         _, memory, ticket = self.fetches.pop(0)
