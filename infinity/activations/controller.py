@@ -216,7 +216,7 @@ class Activations:
         if model not in self._blocks:
             self._blocks[model] = recomputable_blocks(model)
         blocks = self._blocks[model]
-        self._weights = list(model.parameters())
+        self._weights = list(model.parameters()) if self.policy != "keep" else []
         self._attach_instrument()
         self.passes.begin()
         stack = ExitStack()

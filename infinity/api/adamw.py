@@ -3,7 +3,7 @@
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -308,16 +308,28 @@ class AdamW(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Every trainable parameter of the model is in a unit."""
-        for name, param in self.model.named_parameters():
+        for param in _parameters_of(self.model):
             places = self.runtime.units.places(param)
             for unit, segment in places:
                 unit.check_data(segment)
             if param.requires_grad and not places:
+                name = next(name for name, each in self.model.named_parameters() if each is param)
                 raise StateError(
                     f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules "
                     "inside `with infinity.Init(recipe)` or, of a finished model, `with "
                     "infinity.Init(model)`; or freeze it with requires_grad_(False)"
                 )
+
+
+def _parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield those of all modules as they are, without names and without a check of each."""
+    modules, seen = [model], {model}
+    while modules:
+        module = modules.pop()
+        yield from (param for param in dict.values(module._parameters) if param is not None)
+        found = [each for each in module._modules.values() if each is not None and each not in seen]
+        modules += found
+        seen.update(found)
 
 
 class _Mark:

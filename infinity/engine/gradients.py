@@ -25,6 +25,7 @@ With one rank the gradient of a unit that is updated on the accelerator stays th
 thread would need the interpreter lock from the one that computes, and get it every 5 ms.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ from infinity.device.memory import HostPool
 from infinity.optim.norm import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 from infinity.shards.updates import Updates, Weights
 
 
@@ -60,7 +61,8 @@ class UnitGradient:
         self.unit, self.lease = unit, lease
         self.flat: Tensor = lease.tensor.view(unit.dtype)
         self.used = bytearray(len(unit.segments))  # 1: the segment holds a gradient of this step
-        self._fired: set[int] = set()  # indices of segments that fired in this backward
+        self.trainable = len(unit.trainable)  # parameters that fire in this backward
+        self._fired: set[int] = set()  # indices of segments that fired in it
 
     @classmethod
     def begin(cls, unit: Unit, pool: Pool) -> "UnitGradient":
@@ -85,11 +87,12 @@ class UnitGradient:
     @property
     def complete(self) -> bool:
         """Whether every trainable parameter has fired in this backward."""
-        return len(self._fired) == len(self.unit.trainable)
+        return len(self._fired) == self.trainable
 
     def end_backward(self) -> None:
         """Expect another micro-batch."""
         self._fired.clear()
+        self.trainable = len(self.unit.trainable)
 
     def seal(self) -> Tensor:
         """Set elements that no gradient reached (unused, frozen, padding) to zero; return the flat buffer."""
@@ -175,6 +178,13 @@ class ReleasedGradient(torch.Tensor):
             "optimizer.grad_norm after step(), and scale the loss in place of gradients (with Accelerate, "
             "the Trainer or Lightning as in examples/)"
         )
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "ReleasedGradient":
+        """Return the one of this shape: parameters may share it, since nothing can be read or written."""
+        with torch.inference_mode(False):
+            return placeholder(shape, dtype, device).as_subclass(ReleasedGradient)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"ReleasedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -289,12 +299,12 @@ class Gradients:
             gradient = self._begin(unit)
         gradient.add(segment, grad)
         self._received[id(segment.param)] = segment
-        if gradient.complete and self._completes(unit):
+        if gradient.complete and self._completes(unit, gradient):
             self._complete(unit)
 
-    def _completes(self, unit: Unit) -> bool:
+    def _completes(self, unit: Unit, gradient: UnitGradient) -> bool:
         """Whether the last gradient of ``unit`` also is the last read of its weights."""
-        frozen_in_part = len(unit.trainable) < len(unit.segments)
+        frozen_in_part = gradient.trainable < len(unit.segments)
         return unit.index not in self._leaves and not (frozen_in_part and self.pins.recomputed(unit.index))
 
     def check_received(self, param: nn.Parameter) -> None:

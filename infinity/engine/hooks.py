@@ -66,7 +66,7 @@ from infinity.core.errors import StateError
 from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
-from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
+from infinity.partition.unit import Segment, Unit, UnitIndex
 
 #: Stands for the autograd node that reads a frozen head, for all slices; others are numbered from 0.
 _SLICES = -1
@@ -86,10 +86,15 @@ class Handle:
 
 @dataclass(slots=True)
 class Frame:
-    """A module whose forward is running, and the units that it keeps."""
+    """A module whose forward is running, and the units that it keeps.
+
+    Attributes:
+        served: The module's own parameters, if all of them are in memory while it runs.
+    """
 
     module: nn.Module
     pinned: list[int]
+    served: object = None
     opened: ExitStack | None = None  # the saved-tensor context, when this call is outermost
     logits: ExitStack | None = None  # the context in which logits are pending, likewise
     inference: bool = False
@@ -188,6 +193,7 @@ class Hooks:
                 self._check_attached(*place)
                 if not place[0].trainable and torch.is_grad_enabled():
                     self._watch(place[0].index, args)
+        frame.served = module._parameters
 
     def _watch(self, index: int, args: Any) -> None:
         """Register a hook that tells when backward has passed a call that reads a frozen unit."""
@@ -223,6 +229,10 @@ class Hooks:
         while (top := self.stack.pop()) is not frame:
             self._close(top, None)
         self._close(frame, output)
+
+    def serves(self, parameters: object) -> bool:
+        """Whether ``parameters`` are those of the module that runs, which has been served."""
+        return bool(self.stack) and self.stack[-1].served is parameters
 
     def touch(self, param: nn.Parameter) -> None:
         """Use the unit of ``param``, which a module was asked for by name."""
@@ -491,11 +501,10 @@ class Hooks:
             self.gradients.receive(unit, segment, grad)
 
     def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
-        param.grad = placeholder(segment.shape, unit.dtype, param.device).as_subclass(ReleasedGradient)
+        param.grad = ReleasedGradient.of(segment.shape, unit.dtype, param.device)
         whole = segment.whole
         if segment.is_tile and type(whole.grad) is not ReleasedGradient:
-            shape = segment.whole_shape
-            whole.grad = placeholder(shape, unit.dtype, whole.device).as_subclass(ReleasedGradient)
+            whole.grad = ReleasedGradient.of(segment.whole_shape, unit.dtype, whole.device)
 
 
 def _reading_node() -> int | None:

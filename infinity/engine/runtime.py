@@ -325,10 +325,10 @@ class Runtime:
         if self._executor is not None:
             self._executor.hooks.leave(module, output)
 
-    def _touch(self, param: nn.Parameter, siblings: Iterable[nn.Parameter | None]) -> None:
+    def _touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
         if self.construction.active:
             self.construction.touch(param, siblings)
-        else:
+        elif self._executor is None or not self._executor.hooks.serves(siblings):
             self.executor().hooks.touch(param)
 
     def _check(self, param: nn.Parameter) -> None:

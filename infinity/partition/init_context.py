@@ -41,7 +41,7 @@ parameter, in the call itself, before any buffer of the module is cast.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
@@ -54,7 +54,7 @@ from infinity.partition.tiles import compute_whole
 from infinity.partition.unit import Segment, Unit, UnitIndex, layout, placeholder
 
 #: Called with a parameter and with all parameters that its module itself has.
-Touch = Callable[[nn.Parameter, Iterable[nn.Parameter | None]], None]
+Touch = Callable[[nn.Parameter, Mapping[str, nn.Parameter | None]], None]
 DeepCopy = Callable[[nn.Parameter], nn.Parameter]
 Check = Callable[[nn.Parameter], None]
 #: Units, of the builder's size, that closed and are materialized at one time while a model is built: two in
@@ -67,7 +67,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
 
     Args:
         values: The dictionary that it replaces.
-        touch: Called with each parameter that is asked for by key, and with all values.
+        touch: Called with each parameter that is asked for by key, and with this dictionary.
         deep_copy: Makes the plain copy of a parameter for ``copy.deepcopy``, or raises.
         check: Raises if the data of a parameter was replaced; see [Note: casts].
     """
@@ -87,7 +87,7 @@ class ServedParameters(dict[str, nn.Parameter | None]):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         if param is not None:
-            self.touch(param, self.values())
+            self.touch(param, self)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
@@ -236,18 +236,19 @@ class Construction:
         """Store a unit that just closed and drop its full values."""
         self._put_away(unit)
 
-    def touch(self, param: nn.Parameter, siblings: Iterable[nn.Parameter | None] = ()) -> None:
+    def touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None] | None = None) -> None:
         """Materialize the unit of ``param``: see [Note: when a materialized unit is stored again].
 
         Args:
-            siblings: The other parameters of the module that was asked for it.
+            siblings: The parameters of the module that was asked for it.
         """
         units = self.builder.units.holding([param])  # one, or those of its tiles
         if not units:
             return
         if units[0] not in self._whole:
             last = [s.whole for unit in [*self._whole][-1:] for s in unit.segments]
-            keep = self.builder.units.holding([*last, *(p for p in siblings if p is not None)])
+            beside = [] if siblings is None else [each for each in siblings.values() if each is not None]
+            keep = self.builder.units.holding([*last, *beside])
             needed_nbytes = sum(map(_created_nbytes, units))
             self._stow(OPEN_UNITS * self.builder.target_nbytes - needed_nbytes, keep)
             for unit in units:

@@ -228,6 +228,8 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
 class UnitMover:
     """Starts, finishes and drops the full values of units.
 
+    It has more attributes than other classes: a thread or a stream for each way on which weights come and go.
+
     Args:
         units: All of the model's.
         shards: The source of shards.
