@@ -337,12 +337,13 @@ class Collectives:
             DivergenceError: They differ.
             PeerError: A rank failed.
         """
-        headers = self._of_all_ranks(torch.tensor([*what, int(failure is not None), digest], device="cpu"))
+        mine = torch.tensor([*what, int(failure is not None), digest], device="cpu")
+        # Lists: an operator of torch gives the interpreter's lock away, and the thread that computes has it.
+        headers = self._of_all_ranks(mine).tolist()
         self._count += 1
-        same, digests = (headers == headers[0]).all(0)[:-1], headers[:, -1]
-        failed = [r for r in range(self.world_size) if int(headers[r, -2])]
-        if not failed and bool(same.all()):
-            return bool((digests == digest).all())
+        failed = [rank for rank, header in enumerate(headers) if header[-2]]
+        if not failed and all(header[:-1] == headers[0][:-1] for header in headers):
+            return all(header[-1] == digest for header in headers)
         wanted: list[Any] = [None] * self.world_size
         dist.all_gather_object(
             wanted, where if failure is None else how_it_ended(failure), group=self._control

@@ -20,9 +20,9 @@ with a stream of its own copies the gradient to host memory and takes its norm, 
 waits for both, and hands the gradient over. The lease carries the order from stream to stream. The norm
 has a stream of its own, so that the copy does not wait for it: the bus is what is short.
 
-With one rank the gradient of a unit that is updated on the accelerator stays there, and nothing waits until
-``step()``: the hook gives the norm's stream its work, too, and ``step()`` reads all norms at once. Another
-thread would need the interpreter lock from the one that computes, and get it every 5 ms.
+The gradient of a unit that is updated on the accelerator stays there, and nothing waits until ``step()``: the
+hook, or the thread of collectives, gives the norm's stream its work, too, and ``step()`` reads all norms at
+once. Another thread would need the interpreter's lock from the one that computes, and get it every 5 ms.
 """
 
 import functools
@@ -431,14 +431,11 @@ class Gradients:
             gradient.seal()
             gradient.lease.record_use()
             total = ReducedGradient(gradient.lease, unit.dtype, bytes(gradient.used))
-        if total is not None and unit.index in self.updates.chosen:
-            self._hand_over_there(unit, total)
-        else:
-            self._leave(lambda: self._hand_over(unit, total, weights))
+        self._leave(unit, lambda: self._hand_over(unit, total, weights))
 
-    def _leave(self, call: Callable[[], None]) -> None:
-        """Run ``call`` now, or, on an accelerator, on the thread on which gradients leave it."""
-        if self._leaving is None:
+    def _leave(self, unit: Unit, call: Callable[[], None]) -> None:
+        """Run ``call`` now, or, if the unit's gradient leaves an accelerator, on the thread for that."""
+        if self._leaving is None or unit.index in self.updates.chosen:
             call()
             return
         left = Transfer()
@@ -458,18 +455,20 @@ class Gradients:
         if total is None:
             weights().release()
             return
+        if unit.index in self.updates.chosen:
+            self._hand_over_there(unit, total)
+            return
         grad, lease = total.grad, total.lease
         total.lease.record_use()  # the stream of the norm waits for what this one has waited for
-        leaves = self.host if unit.index not in self.updates.chosen else None
-        if leaves is not None:
-            lease = leaves.gradients.lease(grad.nbytes, who="gradient for the update")
+        if self.host is not None:
+            lease = self.host.gradients.lease(grad.nbytes, who="gradient for the update")
             lease.tensor.view(grad.dtype).copy_(grad, non_blocking=True)
             lease.record_use()
         with on_stream(self._norms):
             there = total.grad
             norm = None if self._norms is None else norm_on_device(there)
             total.lease.record_use()
-        if leaves is not None:
+        if self.host is not None:
             total.lease.release()
         with on_stream(self._norms):
             squares = sum_of_squares(there) if norm is None else norm.item() ** 2
@@ -504,7 +503,7 @@ class Gradients:
             spare.release()
             lease.record_use()
             reduced = ReducedGradient(lease, self.reduce_dtype, used)
-            self._leave(lambda: self._add_up(unit, reduced, then))
+            self._leave(unit, lambda: self._add_up(unit, reduced, then))
 
         pending = self.collectives.reduce(
             unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.wait_for_commit

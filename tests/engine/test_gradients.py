@@ -80,6 +80,7 @@ def test_a_parameter_without_elements_is_not_taken_for_its_neighbour():
 
 def test_frozen_parameters_are_not_waited_for(unit, gradient):
     unit.segments[1].param.requires_grad_(False)
+    gradient = UnitGradient(unit, gradient.lease)
     gradient.add(unit.segments[0], torch.ones(5, 7))
     assert not gradient.complete
     gradient.add(unit.segments[2], torch.ones(9))
