@@ -216,8 +216,12 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def normal(*args: P.args, **kwargs: P.kwargs) -> R:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if not transformed and not torch.is_inference_mode_enabled():
+            with torch.no_grad():
+                return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
-            if torch._C._functorch.peek_interpreter_stack() is None:
+            if not transformed:
                 return method(*args, **kwargs)
             with temporarily_clear_interpreter_stack():
                 return method(*args, **kwargs)
@@ -372,13 +376,13 @@ class UnitMover:
         shard.record_use()
         lease.record_use()
 
-    @_never_inference
     def finish(self, index: int) -> None:
-        unit = self.units[index]
         arriving = self._arriving.pop(index, None)
-        if arriving is None:
-            return
-        ready, decoded = arriving
+        if arriving is not None:  # most uses find the unit here
+            self._finish(self.units[index], *arriving)
+
+    @_never_inference
+    def _finish(self, unit: Unit, ready: Callable[[], object], decoded: Callable[[], object] | None) -> None:
         try:
             self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
         finally:
