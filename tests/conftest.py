@@ -31,7 +31,7 @@ gc.disable()
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, is_hypothesis_test, settings  # noqa: E402
 
-from tests.helpers import forks  # noqa: E402
+from tests.helpers import engines, forks  # noqa: E402
 from tests.helpers.cases import LONG  # noqa: E402
 
 forks.own()  # before xdist starts its workers, which inherit it
@@ -57,6 +57,13 @@ def seeded() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test with libaio among its parameters where a machine has none."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if engines.asks_for_libaio([*params.values()]) and (why := engines.missing_libaio()):
+        pytest.skip(why)
 
 
 def pytest_collection_finish() -> None:
