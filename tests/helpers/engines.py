@@ -1,7 +1,7 @@
 """The I/O engines that a machine may lack: a test that asks for one is skipped, another one hides it.
 
-A test asks for libaio by a parameter, and conftest.py skips it where there is none. ``test_engines.py`` beside
-this file looks for tests that ask for it in any other way: they would pass on one machine and fail on another.
+A test asks for libaio by a parameter, and conftest.py skips it where there is none. ``test_engines.py``
+beside this file looks for tests that ask in another way: they pass on one machine and fail on the next.
 """
 
 import ast
