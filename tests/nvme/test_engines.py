@@ -380,7 +380,6 @@ def test_an_unknown_engine_is_refused(volume: Volume) -> None:
 
 
 def wait_until_interrupted(name: str, path: str) -> str:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     volume = Volume([Path(path)])
     engine = make_engine(name, volume)
     assert isinstance(engine, QueuedEngine)
