@@ -48,6 +48,9 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+_frozen_modules = 0
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random numbers, whatever ran before it."""
@@ -67,9 +70,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    if os.environ["INFINITY_TEST_ACCELERATOR"] == "0":
+        # For an accelerator that is started later, each seed is kept together with a text of the whole stack.
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            kind._lazy_call = lambda call, **options: None
     gc.enable()
+    freeze()
+
+
+def freeze() -> None:
+    """Leave what lives now out of further collections: modules, which tests import as they come to them.
+
+    Planning collects garbage, and so does a second model of a process; each would look at a million objects.
+    """
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
+
+
+def pytest_runtest_logfinish() -> None:
+    if len(sys.modules) > _frozen_modules + 30:
+        freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
