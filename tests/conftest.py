@@ -48,7 +48,7 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
-_frozen_modules = 0
+_frozen_modules = 0  # how many there were when what lives was frozen last
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def pytest_collection_finish() -> None:
 
 
 def freeze() -> None:
-    """Leave what lives now out of further collections: modules, which tests import as they come to them.
+    """Leave what lives now out of collections of garbage: the modules that tests imported on their way.
 
     Planning collects garbage, and so does a second model of a process; each would look at a million objects.
     """
@@ -92,7 +92,7 @@ def freeze() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    if len(sys.modules) > _frozen_modules + 30:
+    if gc.isenabled() and len(sys.modules) > _frozen_modules + 30:
         freeze()
 
 

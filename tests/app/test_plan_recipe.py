@@ -203,7 +203,10 @@ def module_rows(summary: object) -> list[tuple[str, str]]:
     return summary_rows(summary)  # type: ignore[arg-type]
 
 
-def test_a_prediction_uses_the_budgets_that_the_run_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_uses_the_budgets_that_the_run_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the recipe's directories are below it
     seen = []
 
     def planned(recipe: object, machine: object, ranks: int, *, here: bool) -> object:
