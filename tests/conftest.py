@@ -31,7 +31,7 @@ gc.disable()
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, is_hypothesis_test, settings  # noqa: E402
 
-from tests.helpers import forks  # noqa: E402
+from tests.helpers import engines, forks  # noqa: E402
 from tests.helpers.cases import LONG  # noqa: E402
 
 forks.own()  # before xdist starts its workers, which inherit it
@@ -48,6 +48,9 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+_frozen_modules = 0  # how many there were when what lives was frozen last
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random numbers, whatever ran before it."""
@@ -59,10 +62,38 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test with libaio among its parameters where a machine has none."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if engines.asks_for_libaio([*params.values()]) and (why := engines.missing_libaio()):
+        pytest.skip(why)
+
+
 def pytest_collection_finish() -> None:
+    import torch
+
+    if os.environ["INFINITY_TEST_ACCELERATOR"] == "0":
+        # For an accelerator that is started later, each seed is kept together with a text of the whole stack.
+        for kind in (torch.cuda, torch.xpu, torch.mtia):
+            kind._lazy_call = lambda call, **options: None
     gc.enable()
+    freeze()
+
+
+def freeze() -> None:
+    """Leave what lives now out of collections of garbage: the modules that tests imported on their way.
+
+    Planning collects garbage, and so does a second model of a process; each would look at a million objects.
+    """
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
+
+
+def pytest_runtest_logfinish() -> None:
+    if gc.isenabled() and len(sys.modules) > _frozen_modules + 30:
+        freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

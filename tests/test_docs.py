@@ -243,6 +243,7 @@ def close(model: nn.Module) -> None:
 
 #: Pages that take more than some seconds.
 SLOW = {
+    "planning.md",
     "checkpoints.md",
     "interruptions.md",
     "training_loops.md",

@@ -384,7 +384,6 @@ def test_after_a_disk_error_a_whole_committed_step_can_be_read(tmp_path, on, cli
 
 def endless(folder: str, how: str) -> None:
     """Train until something happens to rank 1; says at each step that it lives."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     peers.BEAT_S = 0.2  # as in play_all
     rank, world = rank_and_world()
 

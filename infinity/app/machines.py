@@ -27,7 +27,7 @@ _SIZES, _COPIED_NBYTES, _TRIES = (128, 256, 512, 1024), 64 * 2**20, 3
 #: Elements of an update that is timed: more than caches hold.
 _UPDATED_NUMEL = 2**22
 #: How long a product may take (s).
-_MOST_S = 1.0
+_MOST_S = 0.25
 
 
 def machine_names() -> list[str]:

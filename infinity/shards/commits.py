@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from infinity.core.errors import DiskError, InfinityError, StateError, first_line
+from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
 from infinity.core.extent import BLOCK_NBYTES
 from infinity.core.files import create_file, open_regular, read_file, sync
 from infinity.core.transfer import Transfer
@@ -308,6 +308,18 @@ def _replace(path: Path, magic: bytes, parts: Sequence[bytes], *, synced: bool) 
     return crc
 
 
+def _remove(path: Path) -> None:
+    """Remove a record, if there is one.
+
+    Raises:
+        DirectoryError: It may not be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise DirectoryError(error.errno or errno.EIO, f"removing {path}", path) from error
+
+
 def _crc32(parts: Sequence[bytes]) -> int:
     crc = 0
     for part in parts:
@@ -432,9 +444,12 @@ class Commits:
         """Go on behind a record that was found in ``place``; all ranks have one of its step.
 
         A later one, which not all ranks had, must go: its versions are about to be written again.
+
+        Raises:
+            DirectoryError: It may not be removed.
         """
         for name in (self.files.record(1 - place), self.files.invalid()):
-            (self.folder / name).unlink(missing_ok=True)
+            _remove(self.folder / name)
         self._places, self._layout, self.stands = [place], record.layout, True
         self._number, self._oldest = record.number, record.number - 1
 
@@ -488,7 +503,7 @@ class Commits:
         with self._lock:
             old, self._places = self._places[:-1], self._places[-1:]
             for place in old:
-                (self.folder / self.files.record(place)).unlink(missing_ok=True)
+                _remove(self.folder / self.files.record(place))
             self._forget_before(self._number)
             if old:
                 self._remove_old_layouts()
@@ -507,7 +522,7 @@ class Commits:
             self.stands = False
             places, self._places = self._places, []
             for place in places[:-1]:
-                (self.folder / self.files.record(place)).unlink(missing_ok=True)
+                _remove(self.folder / self.files.record(place))
             for place in places[-1:]:
                 (self.folder / self.files.record(place)).replace(self.folder / self.files.invalid())
             self._forget_before(self._number + 1)

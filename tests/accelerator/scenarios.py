@@ -36,7 +36,7 @@ SLOW: dict[str, Scenario] = {
         ),
         clip=1.0,
     ),
-    "llama with libaio": Scenario(place=(*NVME[:-1], "memory.engine=libaio")),
+    "llama with the fastest engine of this machine": Scenario(place=(*NVME[:-1], "memory.engine=auto")),
     "llama in fp32": Scenario(dtype="fp32", clip=1.0),
     "llama in fp16": Scenario(dtype="fp16"),
     "llama, accumulated": Scenario(accumulate=3, clip=1.0, steps=2),

@@ -294,11 +294,11 @@ def test_a_graph_that_is_dropped_leaves_nothing(stage, policy):
     stage.assert_empty()
 
 
-def test_twenty_steps_leave_no_slot_and_need_no_garbage_collector(stage, policy, request):
+def test_steps_leave_no_slot_and_need_no_garbage_collector(stage, policy, request):
     model, before = Model(), live_slots()
     gc.disable()
     request.addfinalizer(gc.enable)
-    for seed in range(20):
+    for seed in range(6):
         with stage.forward(model, policy):
             loss = model(batch(seed))
         loss.backward()

@@ -372,7 +372,6 @@ def command(folder: str, slow_step: int) -> int:
         after_each(patch, BatchLoss, "__call__", hold)
         if slow_step == SUMMARY_STEP:
             patch.setattr(Summary, "write", die)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         given = words(Path(folder), "partition.timeout_s=200", "observe.progress=true")
         return main(["train", f"{folder}/recipe.yaml", *given])
 

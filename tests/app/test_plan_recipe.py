@@ -181,6 +181,7 @@ def test_a_long_run_is_compared_with_its_prediction(tmp_path: Path, monkeypatch:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(program, "_PREDICTED_S", 0.0)
+    monkeypatch.setattr("infinity.app.machines._SIZES", (128,))  # the machine is measured, but not for long
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 400)
     recipe = load_recipe(RECIPE, [
         *SMALL, "train.steps=4", "train.eval_every=null", "data.files=[text.txt]", "observe.progress=false",
@@ -202,7 +203,10 @@ def module_rows(summary: object) -> list[tuple[str, str]]:
     return summary_rows(summary)  # type: ignore[arg-type]
 
 
-def test_a_prediction_uses_the_budgets_that_the_run_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_uses_the_budgets_that_the_run_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the recipe's directories are below it
     seen = []
 
     def planned(recipe: object, machine: object, ranks: int, *, here: bool) -> object:

@@ -129,7 +129,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 #: The others differ in what is played, or are of models that resemble these.
-FAST = {"gpt-tight", "gpt-half-resident", "deepseek-two-ranks"}
+FAST = {"gpt-tight", "deepseek-two-ranks"}
 
 
 @pytest.mark.parametrize(

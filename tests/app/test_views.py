@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 import infinity
 from infinity.activations.controller import METERED
 from infinity.activations.slots import ActivationStats
@@ -117,7 +119,10 @@ def test_bytes_of_activations_are_shown_beside_the_planned_bytes_of_units(tmp_pa
     assert rows["written per step"] == "1,300 bytes per rank (planned 300, plus 1,000 of activations)"
 
 
-def test_a_run_saves_its_plan_and_the_measured_cost(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_saves_its_plan_and_the_measured_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the cache of its data is below it
     recipe = infinity.load_recipe(
         overrides=[
             f"run.dir={tmp_path}", "run.name=mine", f"memory.nvme=[{tmp_path}/nvme]", "memory.host=64MiB",

@@ -181,9 +181,10 @@ def test_what_another_user_owns_is_refused(
 def test_a_directory_in_which_another_user_could_replace_ours_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = os.stat_result((0o40755, *tmp_path.stat()[1:4], 54321, *tmp_path.stat()[5:]))
+    other = os.geteuid() + 1
+    found = os.stat_result((0o40755, *tmp_path.stat()[1:4], other, *tmp_path.stat()[5:]))
     monkeypatch.setattr(Path, "stat", lambda path: found)
-    with pytest.raises(UnsafePathError, match=r"another user \(uid 54321\).*directory of your own"):
+    with pytest.raises(UnsafePathError, match=rf"another user \(uid {other}\).*directory of your own"):
         shared_directory(tmp_path)
 
 

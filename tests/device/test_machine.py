@@ -26,10 +26,10 @@ from infinity.device.machine import (
     usable_cores,
 )
 from infinity.engine.runtime import runtime_of
-from infinity.nvme.engines import libaio_engine
 from infinity.nvme.engines.libaio_engine import LibaioEngine
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.summary import summary_rows
+from tests.helpers.engines import hide_libaio
 from tests.helpers.launch import run_ranks
 from tests.helpers.limits import HANG_S
 
@@ -299,13 +299,6 @@ def test_a_processor_without_avx512_computes_in_fp32() -> None:
 
 
 # --- what is done otherwise is said once ---------------------------------------------------------
-
-
-def hide_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise OSError("libaio.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(libaio_engine, "load", missing)
 
 
 def test_a_machine_that_lacks_everything_trains_the_same_bits_and_says_each_thing_once(

@@ -58,6 +58,7 @@ class Job:
     imported: bool = True  # the package is; else it is imported anew, changed maybe
 
     def run(self) -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in a shell's background ignores it
         os.environ.clear()
         os.environ.update(self.environment)
         sys.path[:] = self.path

@@ -1,6 +1,7 @@
 """Limits: of what a test waits for, and of the process (files, descriptors), which need no root."""
 
 import contextlib
+import ctypes
 import resource
 from collections.abc import Iterator
 
@@ -23,3 +24,24 @@ def limit(which: int, most: int) -> Iterator[None]:
 def file_limit(nbytes: int) -> contextlib.AbstractContextManager[None]:
     """No file may be larger: the full disk that needs no root."""
     return limit(resource.RLIMIT_FSIZE, nbytes)
+
+
+@contextlib.contextmanager
+def bound_by_modes() -> Iterator[None]:
+    """Let the modes of files bind root, too: this thread and those that it starts lose two capabilities."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3; this thread
+    before, less = (ctypes.c_uint32 * 6)(), (ctypes.c_uint32 * 6)()  # the first is the effective set
+
+    def call(name: str, data: ctypes.Array[ctypes.c_uint32]) -> None:
+        if getattr(libc, name)(header, data) != 0:
+            raise OSError(ctypes.get_errno(), name)
+
+    call("capget", before)
+    less[:] = before[:]
+    less[0] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    call("capset", less)
+    try:
+        yield
+    finally:
+        call("capset", before)

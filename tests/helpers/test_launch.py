@@ -1,7 +1,6 @@
 """The launcher itself: results, failures, kills and hangs are told apart."""
 
 import os
-import signal
 import subprocess
 import time
 
@@ -25,7 +24,6 @@ def fail_on_one() -> None:
 
 
 def sleep_marked(seconds: float) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     mark("sleeping")
     time.sleep(seconds)
 

@@ -8,8 +8,6 @@ import pytest
 from infinity.core.transfer import TransferEngine
 from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import make_engine
-from infinity.nvme.engines.libaio_engine import LibaioEngine
-from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 
 MIB = 2**20
@@ -36,21 +34,10 @@ def lease() -> Iterator[Callable[..., BufferLease]]:
     pool.close()
 
 
-def make(name: str, volume: Volume) -> TransferEngine:
-    """The engine called ``name``, or a skip."""
-    if name == "libaio":
-        try:
-            return LibaioEngine(volume)
-        except (ImportError, OSError) as error:
-            pytest.skip(f"libaio: {error}")
-    if name == "gds":
-        pytest.importorskip("kvikio")
-        return make_engine("gds", volume)
-    return ThreadsEngine(volume)
-
-
 @pytest.fixture(params=["libaio", "threads", pytest.param("gds", marks=pytest.mark.gpu)])
 def engine(request: pytest.FixtureRequest, volume: Volume) -> Iterator[TransferEngine]:
-    engine = make(request.param, volume)
+    if request.param == "gds":
+        pytest.importorskip("kvikio")
+    engine = make_engine(request.param, volume)
     yield engine
     engine.close()

@@ -239,7 +239,7 @@ def test_weight_norm_of_torch_trains_bitwise(tmp_path, place):
 
 
 def _compile_blocks(model, backend):
-    for block in model.blocks:
+    for block in model.blocks[1:]:  # beside one that is not
         block.compile(backend=backend)
 
 
