@@ -249,7 +249,7 @@ class Construction:
             last = [s.whole for unit in [*self._whole][-1:] for s in unit.segments]
             keep = self.builder.units.holding([*last, *(p for p in siblings if p is not None)])
             needed_nbytes = sum(map(_created_nbytes, units))
-            self._stow(OPEN_UNITS * self.builder.target_nbytes - needed_nbytes, keep)
+            self._stow(OPEN_UNITS * self.builder.sizes.full_nbytes - needed_nbytes, keep)
             for unit in units:
                 self._materialize(unit)
         for unit in units:
