@@ -23,7 +23,7 @@ from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
-from tests.helpers.training import build, optimizer_for, streaming
+from tests.helpers.training import UNTILED, build, optimizer_for, streaming
 
 WARM_UP, STEPS = 3, 3
 #: bf16 and exact fp32 Adam: the weight; its remainder (2) and both moments (4 + 4), bytes per element.
@@ -78,7 +78,7 @@ def expected(runtime: Any) -> tuple[int, int]:
 def count(folder: str, clip: float | None, *overrides: str) -> Counted:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     factory, batch = models.build("gpt", seed=0)
-    model = build(factory, "bf16", streaming(folder, "memory.resident=false", *overrides))
+    model = build(factory, "bf16", streaming(folder, UNTILED, *overrides))
     optimizer = optimizer_for(model, Rule(max_grad_norm=clip))
     with contextlib.closing(optimizer):
         runtime: Any = optimizer.runtime

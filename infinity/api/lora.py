@@ -148,7 +148,7 @@ def _shapes_only(model: nn.Module) -> Iterator[None]:
 
 def _cut_into_units(adapted: nn.Module, construction: Construction) -> None:
     """Cut the new modules of ``adapted`` into units, as if they had been built in the model's own block."""
-    full = construction.builder.target_nbytes
+    full = construction.builder.sizes.full_nbytes
     with construction:
         construction.late = None  # adapters have their values
         construction.add_root(adapted)

@@ -49,7 +49,7 @@ from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.executor import reduction_dtype
-from infinity.partition.builder import TileSizes, UnitBuilder
+from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.planner.clock import StepSetup
@@ -173,12 +173,15 @@ class DryRun:
 
 
 def dry_run(
-    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None, *, here: bool = False
-) -> DryRun:
+    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None = None, *, here: bool = False,
+    built: Recipe | None = None,
+) -> DryRun:  # fmt: skip
     """Build and record the model of ``recipe`` on one of ``ranks`` ranks of ``machine``.
 
     Args:
         here: It is this machine: operators are timed.
+        built: With the budgets of which the sizes of units follow, where ``recipe`` has those that were
+            derived later; None: ``recipe``.
         like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
@@ -186,26 +189,26 @@ def dry_run(
         CheckpointError: ``model.path`` holds no model that can be built, or its forward depends on values.
     """
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
-    made = None
+    made, sizes = None, _cut_sizes(built or recipe, machine, ranks)
     if like is not None and (like.ranks, like.dtype, like.machine.on_accelerator) == (
         ranks, dtype, machine.on_accelerator
     ):  # fmt: skip
         same = ("model", "lora", "partition")
         alike = all(getattr(recipe, part) == getattr(like.recipe, part) for part in same)
-        if alike and _tile_sizes(recipe, machine, ranks) == like._model.tiles:
+        if alike and sizes == like._model.sizes:
             made = like._model
     if made is None:
         local = max(1, ranks // machine.nodes.count)
         times = OperatorTimes.of_rank(local, recipe.train.threads) if here else None
-        made = _Model(recipe, machine, ranks, DTYPES[dtype], _tile_sizes(recipe, machine, ranks), times)
+        made = _Model(recipe, machine, ranks, DTYPES[dtype], sizes, times)
     return _Planner(recipe, machine, ranks, dtype, made).result()
 
 
-def _tile_sizes(recipe: Recipe, machine: Machine, ranks: int) -> TileSizes | None:
+def _cut_sizes(recipe: Recipe, machine: Machine, ranks: int) -> CutSizes:
     nbytes = recipe.memory.device
     if nbytes is None and machine.on_accelerator:
         nbytes = machine.devices.memory
-    return TileSizes.of(recipe.partition.tile, nbytes, ranks)
+    return CutSizes.of(recipe.partition.tile, nbytes, ranks, on_accelerator=machine.on_accelerator)
 
 
 # --- the model ---------------------------------------------------------------------------------------
@@ -334,17 +337,17 @@ class _Model:
         model: With adapters, if the recipe has them.
         notes: Lines for people about what is taken for granted.
         values: Know what of the model travels in its stored form.
-        tiles: Which parameters are tiled.
+        sizes: How large its units and tiles are.
         times: Of operators on this machine; None: another one is planned for.
     """
 
     def __init__(
-        self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype, tiles: TileSizes | None,
+        self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype, sizes: CutSizes,
         times: OperatorTimes | None,
     ) -> None:  # fmt: skip
         self.notes: list[str] = []
         self.times = times
-        self.tiles = tiles
+        self.sizes = sizes
         self._mode, self._is_fake = FakeTensorMode(allow_non_fake_inputs=False), False
         self.values = _NoValues(self._mode)
         self.construction = Construction(
@@ -354,9 +357,8 @@ class _Model:
                 ranks,
                 close,
                 recipe.partition.leaf,
-                tiles=tiles,
+                sizes=sizes,
                 without_values=True,
-                on_accelerator=machine.on_accelerator,
             ),
             _NoMasters(),
             lambda module: lambda module: None,
@@ -587,7 +589,8 @@ class _Planner:
                     recorded = self._record(model, plan)
         trace = recorded.trace
         if plan.places:
-            trace = self._with_stored(trace, recorded.played, plan)
+            peak = play(profile, plan, self._channels()).peak_nbytes  # without what has left
+            trace = replace(self._with_stored(trace, recorded.played, plan), peak_nbytes=peak)
         if self.recipe.train.schedule == "layer":  # each block takes all micro-batches before the next
             peak = trace.peak_nbytes
             trace = replace(trace.scaled(self.recipe.train.accumulate), peak_nbytes=peak)

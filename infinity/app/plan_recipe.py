@@ -122,12 +122,13 @@ class PlannedRun:
 
 def plan_recipe(
     recipe: Recipe, machine: Machine, ranks: int | None = None, like: "DryRun | None" = None, *,
-    here: bool = False,
+    here: bool = False, built: Recipe | None = None,
 ) -> PlannedRun:  # fmt: skip
     """Plan a recipe on a machine.
 
     Args:
         here: It is this machine: operators are timed, in some seconds.
+        built: With the budgets that the model was built with; None: those of ``recipe``.
         like: If it has the same model, on as many ranks, that is not built and recorded again.
 
     Raises:
@@ -140,7 +141,7 @@ def plan_recipe(
     if ranks is not None:
         machine = machine.with_ranks(ranks)
     count = ranks or machine.devices_in_all
-    run = dry_run(recipe, machine, count, like, here=here)
+    run = dry_run(recipe, machine, count, like, here=here, built=built)
     return PlannedRun(run, play_step(run.trace, run.setup), time.perf_counter() - began_s)
 
 
@@ -196,7 +197,7 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None]) -> Pr
         activations=policy,
     )
     machine = probe(_measurable(memory.nvme))
-    planned = plan_recipe(replace(recipe, memory=memory), machine, ranks, here=True)
+    planned = plan_recipe(replace(recipe, memory=memory), machine, ranks, here=True, built=recipe)
     best, cost = next(changes(planned), None), planned.cost
     advice = None
     if best is not None:

@@ -64,7 +64,7 @@ from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import prepare
-from infinity.partition.builder import TileSizes, UnitBuilder
+from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles
 from infinity.partition.unit import Segment, Unit, UnitIndex
@@ -155,8 +155,7 @@ class Runtime:
                 ranks.world_size,
                 close,
                 partition.leaf,
-                tiles=self._tile_sizes(),
-                on_accelerator=ranks.on_accelerator,
+                sizes=self._cut_sizes(),
             ),
             self.tiers,
             self._serve,
@@ -165,13 +164,14 @@ class Runtime:
         )
         self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
 
-    def _tile_sizes(self) -> TileSizes | None:
-        """Return which parameters are tiled; the same on every rank."""
+    def _cut_sizes(self) -> CutSizes:
+        """Return how large units and tiles are; the same on every rank."""
         ranks, nbytes = self.ranks, self.config.memory.device
         if nbytes is None and ranks.on_accelerator:
             nbytes = memory_nbytes(ranks.device)[1]
         least = None if nbytes is None else ranks.least(nbytes, "memory.device")
-        return TileSizes.of(self.config.partition.tile, least, ranks.world_size)
+        tile = self.config.partition.tile
+        return CutSizes.of(tile, least, ranks.world_size, on_accelerator=ranks.on_accelerator)
 
     def _compute_in_tiles(self, param: nn.Parameter) -> None:
         places, several = self.units.places(param), self.ranks.world_size > 1

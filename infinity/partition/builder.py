@@ -8,6 +8,12 @@ new block, and the open unit closes before it. Inside a block a unit closes when
 bytes; small newcomers (norms, biases) may still join a full unit, so that they do not become
 units of their own.
 
+[Note: a unit that memory can hold]
+Of several units at one time there are a gradient, its reduction and two in flight. On many ranks units of
+full-speed shards would take all of a device's memory for these (8 GiB each on 512 ranks). So units become no
+larger than half of the memory has room for, if their parameters are not, and the other half is for
+activations. Shards are smaller then: two at one time still keep a drive busy.
+
 [Note: a leaf]
 Experts are used by some ranks and not by others, but gathers must come in the same order everywhere.
 So the module that holds them is a *leaf*: with several ranks all its units are gathered when it is
@@ -17,11 +23,12 @@ only has the name really keeps its experts in a list is seen when it is complete
 
 [Note: what is tiled]
 Parameters of experts that are packed (``[experts, out, in]``, as transformers has them), of linear layers and
-of embeddings, if they are larger than :class:`TileSizes` allows. Each tile is a unit.
+of embeddings, if they are larger than :class:`CutSizes` allows. Each tile is a unit.
 """
 
 import difflib
 import re
+import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -38,6 +45,9 @@ from infinity.partition.unit import Segment, Unit, UnitIndex, layout, layout_til
 #: A unit is full when a rank's shard of it holds this much: several requests of the size at
 #: which drives reach their full speed (bytes).
 TARGET_SHARD_NBYTES = 16 * 2**20
+#: The least, where memory has no room for that. Two such shards at one time are read as fast as larger ones
+#: (0.99), two of half the size more slowly (0.90); and volumes divide no smaller ones among drives.
+LEAST_SHARD_NBYTES = 2 * 2**20
 #: Beside an accelerator, what all ranks hold of a full unit is at least so much: each unit costs the host
 #: about a millisecond, in which a fast link moves as many bytes.
 TARGET_ACCELERATOR_NBYTES = 64 * 2**20
@@ -53,46 +63,52 @@ _BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class TileSizes:
-    """Which parameters are tiled, and how large a tile is (bytes, in the compute dtype).
+class CutSizes:
+    """How large units and tiles are (bytes, in the compute dtype); see [Note: a unit that memory can hold].
 
     Attributes:
+        full_nbytes: A unit that holds as much is full.
+        most_nbytes: A large parameter that would make a unit larger than that begins another one.
         tile_nbytes: A tile takes at most as much, or is one row.
-        most_nbytes: A weight of a linear layer or an embedding that takes more is tiled.
-        most_experts_nbytes: Packed experts that take more are.
+        most_weight_nbytes: A linear layer or an embedding whose weight takes more is tiled; None: none is.
+        most_experts_nbytes: Likewise for packed experts.
     """
 
-    tile_nbytes: int
+    full_nbytes: int
     most_nbytes: int
-    most_experts_nbytes: int
+    tile_nbytes: int = 0
+    most_weight_nbytes: int | None = None
+    most_experts_nbytes: int | None = None
 
     @classmethod
-    def of(cls, tile: str, device_nbytes: int | None, world_size: int) -> "TileSizes | None":
-        """Return the sizes of ``partition.tile``; None: nothing is tiled.
+    def of(
+        cls, tile: str, device_nbytes: int | None, world_size: int, *, on_accelerator: bool = False
+    ) -> "CutSizes":
+        """Return the sizes that follow from ``partition.tile`` and the memory of a device.
+
+        A linear layer is tiled only where it could not be gathered at all (its gradient and update, and two
+        units in flight), because the gradient of its input is rounded otherwise. Experts in tiles give the
+        same bits. What a full unit would hold is not tiled.
 
         Args:
             device_nbytes: Of ``memory.device``, or of the device; None: unknown.
         """
-        if tile == "never" or (tile == "auto" and device_nbytes is None):
-            return None
-        if tile == "auto":
-            assert device_nbytes is not None
-            return cls._fitting(device_nbytes, world_size)
-        nbytes = parse_nbytes(tile)
-        return cls(nbytes, nbytes, nbytes)
-
-    @classmethod
-    def _fitting(cls, device_nbytes: int, world_size: int) -> "TileSizes":
-        """What ``device_nbytes`` of ``memory.device`` require.
-
-        A linear layer is tiled only where it could not be gathered at all (its gradient and update, and two
-        units in flight), because the gradient of its input is rounded otherwise. Experts in tiles give the
-        same bits. What adds no more than ``TARGET_SHARD_NBYTES`` to a rank's shards is not tiled.
-        """
+        full = TARGET_SHARD_NBYTES * world_size
+        if on_accelerator:
+            full = max(full, TARGET_ACCELERATOR_NBYTES)
         copies = 2 + (2 if world_size == 1 else 4)  # as infinity.core.budget counts them
-        least = TARGET_SHARD_NBYTES * world_size
+        most = sys.maxsize
+        if device_nbytes is not None:
+            most = max(device_nbytes // (2 * copies), LEAST_SHARD_NBYTES * world_size)
+            full = min(full, most)
+        if tile == "never" or (tile == "auto" and device_nbytes is None):
+            return cls(full, most)
+        if tile != "auto":
+            nbytes = parse_nbytes(tile)
+            return cls(full, most, nbytes, nbytes, nbytes)
+        assert device_nbytes is not None
         sizes = (device_nbytes // 32, device_nbytes // copies, device_nbytes // (2 * copies))
-        return cls(*(max(least, nbytes) for nbytes in sizes))
+        return cls(full, most, *(max(full, nbytes) for nbytes in sizes))
 
     def rows(self, module: nn.Module, param: nn.Parameter, itemsize: int) -> int:
         """Rows of a tile of a parameter of ``module``; 0: it is not tiled."""
@@ -103,8 +119,8 @@ class TileSizes:
             and not (module.sparse or module.scale_grad_by_freq)
         )
         nbytes = param.numel() * itemsize
-        most = self.most_experts_nbytes if experts else self.most_nbytes
-        if nbytes <= most or not (experts or (linear and param.ndim == 2)):
+        most = self.most_experts_nbytes if experts else self.most_weight_nbytes
+        if most is None or nbytes <= most or not (experts or (linear and param.ndim == 2)):
             return 0
         rows = max(1, self.tile_nbytes * len(param) // nbytes)
         if not experts and rows > _BLOCK_ROWS:
@@ -146,9 +162,8 @@ class UnitBuilder:
         world_size: Ranks that share each unit.
         close: Called with each unit when it closes, its parameters still whole.
         leaf: Names of classes whose modules are leaves.
-        tiles: Which parameters are tiled; None: none.
+        sizes: How large units and tiles are; None: those of a device without bound.
         without_values: Parameters are on the meta device: only their places are wanted.
-        on_accelerator: Units are used there.
 
     Attributes:
         units: Those that closed.
@@ -157,10 +172,10 @@ class UnitBuilder:
 
     def __init__(
         self, dtype: torch.dtype, rank: int, world_size: int, close: Close, leaf: Sequence[str] = (),
-        *, tiles: TileSizes | None = None, without_values: bool = False, on_accelerator: bool = False,
+        *, sizes: CutSizes | None = None, without_values: bool = False,
     ) -> None:  # fmt: skip
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
-        self._close, self._on_accelerator = close, on_accelerator
+        self._close, self.sizes = close, sizes or CutSizes.of("never", None, world_size)
         self.units = UnitIndex()
         self._known: set[int] = set()  # ids of parameters that joined; units hold the references
         self._open: dict[int, _Joined] = {}
@@ -168,7 +183,7 @@ class UnitBuilder:
         self._blocks: set[type[nn.Module]] = set()
         self._stack: list[nn.Module] = []
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
-        self._leaf, self._tiles, self._without_values = tuple(leaf), tiles, without_values
+        self._leaf, self._without_values = tuple(leaf), without_values
         self._in_leaf: tuple[nn.Module, int] | None = None  # the outermost that is built, its first unit
         self._classes: set[str] = set()
 
@@ -176,7 +191,7 @@ class UnitBuilder:
         """``module.__init__`` begins: perhaps a new block."""
         if type(module) in self._blocks:
             outermost = not any(type(parent) in self._blocks for parent in self._stack)
-            if outermost or self._open_nbytes >= self.target_nbytes / 2:
+            if outermost or self._open_nbytes >= self.sizes.full_nbytes / 2:
                 self.close()
         name = type(module).__name__
         self._classes.add(name)
@@ -228,14 +243,20 @@ class UnitBuilder:
                     "from_pretrained of transformers does: inside infinity.Init build the model from its "
                     "config; load a checkpoint with infinity.from_pretrained(directory, recipe), outside"
                 )
-            rows = 0 if self._tiles is None else self._tiles.rows(module, param, self.dtype.itemsize)
+            rows = self.sizes.rows(module, param, self.dtype.itemsize)
             nbytes = 0 if rows else param.numel() * self.dtype.itemsize
-            if self._open_nbytes >= self.target_nbytes and nbytes > self.target_nbytes / 8:
+            if self._ends_before(nbytes):
                 self.close()
             self._known.add(id(param))
             full_name, routed = f"{type(module).__name__}.{name}", is_packed(module, param)
             self._open[id(param)] = _Joined(full_name, param, weakref.ref(module), rows, routed)
             self._open_nbytes += nbytes
+
+    def _ends_before(self, nbytes: int) -> bool:
+        """Whether a parameter of so many bytes belongs to another unit than the open one."""
+        held, small = self._open_nbytes, self.sizes.full_nbytes / 8
+        too_much = held > small and held + nbytes > self.sizes.most_nbytes
+        return nbytes > small and (held >= self.sizes.full_nbytes or too_much)
 
     def has(self, param: nn.Parameter) -> bool:
         """Whether ``param`` joined a unit, open or closed."""
@@ -288,12 +309,6 @@ class UnitBuilder:
             self.join(module)
         used = {id(p) for root in roots for p in root.parameters()}
         self.close(used)
-
-    @property
-    def target_nbytes(self) -> int:
-        """Bytes of a full unit, in the compute dtype."""
-        nbytes = TARGET_SHARD_NBYTES * self.world_size
-        return max(nbytes, TARGET_ACCELERATOR_NBYTES) if self._on_accelerator else nbytes
 
 
 def _has_experts(module: nn.Module) -> bool:

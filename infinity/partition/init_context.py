@@ -250,7 +250,7 @@ class Construction:
             beside = [] if siblings is None else [each for each in siblings.values() if each is not None]
             keep = self.builder.units.holding([*last, *beside])
             needed_nbytes = sum(map(_created_nbytes, units))
-            self._stow(OPEN_UNITS * self.builder.target_nbytes - needed_nbytes, keep)
+            self._stow(OPEN_UNITS * self.builder.sizes.full_nbytes - needed_nbytes, keep)
             for unit in units:
                 self._materialize(unit)
         for unit in units:

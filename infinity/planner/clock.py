@@ -308,7 +308,7 @@ class _Server:
         return then
 
     def _begin(self) -> None:
-        if self._jobs and self._jobs[0].ready and not self.busy:
+        if self.left_s == _NEVER_S and self._jobs and self._jobs[0].ready:
             self.left_s = self._jobs[0].time_s
 
 
@@ -364,22 +364,24 @@ class _Clock:
 
     def _pass(self, most_s: float) -> float:
         """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
-        share = self._share()
-        passed_s = min(most_s, self.queues.next_s())
-        for server in self._servers.values():
+        share, queues, servers = self._share(), self.queues, self._servers.items()
+        passed_s = min(most_s, queues.next_s())
+        for _, server in servers:
             if server.left_s < share * passed_s:
                 passed_s = server.left_s / share
         if passed_s == _NEVER_S:
             return passed_s
-        for channel, _, _ in self.queues.moving():
-            self.busy_s[_LABELS[channel]] += passed_s
-        for name, server in self._servers.items():
-            if server.busy:
-                self.busy_s[name] += passed_s
+        busy_s, ends = self.busy_s, False
+        for channel, _, _ in queues.moving():
+            busy_s[_LABELS[channel]] += passed_s
+        for name, server in servers:
+            if server.left_s < _NEVER_S:
+                busy_s[name] += passed_s
                 server.left_s -= share * passed_s
+                ends = ends or server.left_s <= 1e-12
         self.now_s += passed_s
-        ended = self.queues.advance(passed_s)
-        for server in self._servers.values():  # what ends may submit to another one
+        ended = queues.advance(passed_s)
+        for _, server in servers if ends else ():  # what ends may submit to another one
             while server.left_s <= 1e-12:
                 server.end()()
         for _, index, _ in ended:
@@ -389,12 +391,12 @@ class _Clock:
 
     def _share(self) -> float:
         """The share of its speed that each part has which runs now: see [Note: shared cores]."""
-        cores = self.setup.rates.cores
-        if not cores:
+        rates = self.setup.rates
+        if not rates.cores:
             return 1.0
         threads = sum(self._threads[name] for name, server in self._servers.items() if server.busy)
-        threads += self.setup.rates.threads * self._computing
-        return min(1.0, cores / threads) if threads else 1.0
+        threads += rates.threads * self._computing
+        return min(1.0, rates.cores / threads) if threads else 1.0
 
     def _wait(self, until: Callable[[], bool], cause: str) -> None:
         began_s = self.now_s
@@ -408,7 +410,7 @@ class _Clock:
         self._computing = True
         while work_s > 1e-12:
             speed = self.queues.speed() * self._share()
-            if self.decoder.busy and self.setup.on_accelerator:
+            if self.setup.on_accelerator and self.decoder.busy:
                 speed *= 0.5  # they share the device
             work_s -= speed * self._pass(work_s / speed)
         self._computing = False

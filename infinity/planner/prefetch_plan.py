@@ -253,7 +253,7 @@ class Keeping(Memory):
     def _look_ahead(self, position: int) -> None:
         """Have the next uses' units there, as far as they fit beside what is held."""
         coming = self._units[self.index : self.index + self.lead]
-        if self.present.keys() >= set(coming):
+        if all(map(self.present.__contains__, coming)):
             return
         held = self.held(position)
         room = self.capacity_nbytes

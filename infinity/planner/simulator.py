@@ -198,21 +198,23 @@ class TransferQueues:
 
     def speed(self) -> float:
         """Speed of compute beside what moves now, at most 1."""
-        self._settle()
+        if self._moving is None:
+            self._settle()
         return self._speed
 
     def next_s(self) -> float:
         """Seconds until a transfer ends or rates change; infinite if nothing moves."""
-        self._settle()
+        if self._moving is None:
+            self._settle()
         return self._next_s
 
     def moving(self) -> list[tuple[int, _Transfer, float]]:
         """What moves bytes now: channel, transfer and bytes per second."""
-        return self._settle()
+        return self._settle() if self._moving is None else self._moving
 
     def advance(self, passed_s: float) -> list[tuple[int, int | None, float]]:
         """Let time pass, at most :meth:`next_s`; return channel, index and beginning (s) of what ended."""
-        moving = self._settle()
+        moving = self._settle() if self._moving is None else self._moving
         ended: list[tuple[int, int | None, float]] = []
         self.now_s += passed_s
         if passed_s >= self._next_s:
@@ -233,19 +235,18 @@ class TransferQueues:
 
     def _settle(self) -> list[tuple[int, _Transfer, float]]:
         """Find what moves now, at which rate; and with it the speed, and the time until that changes."""
-        moving = self._moving
-        if moving is not None:
-            return moving
-        moving, next_s, beside = [], _NEVER_S, 0.0
+        moving: list[tuple[int, _Transfer, float]] = []
+        next_s, beside, rates = _NEVER_S, 0.0, self.rates
         for channel, queue in enumerate(self._queues):
             if channel < 2 and self._units[channel].left_nbytes:
-                moving.append((channel, self._units[channel], self.rates[channel]))
+                moving.append((channel, self._units[channel], rates[channel]))
             elif queue:
-                wait_s = queue[0].ready_s - self.now_s
-                if wait_s > _NOW_S:
-                    next_s = min(next_s, wait_s)
-                else:
-                    moving.append((channel, queue[0], self.rates[channel]))
+                first = queue[0]
+                wait_s = first.ready_s - self.now_s
+                if wait_s <= _NOW_S:
+                    moving.append((channel, first, rates[channel]))
+                elif wait_s < next_s:
+                    next_s = wait_s
         if len(moving) > 1 and moving[1][0] == _READ:  # beside writes
             read, write = self._mixed
             moving[:2] = [(_WRITE, moving[0][1], write), (_READ, moving[1][1], read)]

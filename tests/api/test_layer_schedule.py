@@ -23,7 +23,15 @@ from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule
 from tests.helpers.runs import metrics_of
-from tests.helpers.training import DTYPES, Trained, assert_bitwise, build, optimizer_for, streaming
+from tests.helpers.training import (
+    DTYPES,
+    UNTILED,
+    Trained,
+    assert_bitwise,
+    build,
+    optimizer_for,
+    streaming,
+)
 from tests.test_bytes import WEIGHT, settled
 
 WARM_UP, STEPS = 3, 3
@@ -130,7 +138,7 @@ def test_a_block_keeps_its_room_when_more_is_trained_later(tmp_path: Path, rule:
     """``memory.device`` is the smallest for which all is trained: blocks are as tight as they may be."""
     device = room_for_a_block(str(tmp_path), "llama", rule)
     factory, batch = models.build("llama", seed=3)
-    model: Any = build(factory, "bf16", streaming(tmp_path, f"memory.device={device}"))
+    model: Any = build(factory, "bf16", streaming(tmp_path, UNTILED, f"memory.device={device}"))
     model.model.layers[1].requires_grad_(False)
     groups = [{"params": list(model.parameters())}]
     optimizer = infinity.AdamW(model, rule.lr, rule.betas, max_grad_norm=rule.max_grad_norm, params=groups)
@@ -173,7 +181,7 @@ def count(
     """Steps of the same batch in so many micro-batches, everything on NVMe."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     factory, batch = models.build(name, seed=0)
-    model = build(factory, "bf16", streaming(folder, f"memory.device={device}"))
+    model = build(factory, "bf16", streaming(folder, UNTILED, f"memory.device={device}"))
     optimizer = optimizer_for(model, rule)
     with contextlib.closing(optimizer):
         runtime: Any = optimizer.runtime
@@ -226,7 +234,7 @@ def room_for_a_block(folder: str, name: str, rule: Rule = CLIPPED) -> int:
 def least(folder: str, name: str, rule: Rule, device: int, said: str) -> int:
     """The bytes of which the ``BudgetError`` speaks; 0 without one."""
     factory, _ = models.build(name, seed=0)
-    model = build(factory, "bf16", streaming(folder, f"memory.device={device}"))
+    model = build(factory, "bf16", streaming(folder, UNTILED, f"memory.device={device}"))
     with contextlib.closing(runtime_of(model)):
         try:
             optimizer_for(model, rule)
@@ -296,7 +304,7 @@ def test_two_ranks_read_every_weight_twice_and_train_as_one(tmp_path: Path) -> N
 def test_a_window_that_cannot_keep_a_block_is_an_error_with_the_arithmetic(tmp_path: Path) -> None:
     device = room_for_a_block(str(tmp_path), "gpt")
     factory, _ = models.build("gpt", seed=0)
-    model = build(factory, "bf16", streaming(tmp_path, f"memory.device={device - 4096}"))
+    model = build(factory, "bf16", streaming(tmp_path, UNTILED, f"memory.device={device - 4096}"))
     with (
         contextlib.closing(optimizer_for(model, CLIPPED)),
         pytest.raises(BudgetError, match=r"\(blocks, 3 x Block\) need .* Raise it by 4 KiB \(4096 bytes\)"),

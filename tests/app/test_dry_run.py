@@ -18,6 +18,7 @@ from infinity.app.train import built
 from infinity.app.views import Views
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
+from infinity.partition.builder import LEAST_SHARD_NBYTES
 from infinity.planner.clock import DECODE, plan_of, play_step
 from tests.helpers import quantized
 from tests.helpers.cases import few
@@ -229,3 +230,35 @@ def test_decoding_costs_what_its_operators_read_and_write(kind: str, tmp_path: P
             # once read and once written at the least, and no more than some passes in fp32
             assert unit.stored.nbytes // 2 + unit.nbytes < unit.stored.decode_nbytes < 20 * unit.nbytes
             assert 5 < unit.stored.decode_operators < 500
+
+
+#: A dense model of a trillion parameters, in 128 such layers (ZeRO-Infinity, table 1).
+TRILLION = [
+    "model.d_model=25600", "model.n_heads=256", "model.seq_len=1024", "train.batch_size=1",
+    "train.dtype=fp16", "memory.nvme=[nvme]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [3, pytest.param(128, marks=pytest.mark.slow)])
+def test_units_of_a_trillion_parameters_leave_a_32_gib_device_room_for_activations_on_512_ranks(
+    layers: int,
+) -> None:
+    recipe = load_recipe(None, [
+        *TRILLION, f"model.n_layers={layers}", "memory.device=31GiB", "memory.activations=plan",
+    ])  # fmt: skip
+    made = dry_run(recipe, load_machine("dgx-2").with_ranks(512), 512)
+    qkv = 3 * 25600**2 * 2  # what cannot be divided without rounding otherwise
+    assert max(unit.nbytes for unit in made.units) <= 1.01 * qkv
+    assert min(unit.shard_numel * 2 for unit in made.units) >= LEAST_SHARD_NBYTES
+    assert made.division.total + made.trace.peak_nbytes <= 31 * 2**30 <= made.device_nbytes
+    assert made.activations.places  # what has left is not in the peak
+    assert made.trace.peak_nbytes <= (made.activations.capacity_nbytes or 0)
+
+
+def test_smaller_tiles_of_a_trillion_parameters_leave_more_room() -> None:
+    recipe = load_recipe(None, [
+        *TRILLION, "model.n_layers=2", "memory.activations=recompute", "partition.tile=1GiB",
+    ])  # fmt: skip
+    made = dry_run(recipe, load_machine("dgx-2").with_ranks(512), 512)
+    assert max(unit.nbytes for unit in made.units) <= 1.01 * 2**30
+    assert made.division.least <= 8 * 2**30

@@ -13,7 +13,7 @@ from rich.console import Console
 from infinity.app import plan_recipe as module
 from infinity.app.machines import load_machine
 from infinity.app.plan_recipe import PlannedRun, changes, cost_lines, plan_recipe, predict, show_recipe
-from infinity.app.recipe import load_recipe
+from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import built
 from infinity.app.views import Views
 from infinity.cli import main
@@ -209,8 +209,9 @@ def test_a_prediction_uses_the_budgets_that_the_run_had(
     monkeypatch.chdir(tmp_path)  # the recipe's directories are below it
     seen = []
 
-    def planned(recipe: object, machine: object, ranks: int, *, here: bool) -> object:
+    def planned(recipe: object, machine: object, ranks: int, *, here: bool, built: Recipe) -> object:
         assert here  # so operators are timed
+        assert built.memory.device is None  # units are of the size that they had
         seen.append(recipe)
         raise BudgetError("enough")
 

@@ -16,6 +16,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Units of this size make several of a tiny model (bytes of a rank's shard).
 SMALL_UNIT = 8000
 Change = Callable[[nn.Module], object]
+#: Which weights are tiled depends on the budget, and the least budget on what is tiled.
+UNTILED = "partition.tile=never"
 
 
 @dataclass(slots=True)

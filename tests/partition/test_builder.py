@@ -8,7 +8,7 @@ from torch import nn
 
 from infinity.core.errors import StateError
 from infinity.partition import builder
-from infinity.partition.builder import UnitBuilder
+from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, ServedParameters, install_parameter_dict
 from infinity.partition.unit import is_placeholder
 from tests.helpers import models
@@ -32,12 +32,17 @@ class MemoryMasters:
 class Build:
     """A model built in shards, and its exact values as a state dict."""
 
-    def __init__(self, factory, *, target: int = 8000, world_size: int = 1, dtype=torch.bfloat16) -> None:
+    def __init__(
+        self, factory, *, target: int = 8000, world_size: int = 1, dtype=torch.bfloat16, sizes=None
+    ) -> None:
         self.masters = MemoryMasters()
         before, builder.TARGET_SHARD_NBYTES = builder.TARGET_SHARD_NBYTES, target
         try:
             construction = Construction(
-                lambda close: UnitBuilder(dtype, 0, world_size, close), self.masters, self._serve, CPU
+                lambda close: UnitBuilder(dtype, 0, world_size, close, sizes=sizes),
+                self.masters,
+                self._serve,
+                CPU,
             )
             self.construction = construction
             with construction:
@@ -87,6 +92,35 @@ def test_a_unit_holds_parts_of_one_block_from_the_second_block_on(target):
         later = blocks_of(unit) - {"blocks.0"}
         assert len(later) <= 1
         assert not (later and "blocks.0" in blocks_of(unit))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16, 64, 512])
+def test_units_are_as_large_as_drives_like_and_no_larger_than_half_of_the_memory_has_room_for(ranks):
+    copies = 4 if ranks == 1 else 6  # two in flight, a gradient and its update; two reductions
+    before = CutSizes.of("auto", None, ranks)
+    for device in (2**30, 32 * 2**30, 80 * 2**30, 2**44):
+        sizes = CutSizes.of("auto", device, ranks)
+        least = builder.LEAST_SHARD_NBYTES * ranks
+        assert least <= sizes.full_nbytes <= before.full_nbytes == builder.TARGET_SHARD_NBYTES * ranks
+        if copies * before.full_nbytes <= device // 2:
+            assert sizes.full_nbytes == before.full_nbytes
+        else:
+            assert sizes.full_nbytes == sizes.most_nbytes == max(least, device // 2 // copies)
+
+
+def test_a_large_parameter_begins_a_unit_where_memory_holds_no_larger_one():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(32)
+            self.parts = nn.ModuleList([nn.Linear(32, 64, bias=False) for _ in range(5)])
+            self.whole = nn.Linear(32, 1024, bias=False)
+
+    def parameters(most):
+        return [len(names) for names in Build(Wide, sizes=CutSizes(10_000, most)).names()]
+
+    assert parameters(2**40) == [2 + 3, 3]
+    assert parameters(10_000) == [2 + 2, 2, 1, 1]  # the last one alone takes more
 
 
 def test_every_parameter_is_in_one_unit():

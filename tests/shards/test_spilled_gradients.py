@@ -20,7 +20,7 @@ from tests.helpers.launch import run_ranks
 from tests.helpers.limits import file_limit
 from tests.helpers.lockstep import Lockstep
 from tests.helpers.reference import Rule
-from tests.helpers.training import build, optimizer_for, streaming
+from tests.helpers.training import UNTILED, build, optimizer_for, streaming
 from tests.shards.test_resume import interrupt, overrides, run, same, start, state
 from tests.shards.test_speculation import CLIPPED, FREE, POISONED, jitter, limit, on_nvme, play, trained
 from tests.test_bytes import settled
@@ -28,8 +28,6 @@ from tests.test_faults import breakable
 
 #: The moves of :func:`play`; without those that accumulate, for which memory must hold all gradients.
 MOVES = "...ccc..c.zirlL"
-#: Which weights are tiled depends on the budget, and the least budget on what is tiled.
-UNTILED = "partition.tile=never"
 VERSIONS = ("memory.versions=2", "memory.versions=1")
 
 

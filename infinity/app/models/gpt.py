@@ -65,29 +65,22 @@ class Output(NamedTuple):
     loss: Tensor | None
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """Linear layer without bias; weights are initialized from a normal distribution."""
 
     def __init__(self, d_in: int, d_out: int, *, std: float = INIT_STD) -> None:
-        super().__init__()
-        self.in_features, self.out_features = d_in, d_out
-        self.weight = nn.Parameter(torch.empty(d_out, d_in))
-        nn.init.normal_(self.weight, std=std)
+        self._std = std
+        super().__init__(d_in, d_out, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self._std)
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Embedding):
     """Token embedding, ``(vocab_size, d_model)``."""
 
-    def __init__(self, vocab_size: int, d_model: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+    def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INIT_STD)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
 
 
 class Rotary(nn.Module):
