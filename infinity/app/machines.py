@@ -64,7 +64,7 @@ def probe(directories: Sequence[str | Path]) -> Machine:
     """
     import torch
 
-    from infinity.comm.probe import exchange_bytes_per_s
+    from infinity.comm.probe import measure_exchange
     from infinity.device.machine import total_host_nbytes, usable_cores
     from infinity.nvme.probe import measure
 
@@ -77,7 +77,11 @@ def probe(directories: Sequence[str | Path]) -> Machine:
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None and cores > 1:
             with suppress(RuntimeError):  # no network that gloo finds: through host memory
-                links = LinksConfig(device_bytes_per_s=_rounded(exchange_bytes_per_s()))
+                exchange = measure_exchange()
+                links = LinksConfig(
+                    device_bytes_per_s=_rounded(exchange.bytes_per_s),
+                    core_s_per_byte=_rounded(exchange.core_s_per_byte),
+                )
         if found is not None:
             device = torch.device(found.type, torch.accelerator.current_device_index())
             devices, links = _accelerators(device)

@@ -2,20 +2,28 @@
 
 A roofline knows an operator's flops and bytes, but not how well this machine's kernels reach them. A model
 has some dozens of operators that differ, whatever the number of its layers, so all are timed in some seconds.
-Values do not matter: floats are halves, and integers are zeros, which are valid indices. Without an
-accelerator 48 MiB are written before each run: in a step, too, caches hold little of what forward saved, and
-of weights that drives have written. One thread's time is that of its processor, which other programs do not
-change.
+Values do not matter: floats are halves, and integers are zeros, which are valid indices. All are timed in
+rounds, one after the other, so that a machine that changes its speed changes it for all; a time is the median
+of its rounds. One thread's time is that of its processor, which other programs do not change. What was timed
+once holds for all plans of a process.
+
+[Note: what caches hold]
+Without an accelerator an operator takes two to five times as long on bytes that no cache holds. Of each
+argument it is known how many bytes the step touches between its last use and this one. Before a run the
+argument is touched, and so many other bytes after it: what caches hold then is what they hold in the step,
+however large they are.
 
 In a model that is large for this machine operators take minutes, or more memory than there is. The large ones
 are left to the roofline, which knows them best.
 """
 
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +33,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from infinity.device.accelerator import memory_nbytes, synchronize
 from infinity.device.machine import free_host_nbytes, usable_cores
 
-#: An operator is run so often, but stops when it has taken so long (s).
-_RUNS, _MOST_S = 3, 0.2
-#: What is written between two runs, so that caches hold nothing of the first (bytes).
-_CACHES_NBYTES = 48 * 2**20
-#: One that the roofline gives more time is not run (s); nor is any one after so many seconds in all.
-_EXPECTED_S, _IN_ALL_S = 1.0, 10.0
+#: An operator is run so often, and once before that; the large ones until all have taken so long (s).
+_ROUNDS, _IN_ALL_S = 9, 8.0
+#: One that the roofline gives more time is not run (s).
+_EXPECTED_S = 1.0
+#: Bytes that are touched between two uses of an argument; exact values would make all operations differ.
+_AGES = tuple(2**n for n in range(14, 26, 2))
+#: Of an argument that no cache holds (bytes).
+COLD = 48 * 2**20
 #: Nor one that reads and writes more than this part of the free memory.
 _LEAST_FREE = 4
 #: Types of arguments that are written down as they are.
@@ -38,16 +48,41 @@ _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout,
 
 
 class TensorShape(NamedTuple):
-    """A tensor without its values."""
+    """A tensor without its values.
+
+    Attributes:
+        age: Bytes that were touched since its last use: see [Note: what caches hold].
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    age: int = COLD
 
     def make(self, device: torch.device) -> Tensor:
         """Return such a tensor; see the module's docstring for its values."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return made.fill_(0.5 if self.dtype.is_floating_point else 0)
+
+
+class Touches:
+    """Knows of each storage of a step how many bytes were touched since its last use."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._last: dict[int, int] = {}
+
+    def age(self, tensor: Tensor) -> int:
+        """Return one of a few ages, the nearest above."""
+        last = self._last.get(tensor.untyped_storage()._cdata)
+        age = COLD if last is None else self._nbytes - last
+        return next((each for each in _AGES if age <= each), COLD)
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """An operator has read or written these."""
+        for tensor in tensors:
+            self._nbytes += tensor.numel() * tensor.itemsize
+            self._last[tensor.untyped_storage()._cdata] = self._nbytes
 
 
 class Operation(NamedTuple):
@@ -62,21 +97,28 @@ class Operation(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> "Operation | None":
-        """Return the call without values; None: it has arguments that cannot be made again."""
+    def of(
+        cls, func: Any, args: Any, kwargs: dict[str, Any], age: Callable[[Tensor], int] = lambda tensor: COLD
+    ) -> "Operation | None":
+        """Return the call without values; None: it has arguments that cannot be made again.
+
+        Args:
+            age: Of a tensor.
+        """
         try:
-            return cls(func, _frozen(args), tuple((name, _frozen(kwargs[name])) for name in sorted(kwargs)))
+            named = tuple((name, _frozen(kwargs[name], age)) for name in sorted(kwargs))
+            return cls(func, _frozen(args, age), named)
         except TypeError:
             return None
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Any, age: Callable[[Tensor], int]) -> Any:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise TypeError
-        return TensorShape(tuple(value.shape), value.stride(), value.dtype)
+        return TensorShape(tuple(value.shape), value.stride(), value.dtype, age(value))
     if isinstance(value, list | tuple):
-        return tuple(_frozen(each) for each in value)
+        return tuple(_frozen(each, age) for each in value)
     if isinstance(value, torch.device):
         return torch.device  # the one that is timed
     if isinstance(value, _PLAIN):
@@ -84,11 +126,13 @@ def _frozen(value: Any) -> Any:
     raise TypeError
 
 
-def _thawed(value: Any, device: torch.device) -> Any:
+def _thawed(value: Any, device: torch.device, made: list[tuple[int, Tensor]]) -> Any:
+    """Return the value; tensors are added to ``made``, with their ages."""
     if isinstance(value, TensorShape):
-        return value.make(device)
+        made.append((value.age, value.make(device)))
+        return made[-1][1]
     if isinstance(value, tuple):
-        return tuple(_thawed(each, device) for each in value)
+        return tuple(_thawed(each, device, made) for each in value)
     return device if value is torch.device else value
 
 
@@ -118,12 +162,11 @@ class OperatorTimes:
         self._device, self._threads = device, threads
         on_one_thread = device.type == "cpu" and threads == 1
         self._clock = time.thread_time if on_one_thread else time.perf_counter
-        self._left_s = _IN_ALL_S
         self._times: dict[Operation | None, float] = {None: math.nan}
 
     @classmethod
     def of_rank(cls, local_ranks: int, threads: int | None = None) -> "OperatorTimes":
-        """Those of a rank that shares this machine with others.
+        """Return those of a rank that shares this machine with others, as far as this process knows them.
 
         Args:
             local_ranks: On this machine.
@@ -131,30 +174,49 @@ class OperatorTimes:
         """
         found = torch.accelerator.current_accelerator(check_available=True)
         cores = usable_cores()
-        return cls(found or torch.device("cpu"), min(threads or max(1, cores // local_ranks), cores))
+        return _known(found or torch.device("cpu"), min(threads or max(1, cores // local_ranks), cores))
 
     def measure(self, calls: Iterable[Candidate]) -> None:
         """Run the operations of ``calls`` that are not known yet, as far as they take little."""
+        most_nbytes = _free_nbytes(self._device) // _LEAST_FREE
+        small: dict[Operation, list[float]] = {}
+        for operation, expected_s, nbytes in calls:
+            if operation is not None and operation not in self._times:
+                self._times[operation] = math.nan
+                if expected_s <= _EXPECTED_S and nbytes <= most_nbytes:
+                    small[operation] = []
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
-        most_nbytes = _free_nbytes(self._device) // _LEAST_FREE
         try:
             # Fake tensors would take no time. Random numbers are drawn as if none had been here.
             with unset_fake_temporarily(), torch.no_grad(), _random_state(self._device):
-                for operation, expected_s, nbytes in calls:
-                    if operation is None or operation in self._times:
-                        continue
-                    began_s = time.perf_counter()
-                    small = expected_s <= _EXPECTED_S and nbytes <= most_nbytes and self._left_s > 0
-                    time_s = _time_s(operation, self._device, self._clock) if small else math.nan
-                    self._times[operation] = time_s
-                    self._left_s -= time.perf_counter() - began_s
+                self._run_in_rounds(small)
         finally:
             torch.set_num_threads(before)
+        for operation, taken_s in small.items():
+            if taken_s:  # the first run, which makes kernels ready, counts where there is no other
+                self._times[operation] = statistics.median(taken_s[1:] or taken_s)
+
+    def _run_in_rounds(self, operations: dict[Operation, list[float]]) -> None:
+        end_s = time.perf_counter() + _IN_ALL_S
+        others = torch.ones(COLD if self._device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
+        for _ in range(_ROUNDS + 1):
+            for operation, taken_s in list(operations.items()):
+                if time.perf_counter() > end_s:
+                    return
+                try:
+                    taken_s.append(_time_s(operation, self._device, self._clock, others))
+                except Exception:  # any operator's own: it looks at values, or does not fit memory
+                    del operations[operation]
 
     def of(self, operation: Operation | None) -> float:
         """Return the seconds of one that was measured; not a number: it cannot be run alone."""
         return self._times[operation]
+
+
+@functools.cache
+def _known(device: torch.device, threads: int) -> OperatorTimes:
+    return OperatorTimes(device, threads)
 
 
 def _free_nbytes(device: torch.device) -> int:
@@ -168,20 +230,27 @@ def _random_state(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type)
 
 
-def _time_s(operation: Operation, device: torch.device, clock: Callable[[], float]) -> float:
-    """The median of some runs; the first, which makes kernels ready, does not count."""
-    try:
-        args, kwargs = _thawed(operation.args, device), _thawed(operation.kwargs, device)
-        others = torch.ones(_CACHES_NBYTES if device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
-        taken_s: list[float] = []
-        began_s = time.perf_counter()
-        while len(taken_s) <= _RUNS and (len(taken_s) < 2 or time.perf_counter() - began_s < _MOST_S):
-            others.add_(1)
-            synchronize(device)
-            at_s = clock()
-            operation.func(*args, **dict(kwargs))
-            synchronize(device)
-            taken_s.append(clock() - at_s)
-    except Exception:  # any operator's own: it looks at values, or does not fit memory
-        return math.nan
-    return statistics.median(taken_s[1:])
+def _time_s(operation: Operation, device: torch.device, clock: Callable[[], float], others: Tensor) -> float:
+    """Seconds of one run.
+
+    Args:
+        others: What is touched meanwhile: see [Note: what caches hold]; empty on an accelerator.
+    """
+    made: list[tuple[int, Tensor]] = []
+    args, kwargs = _thawed(operation.args, device, made), _thawed(operation.kwargs, device, made)
+    if len(others):
+        _age(made, others)
+    synchronize(device)
+    began_s = clock()
+    operation.func(*args, **dict(kwargs))
+    synchronize(device)
+    return clock() - began_s
+
+
+def _age(made: Sequence[tuple[int, Tensor]], others: Tensor) -> None:
+    """Touch tensors, the oldest first, and other memory after each, so that all become as old as they are."""
+    ages = sorted(made, key=lambda each: -each[0])
+    for (age, tensor), (following, _) in pairwise([*ages, (0, others)]):
+        if age < COLD:
+            others.new_empty(0).set_(tensor.untyped_storage()).add_(0)  # also what a view leaves out
+        others[: age - following].add_(1)

@@ -29,7 +29,7 @@ from infinity.activations.logits import Mode
 from infinity.activations.profiler import Profiler, Recording, nodes_made, running_node
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
 from infinity.app.models.causal import CausalLoss
-from infinity.app.operators import Operation
+from infinity.app.operators import Operation, Touches
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Place
 from infinity.core.profile import Phase, SlotKey
@@ -174,7 +174,7 @@ class Recorder(Profiler):  # type: ignore[no-untyped-call]
         self, weights: Sequence[Tensor], dtype: torch.dtype, recomputes: Callable[[int], bool]
     ) -> None:
         super().__init__(weights=weights)
-        self._dtype = dtype
+        self._dtype, self._touches = dtype, Touches()
         self.record = Record(self._recorded, [], [], recomputes)
 
     @property
@@ -232,14 +232,16 @@ class Recorder(Profiler):  # type: ignore[no-untyped-call]
 
     def _row(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Row:
         tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        given = given_all = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if str(func) in _LOOKUPS:
             given = given[1:] + tensors
         nbytes = sum(each.numel() * each.itemsize for each in (*tensors, *given))
         floats = [each for each in given if each.is_floating_point()]
         fp32 = bool(floats) and all(each.dtype == torch.float32 for each in floats)
         fp32 = fp32 and self._dtype != torch.float32
-        flops, operation = _flops(func, args, kwargs, result), Operation.of(func, args, kwargs)
+        operation = Operation.of(func, args, kwargs, self._touches.age)
+        self._touches.note((*given_all, *tensors))
+        flops = _flops(func, args, kwargs, result)
         return Row(flops, float(nbytes), fp32, operation)
 
 

@@ -204,11 +204,12 @@ __all__ = ["BufferLease", "BufferPool", "DevicePool", "HostPool", "rounded"]
 class BufferLease:
     """Holding one buffer; see :class:`infinity.core.transfer.Lease`."""
 
-    __slots__ = ("_buffer", "_nbytes", "_pool", "who")
+    __slots__ = ("_buffer", "_deferred", "_nbytes", "_pool", "_released", "who")
 
     def __init__(self, pool: "BufferPool", buffer: Buffer, nbytes: int, who: str) -> None:
         self._pool, self._nbytes, self.who = pool, nbytes, who
         self._buffer: Buffer | None = buffer
+        self._deferred = self._released = False
 
     @property
     def nbytes(self) -> int:
@@ -254,7 +255,15 @@ class BufferLease:
 
     def release(self) -> None:
         """Give the buffer back; see [Note: order lives in the lease]."""
-        self._pool._take_back(self)
+        self._released = True
+        if not self._deferred:
+            self._pool._take_back(self)
+
+    def defer_release(self, deferred: bool) -> None:
+        """Let :meth:`release`, on whatever thread, take effect when this is called with False."""
+        self._deferred = deferred
+        if self._released and not deferred:
+            self._pool._take_back(self)
 
     def __enter__(self) -> Self:
         return self

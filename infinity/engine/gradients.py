@@ -14,6 +14,15 @@ With one rank a micro-batch adds to the flat gradient, in the compute dtype, as 
 With several ranks each micro-batch is reduced at once and its shard is added up: full gradients of
 a model larger than memory could not be kept.
 
+[Note: gradients that pass]
+Without an accelerator a unit is reduced while the next one computes, and not later: the training thread waits
+for the reduction before. And memory of a complete gradient, and of its reduction, is given back when the next
+gradient has begun, however soon it is read. So what gradients take does not hang on how long collectives,
+drives and updates need, and is what :mod:`infinity.planner.clock` says. On an accelerator streams order
+reductions, and their memory is lent again as soon as they were issued.
+
+Source: FSDP2 (torch.distributed.fsdp), which waits for a reduce-scatter before it starts the next.
+
 [Note: gradients leave an accelerator]
 The hook only gives the stream of the backward pass its work. After that, or after the reduction, a thread
 with a stream of its own copies the gradient to host memory and takes its norm, while backward goes on; it
@@ -43,6 +52,7 @@ from infinity.core.lifecycle import Tier
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.memory import HostPool
+from infinity.observe.stalls import CountingPool
 from infinity.optim.norm import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -249,7 +259,7 @@ class Gradients:
 
     def __init__(
         self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins,
-        mover: UnitMover, updates: Updates, pool: Pool, host: HostPools | None,
+        mover: UnitMover, updates: Updates, pool: CountingPool, host: HostPools | None,
         collectives: Collectives | None, reduce_dtype: torch.dtype, *, hold_weights: bool,
     ) -> None:  # fmt: skip
         self.units, self._leaves, self.prefetcher, self.pins = units, leaves, prefetcher, pins
@@ -260,6 +270,7 @@ class Gradients:
         self._received: dict[int, Segment] = {}  # by id of the parameter, whose .grad is a placeholder
         self._open: dict[int, UnitGradient] = {}
         self._shards: dict[int, ReducedGradient] = {}
+        self._reducing: Transfer | None = None  # the last reduction, where the next one waits for it
         self._delivered: set[int] = set()
         self._passed: set[int] = set()  # units that are complete in this backward pass
         self._fired = False
@@ -333,7 +344,13 @@ class Gradients:
 
     def _begin(self, unit: Unit) -> UnitGradient:
         gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
+        self.pool.give_back()
         return gradient
+
+    def _pass(self, *leases: Lease) -> None:
+        """Hold a complete gradient's memory until the next one has begun: see [Note: gradients that pass]."""
+        for lease in leases if self.mover.staging is None else ():
+            self.pool.hold_back(lease)
 
     def end_backward(self) -> None:
         """Complete all gradients at the end of a graph, whatever has not fired."""
@@ -346,6 +363,7 @@ class Gradients:
                 self._complete(unit)
         self.synced, self._fired = self.syncing, False
         self._passed.clear()
+        self.pool.give_back()
 
     def _fill_tiles(self) -> None:
         """Give tiles without a gradient one of zeros, if another tile of their parameter has one."""
@@ -381,6 +399,7 @@ class Gradients:
     def reset(self, *, committed: bool = False) -> None:
         """Drop what is left of this step's gradients: it is ``committed``, or forgotten."""
         self.finish()
+        self.pool.give_back()
         for gradient in self._open.values():
             gradient.lease.release()
         for shard in self._shards.values():
@@ -388,6 +407,7 @@ class Gradients:
         self._open.clear()
         self._shards.clear()
         self._unread.clear()
+        self._reducing = None
         delivered, self._delivered = self._delivered, set()
         self._passed.clear()
         self.synced = self._fired = False
@@ -430,6 +450,7 @@ class Gradients:
             del self._open[unit.index]
             gradient.seal()
             gradient.lease.record_use()
+            self._pass(gradient.lease)
             total = ReducedGradient(gradient.lease, unit.dtype, bytes(gradient.used))
         self._leave(unit, lambda: self._hand_over(unit, total, weights))
 
@@ -487,12 +508,15 @@ class Gradients:
     def _reduce(self, unit: Unit, then: Callable[[], None]) -> None:
         """Start to reduce ``unit``'s gradient of this backward pass; then add it up, and call ``then``."""
         assert self.collectives is not None
+        if self._reducing is not None:  # see [Note: gradients that pass]
+            self.mover.waits("collective", self._reducing.wait)
         gradient = self._open.pop(unit.index)
         gradient.seal()
         gradient.lease.record_use()
         spare = self.pool.lease(unit.nbytes, who=f"reduction of {unit.name}")
         nbytes = unit.shard_numel * self.reduce_dtype.itemsize
         lease = self.pool.lease(nbytes, who=f"gradient shard of {unit.name}")
+        self._pass(gradient.lease, spare, lease)
 
         def buffers() -> tuple[Tensor, Tensor, Tensor]:
             flat, arrived = (each.tensor.view(unit.dtype) for each in (gradient.lease, spare))
@@ -509,6 +533,7 @@ class Gradients:
             unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.wait_for_commit
         )
         self.updates.announce(pending)
+        self._reducing = pending if self.mover.staging is None else None
 
     def _add_up(self, unit: Unit, reduced: ReducedGradient, then: Callable[[], None]) -> None:
         """Add a micro-batch's gradient to those of earlier ones; then call ``then``."""

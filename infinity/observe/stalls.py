@@ -36,10 +36,23 @@ class CountingPool:
 
     def __init__(self, pool: Pool, stalls: Stalls) -> None:
         self._pool, self._stalls = pool, stalls
+        self._held_back: list[Lease] = []
+
+    def hold_back(self, lease: Lease) -> None:
+        """Let a lease be given back after :meth:`give_back` only, or when a buffer does not fit beside it."""
+        lease.defer_release(True)
+        self._held_back.append(lease)
+
+    def give_back(self) -> None:
+        """Give back what was held back, as soon as its users have released it."""
+        held_back, self._held_back = self._held_back, []
+        for lease in held_back:
+            lease.defer_release(False)
 
     def lease(self, nbytes: int, *, who: str) -> Lease:
         found = [self._pool.try_lease(nbytes, who=who)]
         if found[0] is None:
+            self.give_back()
             self._stalls("update", lambda: found.append(self._pool.lease(nbytes, who=who)))
         assert found[-1] is not None
         return found[-1]

@@ -17,6 +17,10 @@ What I/O takes of the cores, it takes from compute (:mod:`infinity.planner.chann
 A gather is queued when its fetch begins, so that all ranks issue collectives in one order, and holds those
 behind it until its shard is there: also reductions, whose gradients wait in device memory meanwhile.
 
+[Note: gradients that pass]
+Without an accelerator memory of a complete gradient, and of its reduction, counts until the next gradient has
+begun, and one unit is reduced at a time, as in :mod:`infinity.engine.gradients`.
+
 [Note: the step that repeats]
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
 until they repeat, and the last one counts; its bytes are those of its own transfers, whenever they move. The
@@ -40,7 +44,7 @@ from infinity.core.lifecycle import Tier
 from infinity.planner.channels import Channel
 from infinity.planner.machines import COLLECTIVE_S, RankRates
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
-from infinity.planner.simulator import TransferQueues
+from infinity.planner.simulator import Job, Server, TransferQueues
 from infinity.planner.step import StepTrace, Stored, UnitShape
 
 #: Steps are played until so many take about as long as each other, and so many at most.
@@ -53,8 +57,6 @@ _MANY_EVENTS = 20_000
 _RESERVE = 2
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
-#: Times that agree in so many digits after the point are the same.
-_DIGITS = 9
 _NEVER_S = float("inf")
 _USE, _DONE = Kind.USE, Kind.DONE
 #: Names of what moves and computes.
@@ -233,6 +235,7 @@ class _Update:
     Attributes:
         nbytes: Device memory of the gradient; ``weights_nbytes`` of weights that are kept for it.
         storing: The gradient is on its way to NVMe.
+        turn: Of the clock, when the gradient was complete.
         launched: Its gradient is there, and it may run.
         unread: Chunks whose read has not started; likewise the others.
         then: Called when it has been computed; ``landed`` when its writes have ended.
@@ -245,6 +248,7 @@ class _Update:
     nbytes_written: int
     nbytes: int = 0
     storing: bool = False
+    turn: int = 0
     weights_nbytes: int = 0
     launched: bool = False
     unread: int = 0
@@ -256,60 +260,6 @@ class _Update:
 
     def __post_init__(self) -> None:
         self.unread = self.uncomputed = self.unwritten = self.chunks
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """What a server does next.
-
-    Attributes:
-        ready: It can begin; those behind it wait until it can.
-    """
-
-    time_s: float
-    then: Callable[[], None]
-    ready: bool = True
-
-
-class _Server:
-    """Serves jobs one after the other, in the order in which they were submitted.
-
-    Attributes:
-        left_s: Until the first job ends (s); infinite: none has begun.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: deque[_Job] = deque()
-        self.left_s = float("inf")
-
-    @property
-    def busy(self) -> bool:
-        return self.left_s < float("inf")
-
-    def submit(self, job: _Job) -> None:
-        self._jobs.append(job)
-        self._begin()
-
-    def ready(self, job: _Job) -> None:
-        """What ``job`` waited for is there."""
-        job.ready = True
-        self._begin()
-
-    def state(self) -> list[float]:
-        """Seconds that its jobs take, in order."""
-        times_s = (job.time_s if job.ready else _NEVER_S for job in self._jobs)
-        return [round(time_s, _DIGITS) for time_s in (self.left_s, *times_s)]
-
-    def end(self) -> Callable[[], None]:
-        """The first job has ended: return what follows."""
-        then = self._jobs.popleft().then
-        self.left_s = float("inf")
-        self._begin()
-        return then
-
-    def _begin(self) -> None:
-        if self.left_s == _NEVER_S and self._jobs and self._jobs[0].ready:
-            self.left_s = self._jobs[0].time_s
 
 
 def _are_alike(marks: Sequence[StepCost]) -> bool:
@@ -331,10 +281,8 @@ class _Clock:
         self._skipped_s = 0.0  # micro-batches that were not played
         self._chunks = 1 if self._many else _CHUNKS
         self.queues = TransferQueues(setup.rates.channels)
-        self.links, self.updater, self.decoder = _Server(), _Server(), _Server()
+        self.links, self.updater, self.decoder = Server(), Server(), Server()
         self._servers = {LINKS: self.links, UPDATE: self.updater, DECODE: self.decoder}
-        rates = setup.rates  # and its threads: see [Note: shared cores]
-        self._threads = {LINKS: 1.0, UPDATE: rates.background_threads, DECODE: rates.threads}
         self._computing = False
         self.now_s = 0.0
         self._calls: dict[int, Callable[[], None]] = {}
@@ -350,6 +298,8 @@ class _Clock:
         self._kept: dict[int, bool] = {}
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
         self._arriving = 0  # gradients on their way to updates
+        self._reducing = 0  # those of them that are being reduced
+        self._turn = self._passing_nbytes = 0  # see [Note: gradients that pass]
         self._held: list[tuple[int, int]] = []
         self._storing: set[int] = set()  # units whose held gradient is on its way to NVMe
         self._expected: deque[_Update] = deque()
@@ -394,7 +344,7 @@ class _Clock:
         rates = self.setup.rates
         if not rates.cores:
             return 1.0
-        threads = sum(self._threads[name] for name, server in self._servers.items() if server.busy)
+        threads = sum(server.threads for server in self._servers.values())
         threads += rates.threads * self._computing
         return min(1.0, rates.cores / threads) if threads else 1.0
 
@@ -419,13 +369,25 @@ class _Clock:
 
     def _lease(self, nbytes: int) -> None:
         nbytes = rounded(nbytes)
-        if self.leased_nbytes + nbytes > self.setup.division.total:
+        if self.leased_nbytes + self._passing_nbytes + nbytes > self.setup.division.total:
+            self._end_turn()
             self._wait(lambda: self.leased_nbytes + nbytes <= self.setup.division.total, "memory")
         self.leased_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes + self._passing_nbytes)
 
     def _give_back(self, nbytes: int) -> None:
         self.leased_nbytes -= rounded(nbytes)
+
+    def _give_back_late(self, nbytes: int, turn: int) -> None:
+        """Give back a gradient's memory; it counts until the ``turn`` in which it was complete has ended."""
+        self._give_back(nbytes)
+        if turn == self._turn and not self.setup.on_accelerator:
+            self._passing_nbytes += rounded(nbytes)
+
+    def _end_turn(self) -> None:
+        """The next gradient has begun; see [Note: gradients that pass]."""
+        self._turn += 1
+        self._passing_nbytes = 0
 
     # --- transfers -----------------------------------------------------------------------------
 
@@ -453,7 +415,8 @@ class _Clock:
         shape = self.units[unit]
         nbytes = shape.nbytes if shape.stored is None else shape.stored.nbytes
         self.nbytes[LINKS] += nbytes
-        job = _Job(nbytes / self.setup.rates.gather_bytes_per_s + COLLECTIVE_S, then, ready=False)
+        rates = self.setup.rates
+        job = Job(nbytes / rates.gather_bytes_per_s + COLLECTIVE_S, then, rates.link_threads, ready=False)
         self.links.submit(job)
         return partial(self.links.ready, job)
 
@@ -480,7 +443,8 @@ class _Clock:
             if shape.stored is None:
                 self._ready[unit] = True
             else:
-                self.decoder.submit(_Job(shape.stored.decode_s(self.setup.rates), decoded))
+                rates = self.setup.rates
+                self.decoder.submit(Job(shape.stored.decode_s(rates), decoded, rates.threads))
 
         arrived = self._gather(unit, gathered)
 
@@ -533,6 +497,7 @@ class _Clock:
         if unit not in self._gradients:
             self._gradients[unit] = self.units[unit].nbytes
             self._lease(self.units[unit].nbytes)
+            self._end_turn()
 
     def _end_gradient(self, unit: int, ends: bool) -> None:
         """A unit's gradient of a micro-batch is complete."""
@@ -541,53 +506,63 @@ class _Clock:
         self._compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
         if setup.ranks == 1:
             if ends:
-                self._hand_over(unit, self._gradients.pop(unit, 0))
+                self._hand_over(unit, self._gradients.pop(unit, 0), self._turn)
             return
         full = self._gradients.pop(unit, 0)
         if not full:
             self._lease(shape.nbytes)
+            self._end_turn()
             full = shape.nbytes
         shard = shape.shard_numel * setup.reduce_itemsize
+        if self._reducing and not setup.on_accelerator:
+            self._wait(lambda: not self._reducing, LINKS)
         self._lease(shape.nbytes)
-        if unit not in self._reduced:
-            self._lease(shard)
-            self._reduced[unit] = shard
+        self._lease(shard)
         self._arriving += 1
+        self._reducing += 1
+        turn = self._turn
 
         def reduced() -> None:
             self._arriving -= 1
-            self._give_back(full)
-            self._give_back(shape.nbytes)
+            self._reducing -= 1
+            self._give_back_late(full, turn)
+            self._give_back_late(shape.nbytes, turn)
+            if unit in self._reduced:  # it was added to that of earlier micro-batches
+                self._give_back_late(shard, turn)
+            self._reduced[unit] = shard
             if ends:
-                self._hand_over(unit, self._reduced.pop(unit))
+                self._hand_over(unit, self._reduced.pop(unit), turn)
 
         self.nbytes[LINKS] += shape.nbytes
         time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
-        if not setup.on_accelerator:  # the same thread adds up what arrives, divides it, and takes its norm
-            itemsize = shape.nbytes // (shape.shard_numel * setup.ranks)
-            passes = setup.ranks * (itemsize + 2 * setup.reduce_itemsize) + 2 * setup.reduce_itemsize
-            time_s += shape.shard_numel * passes / setup.rates.memory_bytes_per_s
-        self.links.submit(_Job(time_s, reduced))
+        if setup.on_accelerator:
+            self.links.submit(Job(time_s, reduced))
+            return
+        self.links.submit(Job(time_s, lambda: None, setup.rates.link_threads))
+        # The same thread adds up what has arrived, divides it, and takes its norm.
+        itemsize = shape.nbytes // (shape.shard_numel * setup.ranks)
+        passes = setup.ranks * (itemsize + 2 * setup.reduce_itemsize) + 2 * setup.reduce_itemsize
+        self.links.submit(Job(shape.shard_numel * passes / setup.rates.memory_bytes_per_s, reduced))
 
-    def _hand_over(self, unit: int, nbytes: int) -> None:
-        """Give a complete gradient, which takes ``nbytes`` of device memory, to its update."""
+    def _hand_over(self, unit: int, nbytes: int, turn: int) -> None:
+        """Give a gradient, complete in ``turn`` and with ``nbytes`` of device memory, to its update."""
         if not self.setup.on_accelerator or unit in self._on_device:
-            self._add(unit, nbytes)
+            self._add(unit, nbytes, turn)
             return
         self._arriving += 1
 
         def arrived() -> None:
             self._arriving -= 1
             self._give_back(nbytes)
-            self._add(unit, 0)
+            self._add(unit, 0, turn)
 
         self._move(Channel.DEVICE_TO_HOST, self.units[unit].shard_numel * self.setup.reduce_itemsize, arrived)
 
-    def _add(self, unit: int, nbytes: int) -> None:
+    def _add(self, unit: int, nbytes: int, turn: int) -> None:
         spills, early = unit in self.setup.spilled, self.units[unit].on_nvme and self.setup.early
         gradient_nbytes = self.units[unit].shard_numel * self.setup.reduce_itemsize
         if early:
-            self._launch(unit, nbytes)
+            self._launch(unit, nbytes, turn)
             if spills:
                 job = self._updates[unit]
                 job.storing = True
@@ -598,7 +573,7 @@ class _Clock:
 
             def stored() -> None:
                 self._storing.discard(unit)
-                self._give_back(nbytes)
+                self._give_back_late(nbytes, turn)
 
             self._move(Channel.NVME_WRITE, gradient_nbytes, stored)
         else:
@@ -608,7 +583,7 @@ class _Clock:
         """A gradient is on NVMe; memory of it is given back when its update has read it, too."""
         job.storing = False
         if not job.uncomputed:
-            self._give_back(job.nbytes)
+            self._give_back_late(job.nbytes, job.turn)
             job.nbytes = 0
 
     # --- updates -------------------------------------------------------------------------------
@@ -638,13 +613,14 @@ class _Clock:
         """Whether gradients are handed over there: with other ranks, or an accelerator, others do."""
         return self.setup.ranks == 1 and not self.setup.on_accelerator
 
-    def _launch(self, unit: int, nbytes: int) -> None:
+    def _launch(self, unit: int, nbytes: int, turn: int = -1) -> None:
         job = next((each for each in self._expected if each.unit == unit), None)
         if job is None:
             job = self._job(unit)
         else:
             self._expected.remove(job)
         job.nbytes, job.weights_nbytes, job.launched = nbytes, self._weights.pop(unit, 0), True
+        job.turn = turn
         self._count(Channel.NVME_READ, job.nbytes_read)
         self._count(Channel.NVME_WRITE, job.nbytes_written)
         before = self._updates.get(unit)
@@ -689,8 +665,9 @@ class _Clock:
     def _update_chunk(self, job: _Update) -> None:
         gradient = job.chunk_numel * self.setup.reduce_itemsize
         nbytes = 2 * job.nbytes_written / job.chunks + gradient
-        time_s = nbytes / self.setup.rates.background_bytes_per_s
-        self.updater.submit(_Job(time_s, partial(self._computed, job)))
+        rates = self.setup.rates
+        time_s = nbytes / rates.background_bytes_per_s
+        self.updater.submit(Job(time_s, partial(self._computed, job), rates.background_threads))
 
     def _computed(self, job: _Update) -> None:
         job.uncomputed -= 1
@@ -698,7 +675,7 @@ class _Clock:
             self._give_back(job.weights_nbytes)
             waits = self.setup.clips and job.unit in self._next and job.unit not in self.setup.spilled
             if not (waits or job.storing):
-                self._give_back(job.nbytes)
+                self._give_back_late(job.nbytes, job.turn)
                 job.nbytes = 0
             for then in job.then:
                 then()
@@ -814,7 +791,8 @@ class _Clock:
             if job.unwritten
         ]
         return (
-            self.leased_nbytes, self._slots, self._arriving, dict(self._ready), self._staying.copy(),
+            self.leased_nbytes, self._passing_nbytes, self._slots, self._arriving, dict(self._ready),
+            self._staying.copy(),
             dict(self._gradients), dict(self._reduced), dict(self._weights), dict(self._away),
             self._held.copy(), self._storing.copy(), updates,
             self.queues.state(), *(server.state() for server in self._servers.values()),
@@ -904,6 +882,7 @@ class _Clock:
     def _commit(self) -> None:
         """``optimizer.step()``: publish updates, start those that waited, update what is in memory."""
         self._next.clear()
+        self._end_turn()
         for job in self._updates.values():
             if job.nbytes and not job.uncomputed and not job.storing:
                 self._give_back(job.nbytes)

@@ -84,6 +84,11 @@ class LinksConfig:
         "from each device, or rank on the cores, to the others of its node; null: through host memory",
         valid=_RATE,
     )
+    core_s_per_byte: float | None = setting(
+        None,
+        "time of cores that each byte costs which a rank on the cores sends (s); null: of one, all the time",
+        valid=Valid(least=0, most=1),
+    )
     network_bytes_per_s: float | None = setting(
         None, "between a node and the others; null: one node", valid=_RATE
     )
@@ -202,6 +207,7 @@ class RankRates:
         flops_per_s: Of matrix products in the compute dtype; ``fp32_flops_per_s`` in fp32.
         memory_bytes_per_s: Of the memory that operators read and write.
         operator_s: Least time of an operator (s).
+        link_threads: That a collective keeps busy, without an accelerator.
         cores: Of the rank, less than 1 where ranks are more than cores; 0: an accelerator computes.
         threads: That compute on them.
     """
@@ -216,6 +222,7 @@ class RankRates:
     fp32_flops_per_s: float
     memory_bytes_per_s: float
     operator_s: float
+    link_threads: float = 1.0
     cores: float = 0.0
     threads: float = 0.0
 
@@ -272,6 +279,7 @@ def rank_rates(machine: Machine, ranks: int, dtype: Dtype, threads: int | None =
         fp32_flops_per_s=share * devices.flops_per_s("fp32"),
         memory_bytes_per_s=share * (devices.memory_bytes_per_s or host.bytes_per_s),
         operator_s=devices.operator_s,
+        link_threads=1.0 if links.core_s_per_byte is None else links.core_s_per_byte * between,
         cores=0.0 if machine.on_accelerator else cores,
         threads=0.0 if machine.on_accelerator else used,
     )

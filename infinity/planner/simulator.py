@@ -56,6 +56,8 @@ _WRITE, _READ = int(Channel.NVME_WRITE), int(Channel.NVME_READ)
 #: Transfers that begin in less than this begin now, or rounding would make them wait again and again (s).
 _NOW_S = 1e-12
 _NEVER_S = float("inf")
+#: Times that agree in so many digits after the point are the same.
+DIGITS = 9
 
 
 class Interval(NamedTuple):
@@ -262,6 +264,68 @@ class TransferQueues:
         self._moving, self._next_s = moving, next_s
         self._speed = max(LEAST_SPEED, 1 - self._delay_s_per_byte * beside)
         return moving
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What a server does next.
+
+    Attributes:
+        threads: That it keeps busy, without an accelerator: see [Note: shared cores] of
+            :mod:`infinity.planner.clock`.
+        ready: It can begin; those behind it wait until it can.
+    """
+
+    time_s: float
+    then: Callable[[], None]
+    threads: float = 1.0
+    ready: bool = True
+
+
+class Server:
+    """Serves jobs one after the other, in the order in which they were submitted.
+
+    Attributes:
+        left_s: Until the first job ends (s); infinite: none has begun.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self.left_s = float("inf")
+
+    @property
+    def busy(self) -> bool:
+        return self.left_s < float("inf")
+
+    @property
+    def threads(self) -> float:
+        """Threads that it keeps busy now."""
+        return self._jobs[0].threads if self.busy else 0.0
+
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
+        self._begin()
+
+    def ready(self, job: Job) -> None:
+        """What ``job`` waited for is there."""
+        job.ready = True
+        self._begin()
+
+    def state(self) -> list[float]:
+        """Seconds that its jobs take, in order."""
+        times_s = (job.time_s if job.ready else _NEVER_S for job in self._jobs)
+        return [round(time_s, DIGITS) for time_s in (self.left_s, *times_s)]
+
+    def end(self) -> Callable[[], None]:
+        """The first job has ended: return what follows."""
+        then = self._jobs.popleft().then
+        self.left_s = float("inf")
+        self._begin()
+        return then
+
+    def _begin(self) -> None:
+        if self.left_s == _NEVER_S and self._jobs and self._jobs[0].ready:
+            self.left_s = self._jobs[0].time_s
 
 
 # --- the tensor cache --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infinity.app import operators
-from infinity.app.operators import Candidate, Operation, OperatorTimes
+from infinity.app.operators import COLD, Candidate, Operation, OperatorTimes, Touches
 
 CPU = torch.device("cpu")
 
@@ -33,15 +33,70 @@ def test_calls_that_differ_in_values_alone_are_one() -> None:
 
 def test_each_operator_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Operation] = []
-    monkeypatch.setattr(
-        operators, "_time_s", lambda operation, device, clock: timed.append(operation) or 0.25
-    )
+    monkeypatch.setattr(operators, "_time_s", lambda *args: timed.append(args[0]) or 0.25)
+    monkeypatch.setattr(operators, "_ROUNDS", 0)
     times = OperatorTimes(CPU, 1)
     times.measure(calls(matmul(16), None, matmul(16), matmul(17)))
     times.measure(calls(matmul(17)))
     assert timed == [matmul(16), matmul(17)]
     assert times.of(matmul(17)) == 0.25
     assert math.isnan(times.of(None))
+
+
+def test_what_was_timed_holds_for_all_plans_of_a_process() -> None:
+    assert OperatorTimes.of_rank(1, 1) is OperatorTimes.of_rank(2, 1)
+
+
+def test_operators_take_turns_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Operation] = []
+    times_s = iter([90.0, 80.0, 3.0, 4.0, 1.0, 9.0, 2.0, 5.0])
+    monkeypatch.setattr(operators, "_time_s", lambda *args: ran.append(args[0]) or next(times_s))
+    monkeypatch.setattr(operators, "_ROUNDS", 3)
+    times = OperatorTimes(CPU, 1)
+    times.measure(calls(matmul(16), matmul(17)))
+    assert ran == [matmul(16), matmul(17)] * 4
+    assert (times.of(matmul(16)), times.of(matmul(17))) == (2.0, 5.0)
+
+
+def test_the_age_of_an_argument_is_what_was_touched_since_its_last_use() -> None:
+    touches, mib = Touches(), 2**20
+    left, right, other = (torch.zeros(n * mib, dtype=torch.uint8) for n in (1, 2, 13))
+    assert touches.age(left) == COLD
+    touches.note([left])
+    assert touches.age(left[5:]) == operators._AGES[0]  # a view of it
+    touches.note([right])
+    assert touches.age(left) == 4 * mib  # the nearest of a few above
+    touches.note([other])
+    assert touches.age(left) == touches.age(right) == 16 * mib
+    touches.note([other] * 2)
+    assert touches.age(left) == COLD
+    made = Operation.of(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}, touches.age)
+    assert made == Operation.of(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {})
+
+
+def test_arguments_become_as_old_as_they_are_the_oldest_first() -> None:
+    touched: list[tuple[str, int]] = []
+
+    class Other:
+        def __getitem__(self, part: slice) -> "Other":
+            touched.append(("others", part.stop))
+            return self
+
+        def add_(self, _: int) -> None: ...
+
+        def new_empty(self, _: int) -> "Other":
+            return self
+
+        def set_(self, storage: torch.UntypedStorage) -> "Other":
+            touched.append(("argument", storage.nbytes()))
+            return self
+
+    made = [(2**14, torch.zeros(1)), (COLD, torch.zeros(2)), (2**20, torch.zeros(3)), (2**14, torch.zeros(4))]
+    operators._age(made, Other())  # type: ignore[arg-type]
+    assert touched == [
+        ("others", COLD - 2**20), ("argument", 12), ("others", 2**20 - 2**14), ("argument", 4), ("others", 0),
+        ("argument", 16), ("others", 2**14),
+    ]  # fmt: skip
 
 
 def test_operators_run_on_tensors_of_their_sizes_and_those_that_look_at_values_have_no_time() -> None:
@@ -71,6 +126,7 @@ def test_operators_run_on_real_tensors_also_while_a_model_of_fake_ones_is_record
 def test_what_takes_long_or_much_memory_is_left_to_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Operation] = []
     monkeypatch.setattr(operators, "_time_s", lambda *args: timed.append(args[0]) or 0.25)
+    monkeypatch.setattr(operators, "_ROUNDS", 0)
     times = OperatorTimes(CPU, 1)
     large = Operation.of(torch.ops.aten.zeros.default, ([2**40],), {})  # its arguments are small
     times.measure([Candidate(matmul(16), 100.0, 1e3), Candidate(large, 1e-6, 2.0**42), *calls(matmul(17))])

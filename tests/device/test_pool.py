@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.memory import Buffer, BufferLease, DevicePool, HostPool
+from infinity.observe.stalls import CountingPool, Stalls
+from infinity.observe.timeline import Timeline
 from tests.helpers.cases import examples
 from tests.helpers.limits import HANG_S
 
@@ -51,6 +53,34 @@ def test_tensor_and_memory_are_the_same_bytes(pool: HostPool) -> None:
         assert bytes(lease.memory) == b"\7" * 10_000
         lease.memory[5] = 9
         assert lease.tensor[5] == 9
+
+
+def test_a_deferred_release_takes_effect_when_it_may_in_either_order(pool: HostPool) -> None:
+    for first in ("released", "allowed"):
+        lease = pool.lease(MIB, who="a")
+        lease.defer_release(True)
+        for each in ("released", "allowed") if first == "released" else ("allowed", "released"):
+            assert pool.leased_nbytes == MIB
+            lease.release() if each == "released" else lease.defer_release(False)
+        assert pool.leased_nbytes == 0
+
+
+def test_what_is_held_back_gives_way_to_what_does_not_fit_beside_it(pool: HostPool) -> None:
+    stalls = Stalls(Timeline(enabled=False))
+    counting = CountingPool(pool, stalls)
+    passed, used = (counting.lease(6 * MIB, who=who) for who in ("passed", "used"))
+    for each in (passed, used):
+        counting.hold_back(each)
+    passed.release()
+    assert pool.leased_nbytes == 12 * MIB
+    fitting = counting.lease(4 * MIB, who="fits")  # beside all
+    assert pool.leased_nbytes == pool.peak_nbytes == 16 * MIB
+    assert not stalls.seconds
+    next_one = counting.lease(6 * MIB, who="needs the room of what has passed")
+    assert pool.held.keys() == {"used", "fits", "needs the room of what has passed"}
+    for each in (used, fitting, next_one):
+        each.release()
+    assert pool.leased_nbytes == 0
 
 
 def test_every_lease_of_a_buffer_shares_one_storage(pool: HostPool) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
 from infinity.planner import clock
-from infinity.planner.clock import COMPUTE, DECODE, LINKS, UPDATE, StepSetup, play_step
+from infinity.planner.clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost, StepSetup, play_step
 from infinity.planner.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -20,6 +20,7 @@ from infinity.planner.machines import (
     rank_rates,
 )
 from infinity.planner.prefetch_plan import Event, Kind, make_plan
+from infinity.planner.simulator import Job, Server
 from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape
 
 NUMEL = 2048 * 4096
@@ -338,9 +339,9 @@ def test_what_io_takes_of_the_cores_it_takes_from_compute() -> None:
 def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
     """So their gradients wait in device memory, as they do in the runtime's queue of collectives."""
     ended: list[str] = []
-    links, gather = clock._Server(), clock._Job(1.0, lambda: ended.append("gather"), ready=False)
+    links, gather = Server(), Job(1.0, lambda: ended.append("gather"), ready=False)
     links.submit(gather)
-    links.submit(clock._Job(2.0, lambda: ended.append("reduction")))
+    links.submit(Job(2.0, lambda: ended.append("reduction")))
     assert not links.busy
     links.ready(gather)
     assert links.left_s == 1.0
@@ -349,6 +350,42 @@ def test_a_gather_whose_shard_is_late_holds_the_reductions_behind_it() -> None:
     links.end()()
     assert not links.busy
     assert ended == ["gather", "reduction"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_of_a_gradient_counts_until_the_next_one_has_begun(ranks: int) -> None:
+    """However fast drives, links and updates are; and one unit is reduced at a time, however slow."""
+    units, full = 6, 2 * NUMEL
+    made = replace(on_cores(units, ranks=ranks, window=40), clips=True, reduce_itemsize=2)
+    made = replace(made, spilled=frozenset(range(units)), division=replace(made.division, hold_weights=False))
+    at_once = replace(
+        made.rates, background_bytes_per_s=1e18, gather_bytes_per_s=1e18, reduce_bytes_per_s=1e18,
+        channels=replace(made.rates.channels, write_bytes_per_s=1e18, mixed_bytes_per_s=1e18),
+    )  # fmt: skip
+    cost = play_step(trace(units), replace(made, rates=at_once))
+    shard = full // ranks
+    gradients = 2 * full if ranks == 1 else 3 * full + shard  # the next one, beside one with its reduction
+    assert cost.device_peak_nbytes == units * full + gradients
+    if ranks > 1:
+        held = replace(made, spilled=frozenset(), rates=replace(at_once, reduce_bytes_per_s=1e8))
+        slow = play_step(trace(units, flops=1e10), held)
+        assert slow.device_peak_nbytes == units * (full + shard) + 2 * full + (full - shard)
+        assert slow.stall_s[LINKS] > 0
+
+
+def test_collectives_take_as_much_of_the_cores_as_they_keep_busy() -> None:
+    """Two ranks with two cores each: what a collective takes of the cores, compute does not have."""
+    base = on_cores(8, ranks=2, window=40)
+    rates = replace(base.rates, background_bytes_per_s=1e15, memory_bytes_per_s=1e15, reduce_bytes_per_s=1e9)
+    links_s = 8 * 2 * NUMEL / 1e9
+
+    def cost(threads: float) -> StepCost:
+        return play_step(trace(8, flops=1e12), replace(base, rates=replace(rates, link_threads=threads)))
+
+    none, half, whole = cost(0.0), cost(0.5), cost(1.0)
+    assert none.step_s < half.step_s < whole.step_s
+    assert whole.step_s - none.step_s == pytest.approx(2 * (half.step_s - none.step_s), rel=0.15)
+    assert none.busy_s[LINKS] > links_s
 
 
 def test_measured_operators_take_the_place_of_the_roofline() -> None:
