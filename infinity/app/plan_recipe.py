@@ -16,6 +16,7 @@ from infinity.app.machines import describe_machine, load_machine, probe
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.nbytes import format_nbytes
+from infinity.engine.config import Dtype
 from infinity.observe.summary import PredictedStep
 from infinity.planner.clock import COMPUTE, StepCost, play_step
 from infinity.planner.machines import Machine
@@ -178,11 +179,12 @@ def show_recipe(
         console.print(_change_table(planned, rows))
 
 
-def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None]) -> PredictedStep:
+def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype: Dtype) -> PredictedStep:
     """Predict the steps of a run on this machine, which is measured; takes some seconds.
 
     Args:
         budgets: Those that the run had, by tier.
+        dtype: The one that it had: measured again, ``auto`` may be another one.
 
     Raises:
         InfinityError: The run cannot be planned.
@@ -197,7 +199,8 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None]) -> Pr
         activations=policy,
     )
     machine = probe(_measurable(memory.nvme))
-    planned = plan_recipe(replace(recipe, memory=memory), machine, ranks, here=True, built=recipe)
+    run = replace(recipe, memory=memory, train=replace(recipe.train, dtype=dtype))
+    planned = plan_recipe(run, machine, ranks, here=True, built=recipe)
     best, cost = next(changes(planned), None), planned.cost
     advice = None
     if best is not None:

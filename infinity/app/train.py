@@ -28,6 +28,7 @@ from infinity.core.errors import BudgetError, InfinityError, RecipeError
 from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes
+from infinity.engine.config import Dtype
 from infinity.observe.metrics import StepReport, read_metrics
 from infinity.observe.summary import PredictedStep, Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
@@ -94,7 +95,7 @@ def train(recipe: Recipe) -> Summary | None:
                 world_size=world_size(),
                 budgets=optimizer.budgets,
                 activations=activations.result(),
-                predicted=_predicted(recipe, totals, optimizer.budgets),
+                predicted=_predicted(recipe, totals, optimizer.budgets, runtime.config.dtype),
                 dtype=runtime.config.dtype,
                 notes=[*runtime.notes, *notes_on_commits(runtime.recorded_every)],
             )
@@ -108,7 +109,7 @@ def train(recipe: Recipe) -> Summary | None:
 
 
 def _predicted(
-    recipe: Recipe, totals: SummaryBuilder, budgets: Mapping[str, int | None]
+    recipe: Recipe, totals: SummaryBuilder, budgets: Mapping[str, int | None], dtype: Dtype
 ) -> PredictedStep | None:
     """Return what a plan says of the run's steps; None: the run was short, or cannot be planned."""
     if totals.total_s < _PREDICTED_S or local_ranks() < world_size():
@@ -116,7 +117,7 @@ def _predicted(
     from infinity.app.plan_recipe import predict
 
     try:
-        return predict(recipe, world_size(), budgets)
+        return predict(recipe, world_size(), budgets, dtype)
     except InfinityError:
         return None
 

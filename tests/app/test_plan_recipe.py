@@ -203,7 +203,7 @@ def module_rows(summary: object) -> list[tuple[str, str]]:
     return summary_rows(summary)  # type: ignore[arg-type]
 
 
-def test_a_prediction_uses_the_budgets_that_the_run_had(
+def test_a_prediction_uses_the_budgets_and_the_dtype_that_the_run_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the recipe's directories are below it
@@ -218,6 +218,7 @@ def test_a_prediction_uses_the_budgets_that_the_run_had(
     monkeypatch.setattr(module, "plan_recipe", planned)
     monkeypatch.setattr(module, "probe", lambda directories: None)
     with pytest.raises(BudgetError, match="enough"):
-        predict(load_recipe(RECIPE, SMALL), 1, {"device": 123_456, "host": 654_321})
+        predict(load_recipe(RECIPE, SMALL), 1, {"device": 123_456, "host": 654_321}, "fp16")
     assert (seen[0].memory.device, seen[0].memory.host) == (123_456, 654_321)
     assert seen[0].memory.activations == "keep"  # as without memory.device
+    assert seen[0].train.dtype == "fp16"  # what auto gave it
