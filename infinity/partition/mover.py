@@ -148,6 +148,8 @@ def _settle(readings: Iterable[_Reading]) -> None:
 S = UnitState
 P = ParamSpec("P")
 R = TypeVar("R")
+#: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
+Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 
 #: Units that are decoded on a CPU at one time, at most.
 _MOST_DECODED = 4
@@ -239,8 +241,7 @@ class UnitMover:
         self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
         self.collectives, self.waits = collectives, waits
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
-        #: Waits until units have arrived, and then until they are decoded.
-        self._arriving: dict[int, tuple[Callable[[], object], Callable[[], object] | None]] = {}
+        self._arriving: dict[int, Arriving] = {}
         self._staying: dict[int, Staying] = {}
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
@@ -359,17 +360,26 @@ class UnitMover:
         arriving = self._arriving.pop(index, None)
         if arriving is None:
             return
+        try:
+            self._wait(unit, arriving)
+        except Exception as error:  # whoever uses it again is told why it is not there
+            self._arriving[index] = error
+            raise
+        assert unit.lease is not None
+        if self.collectives is not None:
+            unit.lifecycle.move(S.GATHERING)
+        unit.lifecycle.move(S.GATHERED)
+        self.attach(unit, unit.lease.tensor.view(unit.dtype))
+
+    def _wait(self, unit: Unit, arriving: Arriving) -> None:
+        if isinstance(arriving, Exception):
+            raise arriving
         ready, decoded = arriving
         try:
             self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
         finally:
             if decoded is not None:
                 self.waits("decode", decoded)
-        assert unit.lease is not None
-        if self.collectives is not None:
-            unit.lifecycle.move(S.GATHERING)
-        unit.lifecycle.move(S.GATHERED)
-        self.attach(unit, unit.lease.tensor.view(unit.dtype))
 
     def attach(self, unit: Unit, flat: Tensor) -> None:
         """Let the parameters view ``flat`` and know whose storage it is."""
@@ -422,7 +432,7 @@ class UnitMover:
         """Release a unit, but keep its full buffer, whose lease the caller must release."""
         unit = self.units[index]
         arriving = self._arriving.pop(index, None)
-        if arriving is not None:
+        if isinstance(arriving, tuple):
             ready, decoded = arriving
             (decoded or ready)()  # the disk, a peer or a thread still writes into the buffer
         if unit.lease is None:
