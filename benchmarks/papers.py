@@ -22,8 +22,6 @@ from infinity.app.dry_run import DryRun, dry_run
 from infinity.app.machines import load_machine
 from infinity.app.recipe import load_recipe
 from infinity.core.errors import BudgetError
-from infinity.core.nbytes import format_nbytes
-from infinity.partition.builder import TARGET_SHARD_NBYTES
 from infinity.planner.clock import COMPUTE, StepCost, play_step
 
 TIB, GIB, K = 2**40, 2**30, 1024
@@ -244,13 +242,12 @@ def relief(found: Sequence[Planned]) -> str:
         2 * nbytes / f.run.rates.channels.host_bytes_per_s / f.cost.step_s
         for nbytes, f in zip(inputs, found, strict=True)
     ]
-    least, on_512 = format_nbytes(TARGET_SHARD_NBYTES), format_nbytes(512 * TARGET_SHARD_NBYTES)
     return (
         "What does not fit is planned as if it did. Of the activations, inputs of blocks are "
         f"{min(inputs) / GIB:.0f} to {max(inputs) / GIB:.0f} GiB: memory.activations=plan sends them to host "
         f"memory and back, which takes {min(shares):.1%} to {max(shares):.0%} of a step beside compute. "
-        f"Units have {least} of each rank at least, {on_512} on 512 ranks, and several are in memory at one "
-        "time: that is too much for 32 GiB, and a limit of ours."
+        "Weights that a device can hold with their gradient and update are not in tiles, and a block that is "
+        "recomputed has all of its weights there: smaller tiles (partition.tile=1GiB) leave more room."
     )
 
 

@@ -321,6 +321,8 @@ CASTS: dict[str, Any] = {
     "to": lambda model: model.to(torch.float16),
     "type": lambda model: model.type(torch.float16),
     "one": lambda model: model.down.weight.to(torch.float16),
+    "to meta": lambda model: model.to("meta"),
+    "one to meta": lambda model: model.down.weight.to(device="meta"),
 }
 
 

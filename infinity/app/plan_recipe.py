@@ -199,8 +199,8 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
         activations=policy,
     )
     machine = probe(_measurable(memory.nvme))
-    run = replace(recipe, memory=memory, train=replace(recipe.train, dtype=dtype))
-    planned = plan_recipe(run, machine, ranks, here=True, built=recipe)
+    built = replace(recipe, train=replace(recipe.train, dtype=dtype))
+    planned = plan_recipe(replace(built, memory=memory), machine, ranks, here=True, built=built)
     best, cost = next(changes(planned), None), planned.cost
     advice = None
     if best is not None:

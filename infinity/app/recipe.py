@@ -53,6 +53,8 @@ _MOST_LEVELS, _MOST_VALUES = 16, 100_000
 _MOST_PROBLEM_CHARS = 300
 #: The longest name of a run (bytes); files and temporary names beside its folder are a little longer.
 _NAME_NBYTES = 200
+#: Values of settings of paths that name something else.
+_NO_PATHS = ("stdlib", "bytes")
 _Sections = TypeVar("_Sections")
 #: Removed keys, and what to do about each.
 _REMOVED = {
@@ -209,14 +211,30 @@ class Recipe:
         """Return the same recipe with the compute dtype that was chosen for ``auto``."""
         return replace(self, train=replace(self.train, dtype=dtype))
 
+    def with_absolute_paths(self) -> "Recipe":
+        """Return the same recipe with paths that are found from any directory; ``run.dir`` stays."""
+        changed: dict[str, Any] = {}
+        for section, spec, _ in _settings(Recipe):
+            if spec.metadata["path"] and (section, spec.name) != ("run", "dir"):
+                config = changed.get(section, getattr(self, section))
+                changed[section] = replace(config, **{spec.name: _absolute(getattr(config, spec.name))})
+        return replace(self, **changed)
+
     def to_yaml(self) -> str:
         """Return every key as YAML, which :func:`load_recipe` reads back to an equal recipe."""
         return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
 
 
+def _absolute(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_absolute, value))
+    return value if value is None or value in _NO_PATHS else str(Path(value).absolute())
+
+
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:
     """Describe each key that changes a run's numbers and differs; the dtype ``auto`` is what was chosen."""
     changes = []
+    before, now = before.with_absolute_paths(), now.with_absolute_paths()
     for section, spec, _ in _settings(Recipe):
         was, got = (_plain(getattr(getattr(each, section), spec.name)) for each in (before, now))
         chosen = (section, spec.name, got) == ("train", "dtype", "auto")

@@ -284,10 +284,8 @@ def _in_use(folder: Path, *, begins: bool = True) -> RecipeError:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write the recipe into the run's folder; its drives by absolute paths, to be found from anywhere."""
-    nvme = tuple(map(os.path.abspath, recipe.memory.nvme))
-    recipe = replace(recipe, memory=replace(recipe.memory, nvme=nvme))
-    write_file(folder / RECIPE, recipe.to_yaml())
+    """Write the recipe into the run's folder; its drives, model and data are found from anywhere."""
+    write_file(folder / RECIPE, recipe.with_absolute_paths().to_yaml())
 
 
 def interrupted_run(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -247,7 +247,7 @@ class Decoded:
 
         Raises:
             CheckpointError: A file cannot be read.
-            ValueError: A value is NaN or infinite.
+            ValueError: A value is NaN or infinite, or larger than the form has numbers for.
         """
         numel, size, lost, total = self.shape.numel(), self._slabs.numel, 0.0, 0.0
         together = self._slabs.together

@@ -44,6 +44,8 @@ from torch.nn.functional import pad
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: The largest numbers.
 _E4M3_MOST, _E2M1_MOST = 448.0, 6.0
+#: Numbers of the largest scale may ask for one so many times as large: -8 of -8 to 7 makes a range of 16.
+_ROUNDED_UP = 1.1
 #: Elements that are encoded at one time, where a whole matrix is given.
 _PIECE_NUMEL = 2**18
 #: What GPTQ's first format subtracts from the zero points, all eight of a word at one time.
@@ -151,8 +153,18 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def _clamped(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in their dtype; neither zero nor infinite."""
+    """Scales in their dtype; neither zero nor infinite.
+
+    Raises:
+        ValueError: One is beyond the dtype, so its values would be, too.
+    """
     limits = torch.finfo(dtype)
+    largest = scales.max().item() if scales.numel() else 0.0
+    if largest > _ROUNDED_UP * limits.max:
+        raise ValueError(
+            f"its values need a scale of {largest:.4g}, and {dtype}, in which the checkpoint has scales, "
+            f"ends at {limits.max:.6g}"
+        )
     return scales.clamp(limits.tiny * limits.eps, limits.max).to(dtype)
 
 

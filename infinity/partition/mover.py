@@ -149,6 +149,8 @@ def _settle(readings: Iterable[_Reading]) -> None:
 S = UnitState
 P = ParamSpec("P")
 R = TypeVar("R")
+#: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
+Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 
 #: Units that are decoded on a CPU at one time, at most.
 _MOST_DECODED = 4
@@ -250,8 +252,7 @@ class UnitMover:
         self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
         self.collectives, self.waits = collectives, waits
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
-        #: Waits until units have arrived, and then until they are decoded.
-        self._arriving: dict[int, tuple[Callable[[], object], Callable[[], object] | None]] = {}
+        self._arriving: dict[int, Arriving] = {}
         self._staying: dict[int, Staying] = {}
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
@@ -379,20 +380,30 @@ class UnitMover:
     def finish(self, index: int) -> None:
         arriving = self._arriving.pop(index, None)
         if arriving is not None:  # most uses find the unit here
-            self._finish(self.units[index], *arriving)
+            self._finish(self.units[index], arriving)
 
     @_never_inference
-    def _finish(self, unit: Unit, ready: Callable[[], object], decoded: Callable[[], object] | None) -> None:
+    def _finish(self, unit: Unit, arriving: Arriving) -> None:
         try:
-            self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
-        finally:
-            if decoded is not None:
-                self.waits("decode", decoded)
+            self._wait(unit, arriving)
+        except Exception as error:  # whoever uses it again is told why it is not there
+            self._arriving[unit.index] = error
+            raise
         assert unit.lease is not None
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)
         unit.lifecycle.move(S.GATHERED)
         self.attach(unit, unit.lease.tensor.view(unit.dtype))
+
+    def _wait(self, unit: Unit, arriving: Arriving) -> None:
+        if isinstance(arriving, Exception):
+            raise arriving
+        ready, decoded = arriving
+        try:
+            self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
+        finally:
+            if decoded is not None:
+                self.waits("decode", decoded)
 
     def attach(self, unit: Unit, flat: Tensor) -> None:
         """Let the parameters view ``flat`` and know whose storage it is."""
@@ -445,7 +456,7 @@ class UnitMover:
         """Release a unit, but keep its full buffer, whose lease the caller must release."""
         unit = self.units[index]
         arriving = self._arriving.pop(index, None)
-        if arriving is not None:
+        if isinstance(arriving, tuple):
             ready, decoded = arriving
             (decoded or ready)()  # the disk, a peer or a thread still writes into the buffer
         if unit.lease is None:

@@ -175,11 +175,11 @@ class TiledWeight:
         )
 
     def refuse_cast(self, how: str) -> NoReturn:
-        """Raise: the dtype of a parameter is that of its units."""
+        """Raise: the dtype of a parameter is that of its units, which keep its values."""
         raise StateError(
             f"{how} on {self.name}, which is {self.places[0][0].dtype} in its units: choose the dtype with "
             "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
-            "change it"
+            'change it, and .to("meta") cannot drop its values'
         )
 
 
@@ -297,7 +297,8 @@ class TiledParameter(nn.Parameter):
         own = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
         moves = name in _MOVES and len(args) + len(kwargs) > (name == "type")
         if moves and args[0] is own:
-            if not _keeps_dtype(func, *args, **kwargs):
+            moved = _moved(func, *args, **kwargs)
+            if moved.dtype != own.dtype or moved.is_meta:
                 own.tiled.refuse_cast(name)
             return own  # not moved: a copy would be whole
         if own is None or moves or name in _PLAIN:
@@ -317,9 +318,10 @@ class TiledParameter(nn.Parameter):
         self.tiled.refuse("pickling")
 
 
-def _keeps_dtype(func: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
-    probe: Tensor = func(torch.empty(0, dtype=param.dtype, device=param.device), *args, **kwargs)
-    return probe.dtype == param.dtype
+def _moved(func: Any, param: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What an operator that moves or casts makes of an empty tensor like ``param``."""
+    moved: Tensor = func(torch.empty(0, dtype=param.dtype, device=param.device), *args, **kwargs)
+    return moved
 
 
 def _row(index: Any) -> int | None:

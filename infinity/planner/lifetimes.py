@@ -124,6 +124,14 @@ class Lifetimes:
         return {period.key: i for i, period in enumerate(self.periods) if period.is_named}
 
     @cached_property
+    def again(self) -> dict[int, tuple[list[float], list[int]]]:
+        """Of each recomputation, by position: seconds until each operator ends, and bytes during it."""
+        return {
+            at: (np.cumsum(again.times).tolist(), again.memory.tolist())
+            for at, again in self.recomputations.items()
+        }
+
+    @cached_property
     def recomputed(self) -> frozenset[int]:
         """Regions of the recomputed blocks."""
         return frozenset(again.block.region for again in self.recomputations.values())

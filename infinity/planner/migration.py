@@ -68,11 +68,13 @@ def _forced(
     # The longest gap first: it helps the most positions for the same bytes.
     waiting = [i for i, period in enumerate(periods) if period.is_worth_storing and i not in chosen]
     waiting.sort(key=lambda i: (periods[i].begin - periods[i].end, i))
-    gaps = np.array([(periods[i].begin, periods[i].end) for i in waiting]).reshape(-1, 2)
+    gaps = np.array([(periods[i].begin, periods[i].end) for i in waiting], dtype=np.int64).reshape(-1, 2)
+    begins, ends = gaps[:, 0].copy(), gaps[:, 1].copy()
     over = least_memory(lifetimes, chosen) - capacity_nbytes
-    while over.max(initial=0) > 0:
-        at = int(np.argmax(over))
-        for number in np.flatnonzero((gaps[:, 0] <= at) & (at < gaps[:, 1])).tolist():
+    helped = _covered(begins, ends, len(over))
+    over[helped == 0] = 0
+    while len(over) and over[at := int(over.argmax())] > 0:
+        for number in np.flatnonzero((begins <= at) & (at < ends)).tolist():
             period = periods[waiting[number]]
             soonest = load.soonest(period.nbytes)
             if soonest is not None:
@@ -80,11 +82,20 @@ def _forced(
                 load.add(soonest, period.nbytes)
                 over[period.begin : period.end] -= period.nbytes
                 over[period.end : period.released_at + 1] += lifetimes.padding_nbytes
-                gaps[number] = 0  # it is gone
+                helped[period.begin : period.end] -= 1
+                begins[number] = ends[number] = 0  # it is gone
                 break
         else:
             over[at] = 0  # nothing helps here
+        if not helped[at]:
+            over[helped == 0] = 0
     return chosen
+
+
+def _covered(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
+    """In how many of the gaps each of ``length`` positions is."""
+    change = np.bincount(begins, minlength=length + 1) - np.bincount(ends, minlength=length + 1)
+    return np.cumsum(change[:length])
 
 
 class _ChannelLoad:

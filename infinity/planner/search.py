@@ -39,6 +39,8 @@ from infinity.planner.simulator import Simulator
 RUNGS = 32
 #: Blocks are few if they are no more than this.
 FEW = 12
+#: Of so many blocks one more or less makes no difference; of twice as many two.
+_MANY = 128
 #: A step that is slower than keeping everything by no more than this share counts as not slowed down.
 NO_SLOWDOWN = 0.03
 #: One that is slower by no more than this share is not worth a search for a faster one.
@@ -115,8 +117,8 @@ def within(
         The plan and its predicted outcome; None if no backlog helps, or a step takes ``limit_s`` or more.
     """
     simulator = Simulator(lifetimes, plan, hardware)
-    outcome = simulator.run()
-    if outcome.step_s >= limit_s:
+    outcome = simulator.run_within(limit_s)
+    if outcome is None:
         return None
     if outcome.peak_nbytes <= capacity_nbytes:
         return plan, outcome
@@ -127,12 +129,13 @@ def within(
     found, tried_nbytes = None, low
     for _ in range(TRIES if low >= 0 else 0):
         bounded = replace(plan, backlog_nbytes=tried_nbytes)
-        outcome = Simulator(lifetimes, bounded, hardware).run()
-        if outcome.peak_nbytes > capacity_nbytes:
+        simulator = Simulator(lifetimes, bounded, hardware)
+        outcome = simulator.run_within(limit_s, capacity_nbytes)
+        if simulator.peak_nbytes > capacity_nbytes:
             high = tried_nbytes
         else:
             low = tried_nbytes
-            if outcome.step_s < limit_s:
+            if outcome is not None:
                 found, limit_s = (bounded, outcome), outcome.step_s
         tried_nbytes = (low + high) // 2
     return found
@@ -204,6 +207,28 @@ def _loaded_early(lifetimes: Lifetimes, plan: ActivationPlan) -> np.ndarray:
         change[max(start, min(period.begin, period.end))] += nbytes
         change[period.end] -= nbytes
     return np.cumsum(change[:-1])
+
+
+def least_s(lifetimes: Lifetimes, hardware: Hardware, capacity_nbytes: int) -> float:
+    """Seconds that a step takes at least within a capacity.
+
+    What is beyond it at any position must have been stored by then, and is loaded afterwards.
+    """
+    # The simulator ends transfers up to half a byte early.
+    over = np.maximum(lifetimes.memory - capacity_nbytes - len(lifetimes.periods), 0)
+    until_s = np.array(lifetimes.until_s)
+    host = hardware.host_bytes_per_s if hardware.host_nbytes else 0.0
+    too_much = np.maximum(over - hardware.host_nbytes, 0) if host > 0 else over  # for the host
+
+    def moved_s(drive: float) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            both = np.where(over > 0, over / (max(drive, 0.0) + host), 0.0)
+            return np.maximum(both, np.where(too_much > 0, too_much / max(drive, 0.0), 0.0))
+
+    before_s = np.maximum(until_s[:-1], moved_s(hardware.write_bytes_per_s))
+    after_s = np.maximum(until_s[-1] - until_s[1:], moved_s(hardware.read_bytes_per_s))
+    found_s = float((before_s + after_s).max(initial=0.0)) * (1 - 1e-9)  # for rounding
+    return max(lifetimes.until_s[-1], found_s)
 
 
 # --- the ladder --------------------------------------------------------------------------------------
@@ -334,7 +359,8 @@ class PlanSearch:
         order = self._orders[0]
         found = self._faster(None, rung, frozenset(order[: self._count]))
         step = max(1, len(order) // 32 if self._count else len(order) // 4)
-        while step and order and not self._is_fast(found):
+        least = len(order) // _MANY
+        while step > least and order and not self._is_fast(found):
             for count in (self._count + step, self._count - step):
                 if 0 <= count <= len(order):
                     candidate = self._faster(found, rung, frozenset(order[:count]))
@@ -357,9 +383,12 @@ class PlanSearch:
 
     def _faster(self, best: Candidate | None, rung: int, recomputed: frozenset[int]) -> Candidate | None:
         """The fastest plan with these blocks, if it is faster than ``best``; else ``best``."""
-        lifetimes, everything = self.lifetimes(recomputed), self._all_places(recomputed)
+        lifetimes = self.lifetimes(recomputed)
         limit_s = float("inf") if best is None else best.outcome.step_s
-        if lifetimes.until_s[-1] >= limit_s or int(least_memory(lifetimes, everything).max(initial=0)) > rung:
+        if least_s(lifetimes, self._hardware, rung) >= limit_s:
+            return best
+        everything = self._all_places(recomputed)
+        if int(least_memory(lifetimes, everything).max(initial=0)) > rung:
             return best
         for places in places_within(lifetimes, self._hardware, rung, everything):
             plan = with_loads(lifetimes, places, self._hardware, rung)

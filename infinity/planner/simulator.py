@@ -33,7 +33,7 @@ The simulator stops only at positions where something is to be done; in between 
 transfers allow. With a timeline it stops at every position, which changes nothing else.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -58,6 +58,8 @@ _NOW_S = 1e-12
 _NEVER_S = float("inf")
 #: Times that agree in so many digits after the point are the same.
 DIGITS = 9
+#: Sums of times differ by less than this share.
+_ROUNDING = 1e-9
 
 
 class Interval(NamedTuple):
@@ -542,15 +544,30 @@ class Simulator:
         """The most bytes that have waited to be stored at one time."""
         return self._slots.backlog.peak_nbytes
 
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that the step's own storages have taken of device memory, as far as it is known."""
+        return self._peak_nbytes
+
     def run(self) -> Outcome:
         """Run the step."""
+        outcome = self.run_within()
+        assert outcome is not None
+        return outcome
+
+    def run_within(self, limit_s: float = _NEVER_S, most_nbytes: float = _NEVER_S) -> Outcome | None:
+        """Run the step; None once it is known to take ``limit_s`` or more, or more memory than given."""
         lifetimes, queues, end = self._lifetimes, self._queues, len(self._lifetimes.times)
         every = range(0 if self._timeline is None else end)
         again = (each for at in lifetimes.recomputations for each in (at, at + 1))
         stops = sorted({0, end, *self._agenda, *lifetimes.traffic, *again, *every})
+        until_s = lifetimes.until_s
+        latest_s = limit_s * (1 + _ROUNDING) - until_s[end]  # compute that is left takes its time at least
         for at, following in pairwise(stops):
             self._stop(at)
             began_s = queues.now_s
+            if began_s - until_s[at] >= latest_s or self._peak_nbytes > most_nbytes:
+                return None
             self._compute_positions(at, following)
             if at in lifetimes.recomputations:
                 self._recompute_s += queues.now_s - began_s
@@ -560,13 +577,16 @@ class Simulator:
         self._stop(end)
         step_s = queues.now_s
         self._note(0)
-        while queues.next_s() < float("inf"):
+        while queues.next_s() < _NEVER_S:
             self._pass(queues.next_s(), end, end, 0)
+        self._peak_nbytes = max(self._peak_nbytes, self._highest())
+        if step_s >= limit_s or self._peak_nbytes > most_nbytes:
+            return None
         return Outcome(
             step_s=step_s,
             stall_s=self._stall_s,
             recompute_s=self._recompute_s,
-            peak_nbytes=max(self._peak_nbytes, self._highest()),
+            peak_nbytes=self._peak_nbytes,
             host_peak_nbytes=self._slots.host.peak_nbytes,
             nbytes_stored=self._slots.nbytes_stored,
             nbytes_loaded=self._slots.nbytes_loaded,
@@ -622,10 +642,30 @@ class Simulator:
     def _compute_positions(self, at: int, following: int) -> None:
         """Compute the positions from ``at`` up to ``following``."""
         done_s = self._lifetimes.until_s[at]
+        if at in self._lifetimes.recomputations and self._timeline is None:
+            self._recompute(at, done_s)
+            return
         for nbytes, work_s in self._parts(at, following):
             self._note(nbytes)
             self._compute(at, following, done_s, done_s + work_s, nbytes)
             done_s += work_s
+
+    def _recompute(self, at: int, began_s: float) -> None:
+        """Recompute a block; of the operators between two ends of transfers the fullest counts."""
+        queues, (ends_s, memory) = self._queues, self._lifetimes.again[at]
+        done_s, running, goal_s = 0.0, 0, ends_s[-1] if ends_s else 0.0
+        if not goal_s:
+            self._note(max(memory, default=0))
+        while done_s < goal_s:
+            speed, next_s = queues.speed(), queues.next_s()
+            left_s = (goal_s - done_s) / speed
+            done_s = goal_s if left_s <= next_s else done_s + next_s * speed
+            # with an operator that begins at that time, or rounding would decide
+            until = min(bisect_right(ends_s, done_s * (1 + _ROUNDING), running), len(memory) - 1)
+            self._note(max(memory[running : until + 1]))
+            running = until
+            first = bisect_left(self._lifetimes.until_s, began_s + done_s, at, at + 1)
+            self._pass(min(left_s, next_s), at, first, memory[running])
 
     def _parts(self, at: int, following: int) -> Iterator[tuple[int, float]]:
         """Bytes and seconds of a position, of the operators that it recomputes, or of several positions.

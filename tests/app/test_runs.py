@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,23 @@ def test_the_drives_of_a_run_are_found_from_any_directory(monkeypatch: pytest.Mo
     assert find_run(interrupted_run(folder)).before is not None
     assert remove_runs(folder.parent, ["mine"], lambda line: True)
     assert not Path("../nvme/mine").exists()
+
+
+def test_the_model_and_the_data_of_a_run_are_found_from_any_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = Path.cwd()
+    given = recipe("model.path=base", "data.files=[texts/*.txt,stdlib]", "data.tokenizer=bytes")
+    folder = interrupt(given, logged=2, committed=2)
+    assert find_run(given).before is not None  # the same names mean the same
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    found = interrupted_run(root / folder)
+    assert found.model.path == str(root / "base")
+    assert found.data.files == (str(root / "texts/*.txt"), "stdlib")
+    assert found.data.tokenizer == "bytes"
+    with pytest.raises(RecipeError, match=r"model\.path was .*base"):  # here it is another one
+        find_run(replace(found, model=given.model))
 
 
 def test_a_recipe_that_changes_numbers_is_refused_and_each_key_is_named() -> None:

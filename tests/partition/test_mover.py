@@ -151,6 +151,21 @@ def test_an_error_of_the_disk_surfaces_at_finish(parts):
     assert not units[0].gathered
 
 
+def test_a_unit_that_could_not_be_read_says_so_until_it_is_read_again(parts):
+    mover, units, shards, pool, _ = parts
+    mover.start(0)
+    shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
+    for _ in range(2):
+        with pytest.raises(DiskError, match="/fake"):
+            mover.finish(0)
+    mover.release(0)
+    assert pool.leased_nbytes == 0
+    mover.start(0)
+    shards.arrive()
+    mover.finish(0)
+    assert units[0].gathered
+
+
 def test_a_unit_is_not_started_twice(parts):
     mover, units, _, _, _ = parts
     mover.start(0)
