@@ -387,7 +387,7 @@ class _Staged(StoredActivation):
 
 
 class _InHost(_Staged):
-    """A storage in host memory."""
+    """A storage in host memory, each of whose uses follows the end of the copies before it."""
 
     def __init__(self, store: StagedStore, storage: Storage, lease: Lease) -> None:
         super().__init__(store, storage, lease.release)
@@ -395,11 +395,9 @@ class _InHost(_Staged):
 
     def put(self, source: Tensor) -> None:
         self._lease.tensor.copy_(source, non_blocking=True)
-        self._lease.record_use()
 
     def get(self, target: Tensor) -> None:
         target.copy_(self._lease.tensor, non_blocking=True)
-        self._lease.record_use()
 
 
 class _OnDisk(_Staged):

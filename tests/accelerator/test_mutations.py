@@ -9,10 +9,11 @@ from tests.accelerator.process import needs_simulator
 from tests.accelerator.scenarios import ALL
 from tests.helpers.launch import RanksError, run_ranks
 
-#: What no training on this device can show, by the place of the call, and why.
+#: What no training on this device can show, by the beginning of its name, and why.
 EXEMPT = {
     "activations/profiler.py": "only times are read there",
     "activations/store.py _host_bytes_per_s": "only times are read there",
+    "comm/collectives.py Collectives._end: work.wait (1)": "without it the thread looks again and again",
     "device/memory.py HostBuffer.close": "copies have ended before a pool closes; test_pool.py shows it",
     "device/memory.py _unlock_pages": "only of a model that was dropped; test_device.py shows it",
     "device/memory.py BufferPool._await_lease": "without it the thread looks again and again",
@@ -21,7 +22,6 @@ EXEMPT = {
 }
 #: Scenarios in which a call is looked for, by the beginning of its place.
 SCENARIOS = {
-    "activations/store.py _InHost": ("activations stored in host memory",),
     "activations/": ("gpt2 with activations stored", "activations stored in host memory"),
     "comm/": ("two ranks, accumulated",),
     "engine/gradients.py Gradients._reduce": ("two ranks, accumulated",),
@@ -44,7 +44,7 @@ def place(mutation: Mutation) -> str:
 
 
 def tried() -> list[Mutation]:
-    return [m for m in mutations() if not place(m).startswith(tuple(EXEMPT))]
+    return [m for m in mutations() if not str(m).startswith(tuple(EXEMPT))]
 
 
 def scenarios_for(mutation: Mutation) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def test_the_wait_of_a_buffers_next_user_is_noticed_if_it_is_left_out(tmp_path: 
 
 
 def test_every_wait_is_found_and_what_is_exempt_exists():
-    found = [place(m) for m in mutations()]
+    found = [str(m) for m in mutations()]
     assert len(found) >= 30
     for start in EXEMPT:
         assert any(each.startswith(start) for each in found), start
