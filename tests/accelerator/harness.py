@@ -49,6 +49,7 @@ class Scenario:
         lora: Rank of the adapters; 0: none.
         base: A kind of :mod:`tests.helpers.quantized`: of the frozen checkpoint that has the adapters.
         resumed: Between two steps all is exported and loaded again.
+        forgets: Before each step are backward passes, all but its last, that ``zero_grad`` forgets.
         around: A policy of ``offload_activations`` around a plain model; its weights are the device's own.
         world: Ranks.
     """
@@ -65,6 +66,7 @@ class Scenario:
     lora: int = 0
     base: str = ""
     resumed: bool = False
+    forgets: bool = False
     around: str = ""
     world: int = 1
 
@@ -224,6 +226,11 @@ def _step(scenario: Scenario, model: nn.Module, optimizer: infinity.AdamW, step:
     called: Callable[..., Any] = model
     if scenario.through:
         called = infinity.layer_schedule(model, scenario.through)
+    for micro in range(scenario.forgets * max(1, scenario.accumulate - 1)):
+        with contextlib.nullcontext() if scenario.accumulate == 1 else infinity.no_sync(model):
+            optimizer.scale(called(**batch_of(scenario, micro)).loss).backward()
+    if scenario.forgets:
+        optimizer.zero_grad()
     for micro in range(scenario.accumulate):
         last = micro == scenario.accumulate - 1
         with contextlib.nullcontext() if last else infinity.no_sync(model):

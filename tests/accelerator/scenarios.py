@@ -49,6 +49,7 @@ SLOW: dict[str, Scenario] = {
     "gpt": Scenario(model="gpt"),
     "experts": Scenario(model="mixtral", clip=1.0, steps=2),
     "experts in tiles": Scenario(model="mixtral", clip=1.0, steps=2, more=("partition.tile=7KiB",)),
+    "two ranks, accumulated and forgotten": Scenario(accumulate=3, world=2, steps=2, forgets=True),
     "activations kept": Scenario(more=("memory.activations=keep",), clip=1.0),
     "activations stored": Scenario(more=("memory.activations=offload",), clip=1.0),
     "activations stored in host memory": Scenario(
@@ -89,6 +90,7 @@ SLOW: dict[str, Scenario] = {
     "two ranks, lora": Scenario(world=2, lora=4, steps=2),
     "two ranks, out and in again": Scenario(world=2, resumed=True, clip=1.0),
     "on the device": Scenario(place=DEVICE),
+    "on the device, forgotten": Scenario(place=DEVICE, steps=2, forgets=True),
     "on the device after a step": Scenario(place=DEVICE[:1], clip=1.0),
     "two ranks on the device after a step": Scenario(place=DEVICE[:1], world=2),
     "on the device, clipped to a constant": Scenario(place=DEVICE, clip=1e-3, accumulate=2),

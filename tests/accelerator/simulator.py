@@ -216,6 +216,7 @@ class Simulator:
         early: Memory that was given back while something in flight still used it.
         waits: How often the host waited, by place and thread.
         kernels: Entries that were enqueued.
+        pause_s: For so long other threads go on before the host waits (s).
     """
 
     def __init__(self) -> None:
@@ -223,6 +224,7 @@ class Simulator:
         self.changed = threading.Condition(self.lock)  # an external entry ended
         self.before_enqueue: Callable[[], None] = lambda: None
         self.helpers = "infinity/device"  # whose waits count as their callers'
+        self.pause_s = 0.0
         self._flights = HOST
         self.seq = 0
         self.reset("eager")
@@ -481,6 +483,8 @@ class Simulator:
             return 1
 
     def synchronize(self, event: int, stream: int, device: int) -> None:
+        if self.pause_s:
+            time.sleep(self.pause_s)
         with self.lock:
             self.before_enqueue()
             site = Site(6)
