@@ -123,7 +123,7 @@ FEW = (
 )  # fmt: skip
 
 
-#: In which device memory takes as much however long updates, drives and decoding need.
+#: In which device memory takes as much as planned while updates, drives and decoding keep up; else more.
 EXACT = (
     "gpt-tied", "gpt-accumulated", "gpt-recomputed", "gpt-half-resident", "llama-recomputed",
     "quantized-lora-in-host-memory", "llama-logits-in-slices", "gpt-in-tiles", "gpt-in-tiles-recomputed",
@@ -151,7 +151,7 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
     assert list(plan.fetched()) == real["fetched"]
     assert cost.device_peak_nbytes <= planned.division.total
     if case in EXACT:
-        assert real["peak_nbytes"] == cost.device_peak_nbytes
+        assert cost.device_peak_nbytes <= real["peak_nbytes"] <= planned.division.total
     assert real["fetched"] or case not in ("quantized-lora", "llama-lora-read-where-it-lies")
     if case == "quantized-lora":
         assert cost.busy_s[DECODE] > 0
