@@ -255,7 +255,7 @@ class MappedBase:
         self.own: dict[str, str] = {}
         self._mapped: dict[int, Unit] = {}
         self._steps: dict[tuple[int, int, int], list[MappedStep]] = {}
-        self._stored: dict[int, MappedStep] = {}  # of quantized units
+        self._stored: dict[int, tuple[MappedStep, Extent]] = {}  # of quantized units, and this rank's part
         self._tails: dict[Piece, bytes] = {}  # of files that they end
         self._buffers = BaseBuffers.within(storage.host_nbytes)
         self._leases: list[Lease] = []
@@ -301,7 +301,8 @@ class MappedBase:
 
     def _stored_form(self, unit: Unit, scratch_nbytes: int) -> StoredForm:
         """See [Note: quantized units]."""
-        step = self._stored[unit.index] = stored_step(unit, self._values, self._first, self._sizes)
+        step = stored_step(unit, self._values, self._first, self._sizes)
+        self._stored[unit.index] = step, step.shard(unit.rank, unit.world_size)
         for tail in step.tails:
             if tail not in self._tails:
                 with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
@@ -333,7 +334,7 @@ class MappedBase:
     def nbytes(self, unit: Unit, piece_nbytes: int) -> int:
         """Bytes that the engine reads for this rank's shard, in pieces of ``piece_nbytes`` of weights."""
         if unit.stored is not None:
-            return self._stored[unit.index].shard(unit.rank, unit.world_size).nbytes
+            return self._stored[unit.index][1].nbytes
         starts = range(0, unit.shard_nbytes, piece_nbytes)
         parts = ((start, min(piece_nbytes, unit.shard_nbytes - start)) for start in starts)
         return sum(step.extent.nbytes for part in parts for step in self._plan(unit, *part))
@@ -341,12 +342,13 @@ class MappedBase:
     def fetch(self, unit: Unit, memory: memoryview, start: int) -> Transfer:
         """Start reading this rank's stored bytes of a quantized unit from ``start`` on, into ``memory``."""
         assert unit.stored is not None
-        step, first = self._stored[unit.index], unit.rank * unit.stored.shard_nbytes + start
+        (step, blocks), first = self._stored[unit.index], unit.rank * unit.stored.shard_nbytes + start
         for place, tail in enumerate(step.tails):
             at = step.extent.nbytes + place * BLOCK_NBYTES - first
             if 0 <= at < memory.nbytes:
                 memory[at : at + BLOCK_NBYTES] = self._tails[tail]
-        blocks = step.shard(unit.rank, unit.world_size).part(start, memory.nbytes)
+        if start or memory.nbytes < blocks.nbytes:
+            blocks = blocks.part(start, memory.nbytes)
         if blocks.pieces:
             return self._engine.read(blocks, memory[: blocks.nbytes], urgent=True)
         done = Transfer()
