@@ -57,7 +57,9 @@ _BUFFER_NBYTES = 4 * 2**20
 _SHARE = 8
 #: The least that a buffer takes: a few ranges, each with the rest of its blocks (bytes).
 _LEAST_NBYTES = 8 * BLOCK_NBYTES
-_MOST_THREADS = 4
+#: Two also on few cores: they wait for the drive most of the time, and while one copies the last piece of a
+#: unit, those of the next are on their way.
+_LEAST_THREADS, _MOST_THREADS = 2, 4
 
 #: Gives bytes of a file, by its number, their offset and number, where they were read to: ``(n,)`` uint8.
 ViewRead = Callable[[int, int, int], Tensor]
@@ -193,7 +195,8 @@ class BaseBuffers:
         """Those of a host budget."""
         room = host_nbytes // _SHARE
         nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, room // 2 // BLOCK_NBYTES * BLOCK_NBYTES))
-        return cls(nbytes, max(1, min(_MOST_THREADS, background_threads(), room // (2 * nbytes))))
+        threads = min(_MOST_THREADS, max(_LEAST_THREADS, background_threads()))
+        return cls(nbytes, max(1, min(threads, room // (2 * nbytes))))
 
     @property
     def all_nbytes(self) -> int:
