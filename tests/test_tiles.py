@@ -535,6 +535,27 @@ def test_adapters_on_a_base_in_tiles_train_as_on_a_whole_one(tmp_path, kind):
     assert [name for name in weights if not torch.equal(weights[name], loaded_weights[name])] == []
 
 
+def test_what_is_written_to_a_quantized_tile_is_not_decoded_anew(tmp_path):
+    transformers.utils.logging.set_verbosity_error()
+    quantized.write("gpt_oss", tmp_path / "source")
+    name, places = "model.layers.0.mlp.experts.down_proj", ("memory.device=1MiB", "partition.tile=7KiB")
+    with loaded(tmp_path / "source", tmp_path / "nvme", *places) as model:
+        [param] = [param for key, param in model.named_parameters() if key == name]
+        tiles, ids = runtime_of(model).units.places(param), torch.arange(16).view(1, -1)
+        assert all(unit.stored for unit, _ in tiles)
+        for _ in range(2):
+            with torch.no_grad():
+                before = model(input_ids=ids).logits
+            wanted = 2 * infinity.state_dict(model)[name]
+            with infinity.gathered([param], modify=True):
+                param.mul_(2)
+            for _ in range(2):
+                assert torch.equal(infinity.state_dict(model)[name], wanted)
+                with torch.no_grad():
+                    assert not torch.equal(model(input_ids=ids).logits, before)
+        assert not any(unit.stored for unit, _ in tiles)
+
+
 def small_state(model: nn.Module, optimizer: Any) -> Any:
     return infinity.state_dict(model), optimizer.state_dict()["state"]
 

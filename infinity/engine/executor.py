@@ -175,9 +175,7 @@ class StepExecutor:
         if self.budget.division is not before:
             self._apply_division()
         self.prefetcher.capacity_nbytes = window_nbytes
-        routed, nbytes = self.prefetcher.routed, self.prefetcher.nbytes
-        sums = (sum(nbytes[index] for index in each & routed) for each in tiles)
-        self.prefetcher.together_nbytes = max(sums, default=0)
+        self.prefetcher.hold_together(tiles)
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""

@@ -128,6 +128,8 @@ class FullValues:
                 prefetcher.begin_visit()
                 prefetcher.unpin(unit.index)
                 prefetcher.end_inference()
+                if modify:
+                    prefetcher.forget_stored(unit.index)
                 if undone and modify:  # it is fetched again
                     self._executor().hooks.release_unscoped_units()
                     prefetcher.forget([unit.index])

@@ -16,6 +16,11 @@ form: memory for its stored bytes is leased beside the full buffer, they are fet
 above, and a thread decodes them on the device, on an accelerator on a stream of its own. Then they are given
 back. What the stream still does with both buffers is in their leases.
 
+[Note: stored bytes first]
+Tiles of experts may come in two steps: their stored bytes, far ahead, and the full buffer, shortly before
+it is used. What has been used can be decoded again as long as its stored bytes are there. So memory holds
+several times as many tiles ahead of compute, and a few full buffers take turns.
+
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
 this rank's new weights into their slice of it (on an accelerator: into a copy of the slice in pinned
@@ -46,6 +51,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from infinity.comm.collectives import Collectives
+from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
@@ -213,15 +219,35 @@ class Staying:
             self.shard.release()
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The stored bytes of a unit.
+
+    Attributes:
+        ready: Waits until they are here; may be called again.
+        stays: They are not given back as soon as they are decoded.
+        resident: The lease is that of host memory.
+    """
+
+    lease: Lease
+    ready: Callable[[], object]
+    stays: bool
+    resident: bool = False
+
+
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
     """Let no buffer be one of ``torch.inference_mode``'s or ``torch.func``'s: training could not use it."""
 
     @functools.wraps(method)
     def normal(*args: P.args, **kwargs: P.kwargs) -> R:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        if not transformed and not torch.is_inference_mode_enabled():
-            with torch.no_grad():
+        if not (transformed or torch.is_inference_mode_enabled()):  # each tile comes here several times
+            grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
+            try:
                 return method(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(grad)
         with torch.inference_mode(False), torch.no_grad():
             if not transformed:
                 return method(*args, **kwargs)
@@ -234,7 +260,8 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
 class UnitMover:
     """Starts, finishes and drops the full values of units.
 
-    It has more attributes than other classes: a thread or a stream for each way on which weights come and go.
+    It has more attributes than other classes: the parts that it connects, what is on its way or stays, and a
+    thread or a stream for each way.
 
     Args:
         units: All of the model's.
@@ -253,6 +280,7 @@ class UnitMover:
         self.collectives, self.waits = collectives, waits
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Arriving] = {}
+        self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
         self._staying: dict[int, Staying] = {}
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
@@ -275,7 +303,36 @@ class UnitMover:
             arriving = self._gather(unit, lease, self._bring(unit, lease, unit.shard_nbytes))
             self._arriving[index] = arriving, None
         else:
-            self._arriving[index] = self._start_stored(unit, unit.stored, lease)
+            stored = self._bring_stored(unit, unit.stored)
+            self._arriving[index] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
+
+    def stored_nbytes(self, index: int) -> int:
+        """Return the bytes of a unit's stored form; 0: it has none, and cannot come in two steps."""
+        form = self.units[index].stored
+        return 0 if form is None else rounded(form.nbytes)
+
+    @_never_inference
+    def start_stored(self, index: int) -> None:
+        """Begin to bring the stored bytes; see [Note: stored bytes first]."""
+        unit = self.units[index]
+        assert unit.stored is not None
+        self._stored[index] = self._bring_stored(unit, unit.stored, stays=True)
+
+    @_never_inference
+    def decode(self, index: int) -> None:
+        """Begin to decode a unit whose stored bytes are here, or on their way."""
+        unit, stored = self.units[index], self._stored[index]
+        assert unit.stored is not None
+        if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
+            unit.lifecycle.move(S.FETCHING if unit.home is Tier.NVME else S.UPLOADING)
+        lease = unit.lease = self.pool.lease(unit.nbytes, who=unit.name)
+        self._arriving[index] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
+
+    def release_decoded(self, index: int) -> None:
+        """Drop the full values, but not the stored bytes."""
+        lease = self.take(index)
+        if lease is not None:
+            lease.release()
 
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
@@ -302,29 +359,34 @@ class UnitMover:
             given.run(ready)
         return given.wait
 
-    def _start_stored(
-        self, unit: Unit, form: StoredForm, full: Lease
-    ) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Bring the stored form, and decode it: see [Note: decoded after the gather]."""
+    def _bring_stored(self, unit: Unit, form: StoredForm, *, stays: bool = False) -> "_Stored":
+        """Begin to bring the stored form, unless it is here: see [Note: decoded after the gather]."""
         held = self.shards.resident(unit)
         if held is not None and self.staging is None and self.collectives is None:
             unit.lifecycle.move(S.UPLOADING)
-            decoding = self._decoding.submit(form.decode, held.tensor, full.tensor.view(unit.dtype))
-            return lambda: None, decoding.result
-        stored = self.pool.lease(form.nbytes, who=f"stored form of {unit.name}")
-        ready = self._gather(unit, stored, self._bring(unit, stored, form.shard_nbytes))
-        return ready, self._decoding.submit(self._decode, unit, form, ready, stored, full).result
+            return _Stored(held, lambda: None, stays=True, resident=True)
+        lease = self.pool.lease(form.nbytes, who=f"stored form of {unit.name}")
+        ready = self._gather(unit, lease, self._bring(unit, lease, form.shard_nbytes))
+        return _Stored(lease, ready, stays)
 
-    def _decode(
-        self, unit: Unit, form: StoredForm, ready: Callable[[], object], stored: Lease, full: Lease
-    ) -> None:
+    def _start_decoding(
+        self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease
+    ) -> Callable[[], object]:
+        return self._decoding.submit(self._decode, unit, form, stored, full).result
+
+    def _decode(self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease) -> None:
         with contextlib.ExitStack() as held:
-            if self.collectives is None:  # else one that has failed may still write there, and the run ends
-                held.callback(stored.release)
-            ready()
-            form.decode(stored.tensor, full.tensor.view(unit.dtype))
+            if (
+                self.collectives is None and not stored.stays
+            ):  # else one that has failed may still write there
+                held.callback(stored.lease.release)
+            stored.ready()
+            form.decode(stored.lease.tensor, full.tensor.view(unit.dtype))
             full.record_use()
-            held.callback(stored.release)
+            if stored.stays:
+                stored.lease.record_use()
+            else:
+                held.callback(stored.lease.release)
 
     def _bring(self, unit: Unit, lease: Lease, nbytes: int) -> Callable[[], object]:
         """Start to bring this rank's shard into its slice of ``lease``; what is returned ends it."""
@@ -416,9 +478,20 @@ class UnitMover:
             self.shards.wait_until_unused(self.units[index])
             staying.release()
             return
-        lease = self.take(index)
-        if lease is not None:
-            lease.release()
+        try:
+            self.release_decoded(index)
+        finally:
+            self._release_stored(index)
+
+    def _release_stored(self, index: int) -> None:
+        unit, stored = self.units[index], self._stored.pop(index, None)
+        if stored is None:
+            return
+        if unit.state in (S.FETCHING, S.UPLOADING):
+            unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
+        if not stored.resident:
+            stored.ready()  # the disk, or a peer, still writes there
+            stored.lease.release()
 
     def stay(self, index: int) -> Callable[[], Tensor]:
         """Keep a released unit's full buffer for the next pass.

@@ -28,7 +28,16 @@ arrive, as far as there is room. Backward uses them in reverse order, so what co
 model: uses of forward are written down, and crossed out as backward comes to them. A block that is recomputed
 uses its tiles anew, and these uses take the place of those that forward wrote down; before the next block is
 recomputed its tiles are not brought, since they are used in another order. Tiles are the first to go. Plans
-leave room for two, or, where all micro-batches go through a block before the next, for those of a block.
+leave them half of the room (all that they need, if that is less), or, where all micro-batches go through a
+block before the next, room for those of a block.
+
+In forward the next tiles are known when the router has chosen, and from the last tile to the next router's
+choice there is none to be read. So what the plan fetches when a unit is released waits for the last tile, or
+for the next use of a unit that is in the plan.
+
+Tiles that are stored in another form come in two steps (:mod:`infinity.partition.mover`): their stored bytes
+as far ahead as memory has room, their full values for this use and the next :data:`DECODED_AHEAD`. Where
+micro-batches go through a block together, its tiles are decoded once, if memory holds all of them so.
 """
 
 from bisect import bisect_left
@@ -54,10 +63,28 @@ class Mover(Protocol):
         ...
 
     def release(self, unit: int) -> None:
-        """Drop the full values."""
+        """Drop the full values, and stored bytes."""
+        ...
+
+    def stored_nbytes(self, unit: int) -> int:
+        """Return what the unit takes before it is decoded (bytes); 0: it comes in one step."""
+        ...
+
+    def start_stored(self, unit: int) -> None:
+        """Begin to bring the stored bytes, which stay until :meth:`release`; must not wait, as ``start``."""
+        ...
+
+    def decode(self, unit: int) -> None:
+        """Begin to make the full values of stored bytes, which may still be on their way."""
+        ...
+
+    def release_decoded(self, unit: int) -> None:
+        """Drop the full values; the stored bytes stay."""
         ...
 
 
+#: Routed units that are decoded before their turn: a few milliseconds' work, as long as a thread may be kept.
+DECODED_AHEAD = 4
 #: Events that must follow each other as in the plan before it goes on elsewhere.
 CONTEXT = 3
 
@@ -172,6 +199,14 @@ class Prefetcher:
         self.routed = frozenset(routed)
         self.routed_used: set[int] = set()  # in this training pass
         self.together_nbytes = 0
+        self._keeps_decoded = False  # they stay decoded, from one micro-batch to the next
+        self._held: dict[int, int] = {}  # bytes of those that are present
+        self._decoded: dict[int, int] = {}  # of them, the full buffers of units whose stored bytes came first
+        self._largest_full: int | None = None  # of such a buffer
+        self._later: list[int] = []  # fetches of the plan that were put off
+        self._coming: dict[
+            int, int
+        ] = {}  # bytes of routed units as they are brought, of those that were asked
         self._to_come: list[int] = []  # routed units that backward will use, from the last one on
         self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -202,6 +237,7 @@ class Prefetcher:
                 self._write_down(unit, recomputed)
             self._use_routed(unit, following)
             return
+        self._fetch_later()
         if unit in self.staying:
             self._release(unit)  # its buffer will hold the next version; the committed one is wanted
         over = self.running.align(Event(Kind.USE, unit))
@@ -246,6 +282,7 @@ class Prefetcher:
 
     def end_training_pass(self) -> None:
         """An optimizer step: from the next event on, a new pass; its first units go out now."""
+        self._fetch_later()
         self._conclude(self.training)
         self.on_demand = 0
         self.routed_used.clear()
@@ -256,10 +293,12 @@ class Prefetcher:
             self._begin()
 
     def begin_inference(self) -> None:
+        self._fetch_later()
         self.running = self.inference
 
     def begin_visit(self) -> None:
         """Begin a visit, which lasts until :meth:`end_inference`."""
+        self._fetch_later()
         self.running = self.visit
 
     def end_inference(self) -> None:
@@ -281,10 +320,24 @@ class Prefetcher:
     def resize(self, capacity_nbytes: int) -> None:
         """Keep within another capacity; plans for the old one are forgotten."""
         self.forget()
-        self.capacity_nbytes = capacity_nbytes
+        self.capacity_nbytes, self._largest_full = capacity_nbytes, None
+        self._coming.clear()
         self.training.follow(None)
         self.inference.follow(None)
         self.order.forget_gradients()
+
+    def hold_together(self, tiles: Iterable[Collection[int]]) -> None:
+        """Leave room in plans for any of these sets of routed units, decoded if they fit, or else stored."""
+        sets = [self.routed.intersection(each) for each in tiles]
+        decoded = max((sum(self.nbytes[unit] for unit in each) for each in sets), default=0)
+        stored = max((sum(map(self._coming_nbytes, each)) for each in sets), default=0) + self._turns_nbytes
+        self._keeps_decoded = decoded + self._others_nbytes <= self.capacity_nbytes
+        self.together_nbytes = decoded if self._keeps_decoded else stored
+
+    def forget_stored(self, unit: int) -> None:
+        """Release ``unit`` if its stored bytes are kept: its full values were written."""
+        if unit in self._decoded:
+            self.forget([unit])
 
     def streams(self, unit: int) -> bool:
         """Whether the unit's full values come and go; the others are always there."""
@@ -306,12 +359,18 @@ class Prefetcher:
 
     def _planned_nbytes(self) -> int:
         """What plans may take: all but room for routed units, unless other units need it."""
-        others = 2 * max((self.nbytes[unit] for unit in self.nbytes.keys() - self.routed), default=0)
-        tiles = [self.nbytes[unit] for unit in self.routed if unit in self.nbytes]
-        room = 2 * max(tiles, default=0)
+        others = self._others_nbytes
+        room = 2 * max((self.nbytes[unit] for unit in self.routed), default=0)
+        coming = self._turns_nbytes + sum(map(self._coming_nbytes, self.routed))
+        room = max(room, min(coming, self.capacity_nbytes // 2))
         if self.together_nbytes + others <= self.capacity_nbytes:
             room = max(room, self.together_nbytes)
         return max(self.capacity_nbytes - room, min(others, self.capacity_nbytes))
+
+    @property
+    def _others_nbytes(self) -> int:
+        """The least that plans need."""
+        return 2 * max((self.nbytes[unit] for unit in self.nbytes.keys() - self.routed), default=0)
 
     def _write_down(self, unit: int, recomputed: bool) -> None:
         """Backward will use ``unit``, and before that what is used after it; see [Note: routed units]."""
@@ -333,7 +392,7 @@ class Prefetcher:
         found, nbytes = dict[int, None](), 0
         for at in range(len(self._to_come) - 1, self._recomputed - 1, -1):
             each = self._to_come[at]
-            nbytes += 0 if each in found else self.nbytes[each]
+            nbytes += 0 if each in found else self._coming_nbytes(each)
             if nbytes > self.capacity_nbytes:
                 break
             found[each] = None
@@ -349,20 +408,89 @@ class Prefetcher:
             self._start_routed(unit)
         self._unforeseen[unit] = None
         self.present.move_to_end(unit)
+        nearest = [unit, *following[:DECODED_AHEAD]]
+        if not self._keeps_decoded:
+            for other in [each for each in self._decoded if each not in nearest]:
+                self._release_decoded(other)
+        self._decode(unit)
+        self._bring_ahead(following, {unit, *following})
+        if not following:
+            later = self._later
+            self._fetch_later()
+            self._later = [each for each in later if each not in self.present]  # the tile is in their place
+        for coming in nearest[1:]:
+            if coming in self.present and self._fits(self._full_nbytes(coming)):
+                self._decode(coming)
+        self.mover.finish(unit)
+
+    def _bring_ahead(self, following: Sequence[int], wanted: Collection[int]) -> None:
+        """Start units that are used next, as far as there is room beside those that are decoded."""
+        going: list[int] | None = None
         for coming in following:
             if coming in self.present:
                 continue
-            self._evict([u for u in self._unforeseen if u != unit and u not in following], coming)
-            if not self._fits(coming):
+            if going is None:  # while there is no plan, what others leave behind is in the way, too
+                known = self._to_go() if self.running.plan is None else list(self._unforeseen)
+                going = [unit for unit in reversed(known) if unit not in wanted]
+            nbytes = self._coming_nbytes(coming) + self._reserved_nbytes
+            while going and not self._fits(nbytes):
+                self._release_all([going.pop()])
+            if not self._fits(nbytes):
                 break
             self._start_routed(coming)
-        self.mover.finish(unit)
+
+    def _decode(self, unit: int) -> None:
+        """Have a unit decoded whose stored bytes came first."""
+        if unit in self._decoded or self._held[unit] == self.nbytes[unit]:
+            return
+        nbytes = self._full_nbytes(unit)
+        going = [] if self._fits(nbytes) else [each for each in self._to_go() if each != unit]
+        for other in going:
+            if self._fits(nbytes):
+                break
+            self._release_all([other])
+        self._decoded[unit] = nbytes
+        self._held[unit] += nbytes
+        self._present_nbytes += nbytes
+        self.mover.decode(unit)
+
+    def _release_decoded(self, unit: int) -> None:
+        if self.pins.get(unit):
+            return
+        nbytes = self._decoded.pop(unit)
+        self._held[unit] -= nbytes
+        self._present_nbytes -= nbytes
+        self.mover.release_decoded(unit)
+
+    def _coming_nbytes(self, unit: int) -> int:
+        """What a routed unit takes when it is brought (bytes)."""
+        nbytes = self._coming.get(unit)
+        if nbytes is None:
+            nbytes = self._coming[unit] = self.mover.stored_nbytes(unit) or self.nbytes[unit]
+        return nbytes
+
+    def _full_nbytes(self, unit: int) -> int:
+        """What decoding takes more; 0: it comes in one step."""
+        return self.nbytes[unit] - self._coming_nbytes(unit)
+
+    @property
+    def _reserved_nbytes(self) -> int:
+        """Room that is kept for full buffers that take turns, beyond those that are there."""
+        return max(0, self._turns_nbytes - sum(self._decoded.values()))
+
+    @property
+    def _turns_nbytes(self) -> int:
+        if self._largest_full is None:
+            self._largest_full = max((self._full_nbytes(unit) for unit in self.routed), default=0)
+        full = self._largest_full
+        return full and full * max(2, min(1 + DECODED_AHEAD, self.capacity_nbytes // 2 // full))
 
     def _start_routed(self, unit: int) -> None:
         if self.running is self.visit:
             self.planned = None
         self._expect(unit)
-        self._start(unit)
+        nbytes = self._coming_nbytes(unit)
+        self._start(unit, stored_nbytes=nbytes if nbytes < self.nbytes[unit] else 0)
         self._unforeseen[unit] = None
 
     def _begin(self) -> None:
@@ -388,7 +516,12 @@ class Prefetcher:
         over = self.running.align(event)
         release, fetch = self._actions(over)
         self._release_all(release)
-        self._fetch_all(fetch)
+        if self.routed and event.kind is Kind.UNPIN and self.running is self.training:
+            for unit in fetch:
+                self._expect(unit)
+            self._later = [unit for unit in self._later if unit not in release] + fetch
+        else:
+            self._fetch_all(fetch)
 
     def _actions(self, over: range) -> tuple[list[int], list[int]]:
         """Return the plan's releases and fetches at these positions, taken together."""
@@ -418,6 +551,13 @@ class Prefetcher:
             self._expect(unit)
             self._prefetch(unit)
 
+    def _fetch_later(self) -> None:
+        """Start the fetches that were put off; see [Note: routed units]."""
+        if self._later:
+            later, self._later = self._later, []
+            for unit in later:
+                self._prefetch(unit)
+
     def _count_unforeseen(self, unit: int) -> None:
         self.planned = None
         if self.running.plan is not None:
@@ -431,30 +571,42 @@ class Prefetcher:
         if unit in self.present:
             return
         self._evict(list(self._unforeseen), unit)
-        if self._fits(unit):
+        if self._fits(self.nbytes[unit]):
             self._start(unit)
 
     def _make_room(self, unit: int) -> None:
-        """Release what no plan wants, then the least recently used, until ``unit`` fits."""
-        if not self._fits(unit):
-            self._evict([*self._unforeseen, *self.present], unit)
+        """Release others until ``unit`` fits."""
+        if not self._fits(self.nbytes[unit]):
+            self._evict(self._to_go(), unit)
+
+    def _to_go(self) -> list[int]:
+        """What is present, as it is released: what no plan wants, then the least recently used.
+
+        While there is no plan, ordinary units go before tiles, which are known to be used again.
+        """
+        if self.running.plan is None:
+            return [*(unit for unit in self.present if unit not in self.routed), *self._unforeseen]
+        return [*self._unforeseen, *self.present]
 
     def _evict(self, candidates: Iterable[int], unit: int) -> None:
         """Release candidates that are not pinned, in their order, until ``unit`` fits."""
         for other in candidates:
-            if self._fits(unit):
+            if unit in self.present or self._fits(self.nbytes[unit]):
                 return
             self._release_all([other])
 
-    def _fits(self, unit: int) -> bool:
-        more = 0 if unit in self.present else self.nbytes[unit]
-        return self._present_nbytes + more <= self.capacity_nbytes
+    def _fits(self, nbytes: int) -> bool:
+        return self._present_nbytes + nbytes <= self.capacity_nbytes
 
-    def _start(self, unit: int) -> None:
+    def _start(self, unit: int, stored_nbytes: int = 0) -> None:
         if unit not in self.present:
-            self._present_nbytes += self.nbytes[unit]
+            self._held[unit] = stored_nbytes or self.nbytes[unit]
+            self._present_nbytes += self._held[unit]
         self.present[unit] = None
-        self.mover.start(unit)
+        if stored_nbytes:
+            self.mover.start_stored(unit)
+        else:
+            self.mover.start(unit)
 
     def _expect(self, unit: int) -> None:
         if self.planned is not None:
@@ -468,7 +620,9 @@ class Prefetcher:
     def _drop(self, unit: int) -> None:
         if unit in self.present:
             del self.present[unit]
-            self._present_nbytes -= self.nbytes[unit]
+            self._present_nbytes -= self._held.pop(unit)
+            self._decoded.pop(unit, None)
+            self._coming.pop(unit, None)  # what was written has a home of its own, and no stored form
         self._unforeseen.pop(unit, None)
 
 

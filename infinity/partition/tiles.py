@@ -292,8 +292,11 @@ class TiledParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__") and func.__self__.__name__ in _TRANSPOSED:  # a property of it
-            return TileView(args[0].tiled, transposed=True)
+        if name == "__get__":  # a property, such as requires_grad, which is asked of every tile in every step
+            if func.__self__.__name__ in _TRANSPOSED:
+                return TileView(args[0].tiled, transposed=True)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         own = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
         moves = name in _MOVES and len(args) + len(kwargs) > (name == "type")
         if moves and args[0] is own:

@@ -188,7 +188,8 @@ class Unit:
 
     @property
     def trainable(self) -> list[Segment]:
-        return [s for s in self.segments if s.whole.requires_grad]
+        with torch._C.DisableTorchFunctionSubclass():  # asked of all units in every step
+            return [s for s in self.segments if s.whole.requires_grad]
 
     def shard_of(self, flat: Tensor) -> Tensor:
         """This rank's slice of a full flat tensor, ``(shard_numel,)``."""
@@ -268,7 +269,8 @@ class Unit:
         ``model.cpu()``, as some trainers end with, and ``model.to(device)`` are undone.
         """
         param = segment.param
-        if segment.is_tile and type(segment.whole) is not nn.Parameter:  # else it has its full values now
+        # Once for all its tiles; a parameter of torch's own class has its full values now.
+        if segment.is_tile and not segment.first and type(segment.whole) is not nn.Parameter:
             self._check_whole(segment)
         if self._was_moved(segment):  # others may have been given other values
             self._restore([each for each in self.segments if self._was_moved(each)])
@@ -334,7 +336,8 @@ class Unit:
 
     def _check_whole(self, segment: Segment) -> None:
         """Raise if the model's parameter, whose tile this is, was given other data than its placeholder."""
-        data = segment.whole.data
+        with torch._C.DisableTorchFunctionSubclass():
+            data = segment.whole.data
         kept = (data.dtype, data.device, data.shape) == (
             self.dtype,
             segment.param.device,

@@ -57,7 +57,9 @@ _BUFFER_NBYTES = 4 * 2**20
 _SHARE = 8
 #: The least that a buffer takes: a few ranges, each with the rest of its blocks (bytes).
 _LEAST_NBYTES = 8 * BLOCK_NBYTES
-_MOST_THREADS = 4
+#: Two also on few cores: they wait for the drive most of the time, and while one copies the last piece of a
+#: unit, those of the next are on their way.
+_LEAST_THREADS, _MOST_THREADS = 2, 4
 
 #: Gives bytes of a file, by its number, their offset and number, where they were read to: ``(n,)`` uint8.
 ViewRead = Callable[[int, int, int], Tensor]
@@ -193,7 +195,8 @@ class BaseBuffers:
         """Those of a host budget."""
         room = host_nbytes // _SHARE
         nbytes = max(_LEAST_NBYTES, min(_BUFFER_NBYTES, room // 2 // BLOCK_NBYTES * BLOCK_NBYTES))
-        return cls(nbytes, max(1, min(_MOST_THREADS, background_threads(), room // (2 * nbytes))))
+        threads = min(_MOST_THREADS, max(_LEAST_THREADS, background_threads()))
+        return cls(nbytes, max(1, min(threads, room // (2 * nbytes))))
 
     @property
     def all_nbytes(self) -> int:
@@ -255,7 +258,7 @@ class MappedBase:
         self.own: dict[str, str] = {}
         self._mapped: dict[int, Unit] = {}
         self._steps: dict[tuple[int, int, int], list[MappedStep]] = {}
-        self._stored: dict[int, MappedStep] = {}  # of quantized units
+        self._stored: dict[int, tuple[MappedStep, Extent]] = {}  # of quantized units, and this rank's part
         self._tails: dict[Piece, bytes] = {}  # of files that they end
         self._buffers = BaseBuffers.within(storage.host_nbytes)
         self._leases: list[Lease] = []
@@ -301,7 +304,8 @@ class MappedBase:
 
     def _stored_form(self, unit: Unit, scratch_nbytes: int) -> StoredForm:
         """See [Note: quantized units]."""
-        step = self._stored[unit.index] = stored_step(unit, self._values, self._first, self._sizes)
+        step = stored_step(unit, self._values, self._first, self._sizes)
+        self._stored[unit.index] = step, step.shard(unit.rank, unit.world_size)
         for tail in step.tails:
             if tail not in self._tails:
                 with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
@@ -333,7 +337,7 @@ class MappedBase:
     def nbytes(self, unit: Unit, piece_nbytes: int) -> int:
         """Bytes that the engine reads for this rank's shard, in pieces of ``piece_nbytes`` of weights."""
         if unit.stored is not None:
-            return self._stored[unit.index].shard(unit.rank, unit.world_size).nbytes
+            return self._stored[unit.index][1].nbytes
         starts = range(0, unit.shard_nbytes, piece_nbytes)
         parts = ((start, min(piece_nbytes, unit.shard_nbytes - start)) for start in starts)
         return sum(step.extent.nbytes for part in parts for step in self._plan(unit, *part))
@@ -341,12 +345,13 @@ class MappedBase:
     def fetch(self, unit: Unit, memory: memoryview, start: int) -> Transfer:
         """Start reading this rank's stored bytes of a quantized unit from ``start`` on, into ``memory``."""
         assert unit.stored is not None
-        step, first = self._stored[unit.index], unit.rank * unit.stored.shard_nbytes + start
+        (step, blocks), first = self._stored[unit.index], unit.rank * unit.stored.shard_nbytes + start
         for place, tail in enumerate(step.tails):
             at = step.extent.nbytes + place * BLOCK_NBYTES - first
             if 0 <= at < memory.nbytes:
                 memory[at : at + BLOCK_NBYTES] = self._tails[tail]
-        blocks = step.shard(unit.rank, unit.world_size).part(start, memory.nbytes)
+        if start or memory.nbytes < blocks.nbytes:
+            blocks = blocks.part(start, memory.nbytes)
         if blocks.pieces:
             return self._engine.read(blocks, memory[: blocks.nbytes], urgent=True)
         done = Transfer()

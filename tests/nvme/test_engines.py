@@ -1,6 +1,7 @@
 """The contract of an engine: the same promises, faults included, over every one of them."""
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import base, libaio_engine, make_engine
-from infinity.nvme.engines.base import QueuedEngine, Request
+from infinity.nvme.engines.base import Move, QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 from tests.helpers.engines import hide_libaio
@@ -56,6 +57,25 @@ def test_what_was_written_is_read(engine: QueuedEngine, volume: Volume, lease: H
     engine.read(extent, back.memory).wait()
     assert torch.equal(out.tensor, back.tensor)
     assert (engine.nbytes_read, engine.nbytes_written, in_flight(engine)) == (nbytes, nbytes, 0)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sizes"),
+    [
+        (4096, [4096]),
+        (MIB + 4096, [MIB + 4096]),
+        (2 * MIB, [MIB, MIB]),
+        (3 * MIB + 4096, [MIB + 4096, MIB + 4096, MIB - 4096]),
+        (3 * MIB // 2, [3 * MIB // 4, 3 * MIB // 4]),
+    ],
+)
+def test_no_request_is_left_with_a_few_blocks(volume: Volume, nbytes: int, sizes: list[int]) -> None:
+    engine, move = QueuedEngine(volume, "none", MIB), Move(memoryview(bytearray(nbytes)), writes=False)
+    requests = engine._cut(move, Extent((Piece(0, 8192, nbytes),)))
+    assert [request.nbytes for request in requests] == sizes
+    ends = list(itertools.accumulate(sizes))
+    assert [request.start for request in requests] == [0, *ends[:-1]]
+    assert [request.offset for request in requests] == [8192, *(8192 + end for end in ends[:-1])]
 
 
 def test_a_fresh_extent_reads_as_zeros(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:

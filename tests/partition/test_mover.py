@@ -1,9 +1,12 @@
 """The mover with a disk and a pool of plain memory."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from infinity.core.budget import rounded
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
@@ -318,3 +321,64 @@ def test_weights_that_are_kept_for_an_update_are_copied_out(staged):
     full.release()
     assert (shard.tensor.view(torch.bfloat16) == 2).all()
     shard.release()
+
+
+def test_stored_bytes_that_came_first_are_decoded_as_often_as_they_are_used(parts):
+    mover, units, shards, pool, causes = parts
+    decoded = decoded_from_bytes(units[0])
+    assert (mover.stored_nbytes(0), mover.stored_nbytes(1)) == (rounded(units[0].stored.nbytes), 0)
+    mover.start_stored(0)
+    assert units[0].state is UnitState.FETCHING
+    assert pool.leased_nbytes == units[0].stored.nbytes
+    mover.decode(0)
+    _, memory, ticket = shards.fetches.pop()
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(7)
+    ticket.finish()
+    for times in (1, 2):
+        mover.finish(0)
+        assert (units[0].segments[0].param == 7).all()
+        assert pool.leased_nbytes == units[0].nbytes + units[0].stored.nbytes
+        mover.release_decoded(0)
+        assert all(is_placeholder(s.param.data) for s in units[0].segments)
+        assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, units[0].stored.nbytes)
+        assert (len(decoded), shards.fetches) == (times, [])
+        if times == 1:
+            mover.decode(0)
+    mover.release(0)
+    assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
+    assert causes == 2 * ["read", "decode"]
+    mover.close()
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_release_waits_for_stored_bytes_that_are_on_their_way(parts, decodes):
+    mover, units, shards, pool, _ = parts
+    decoded_from_bytes(units[0])
+    mover.start_stored(0)
+    if decodes:
+        mover.decode(0)
+    timer = threading.Timer(0.05, shards.arrive)
+    timer.start()
+    mover.release(0)
+    assert shards.fetches == []
+    assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
+    mover.close()
+
+
+def test_stored_bytes_in_host_memory_stay_there(parts):
+    mover, units, shards, pool, _ = parts
+    decoded_from_bytes(units[0])
+    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    shards.residents[0] = FakePool(2**20).lease(units[0].stored.shard_nbytes, who="a shard")
+    shards.residents[0].tensor.fill_(5)
+    mover.start_stored(0)
+    assert pool.leased_nbytes == 0
+    for _ in range(2):
+        mover.decode(0)
+        mover.finish(0)
+        assert (units[0].segments[0].param == 5).all()
+        mover.release_decoded(0)
+        assert units[0].state is UnitState.ON_HOST
+    mover.release(0)
+    assert (shards.residents[0].tensor == 5).all()
+    mover.close()

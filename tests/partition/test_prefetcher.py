@@ -3,16 +3,22 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.prefetcher import DECODED_AHEAD, Prefetcher
 from tests.helpers.cases import examples
 
 fast = examples(100)
 
 
 class FakeMover:
-    """Checks the order of calls: start, finish, release; each in its turn."""
+    """Checks the order of calls: start, finish, release; each in its turn.
 
-    def __init__(self) -> None:
+    Args:
+        stored: Bytes of each routed unit's stored form; 0: they come in one step.
+    """
+
+    def __init__(self, stored: int = 0) -> None:
+        self.stored = stored
+        self.decoded: set[int] = set()
         self.calls: list[tuple[str, int]] = []
         self.present: dict[int, bool] = {}  # whether it was finished
 
@@ -25,9 +31,26 @@ class FakeMover:
         self.present[unit] = True
         self.calls.append(("finish", unit))
 
+    def start_stored(self, unit: int) -> None:
+        self.start(unit)
+
+    def decode(self, unit: int) -> None:
+        assert unit in self.present
+        assert unit not in self.decoded
+        self.decoded.add(unit)
+        self.calls.append(("decode", unit))
+
+    def release_decoded(self, unit: int) -> None:
+        self.decoded.remove(unit)
+        self.calls.append(("release_decoded", unit))
+
     def release(self, unit: int) -> None:
         del self.present[unit]
+        self.decoded.discard(unit)
         self.calls.append(("release", unit))
+
+    def stored_nbytes(self, unit: int) -> int:
+        return self.stored
 
     def starts(self) -> list[int]:
         return [unit for call, unit in self.calls if call == "start"]
@@ -276,6 +299,109 @@ def test_plans_leave_room_for_the_tiles_that_micro_batches_use_one_after_another
         prefetcher.forget(prefetcher.routed)
         prefetcher.end_training_pass()
     assert sorted(started) == sorted(prefetcher.routed), "each of them once"
+
+
+def test_before_there_is_a_plan_units_of_earlier_layers_go_before_the_tiles_of_this_one():
+    prefetcher, mover = routed(7)
+    prefetcher.hold_together([[*first, *second] for _, first, second in LAYERS])
+    for layer in LAYERS:
+        for _ in range(4):
+            forward(prefetcher, [layer])
+    started = [unit for unit in mover.starts() if unit in prefetcher.routed]
+    assert sorted(started) == sorted(prefetcher.routed), "each of them once"
+
+
+def test_what_the_plan_fetches_comes_after_the_tiles_that_the_router_chose():
+    prefetcher, mover = routed(9)
+    for _ in range(2):
+        forward(prefetcher)
+        backward(prefetcher)
+        prefetcher.end_training_pass()
+    mover.calls.clear()
+    forward(prefetcher, LAYERS[:2])
+    starts, tiles = mover.starts(), [unit for layer in LAYERS[:2] for unit in (*layer[1], *layer[2])]
+    assert [unit for unit in starts if unit in prefetcher.routed] == tiles
+    between = [unit for unit in starts[starts.index(tiles[0]) : starts.index(tiles[4])] if unit not in tiles]
+    assert between == []
+
+
+# --- routed units that come in two steps -------------------------------------------------------------
+
+#: Of a full buffer and of what it is decoded from.
+FULL, STORED = 10, 5
+
+
+def in_two_steps(capacity: int) -> tuple[Prefetcher, FakeMover]:
+    mover, tiles = FakeMover(STORED), {tile for _, first, second in LAYERS for tile in (*first, *second)}
+    sizes = {unit: FULL + STORED if unit in tiles else 1 for unit in range(18)}
+    return Prefetcher(mover, sizes, capacity, routed=tiles), mover
+
+
+def held(prefetcher: Prefetcher, mover: FakeMover) -> int:
+    """Bytes that are leased, counted by the mover."""
+    sizes = [STORED if unit in prefetcher.routed else 1 for unit in mover.present]
+    return sum(sizes) + FULL * len(mover.decoded)
+
+
+@given(st.integers(2 * (FULL + STORED) + 2, 300), st.booleans())
+@fast
+def test_stored_bytes_and_full_values_together_never_exceed_the_capacity(capacity, together):
+    prefetcher, mover = in_two_steps(capacity)
+    if together:
+        prefetcher.hold_together([[*first, *second] for _, first, second in LAYERS])
+    peak = 0
+    for name in ("start", "decode", "finish"):
+        call = getattr(mover, name)
+
+        def checked(unit: int, name=name, call=call) -> None:
+            nonlocal peak
+            call(unit)
+            peak = max(peak, held(prefetcher, mover))
+            assert name != "finish" or unit not in prefetcher.routed or unit in mover.decoded
+
+        setattr(mover, name, checked)
+    for _ in range(3):
+        for layer in LAYERS:
+            for _ in range(2 if together else 1):
+                forward(prefetcher, [layer])
+        backward(prefetcher)
+        prefetcher.end_training_pass()
+        assert prefetcher._present_nbytes == held(prefetcher, mover)
+    assert peak <= capacity
+
+
+def test_tiles_arrive_in_their_stored_form_before_there_is_room_to_decode_them():
+    prefetcher, mover = in_two_steps(2 * FULL + 5 * STORED + 1)
+    prefetcher.use(0)
+    prefetcher.unpin(0)
+    prefetcher.use(1, [2, 3, 4, 5])
+    assert mover.starts() == [0, 1, 2, 3, 4, 5]
+    assert mover.decoded == {1, 2}
+    prefetcher.unpin(1)
+    prefetcher.use(2, [3, 4, 5])
+    assert mover.decoded == {2, 3}, "full buffers take turns"
+    assert 1 in mover.present, "its stored bytes stay: backward decodes them again"
+
+
+def test_tiles_that_stay_for_backward_are_not_read_again():
+    prefetcher, mover = in_two_steps((1 + DECODED_AHEAD) * FULL + 15 * STORED + 3)
+    forward(prefetcher)
+    assert backward(prefetcher) == []
+    started = [unit for unit in mover.starts() if unit in prefetcher.routed]
+    assert sorted(started) == sorted(prefetcher.routed), "each of them once, though few are decoded"
+
+
+def test_micro_batches_of_a_block_decode_its_tiles_once_if_memory_has_room_for_them():
+    for capacity, once in ((5 * (FULL + STORED) + 2, True), (2 * FULL + 5 * STORED + 2, False)):
+        prefetcher, mover = in_two_steps(capacity)
+        prefetcher.hold_together([[*first, *second] for _, first, second in LAYERS])
+        for layer in LAYERS:
+            for _ in range(4):
+                forward(prefetcher, [layer])
+        decoded = [unit for call, unit in mover.calls if call == "decode"]
+        assert (sorted(decoded) == sorted(prefetcher.routed)) == once
+        started = [unit for unit in mover.starts() if unit in prefetcher.routed]
+        assert sorted(started) == sorted(prefetcher.routed), "each of them once"
 
 
 # --- by property --------------------------------------------------------------------------------
