@@ -160,6 +160,8 @@ Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 
 #: Units that are decoded on a CPU at one time, at most.
 _MOST_DECODED = 4
+#: On a CPU at least so many: one decodes with the core on which compute waits for the other.
+_LEAST_DECODED = 2
 
 
 class Shards(Protocol):
@@ -285,7 +287,7 @@ class UnitMover:
         self._uploads: ThreadPoolExecutor | None = None
         self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
         self._within: torch.Stream | None = None  # of weights that are copied inside the accelerator's
-        device, decoders = _CPU, min(_MOST_DECODED, background_threads())
+        device, decoders = _CPU, min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
         if staging is not None:
             device, decoders = staging.device, 1
             self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
