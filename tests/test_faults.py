@@ -393,6 +393,8 @@ def endless(folder: str, how: str) -> None:
             time.sleep(HANG_S)
 
     def before(step: int, model: Any, optimizer: Any) -> None:
+        if how == "stopped" and step == 1:  # the other rank must have come here, too, when this one stops
+            wait_no_longer_than(SILENT_S, optimizer)
         if step != 3:
             return
         if how == "exit" and rank == world - 1:
@@ -408,10 +410,8 @@ def endless(folder: str, how: str) -> None:
             mark("there")
         elif how == "idle":
             stop_here()
-        elif how == "stopped":
-            wait_no_longer_than(SILENT_S, optimizer)
-            if rank == world - 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "stopped" and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     with contextlib.ExitStack() as stack:
         if how == "waiting":
