@@ -104,8 +104,10 @@ class FullValues:
         if streams:
             outer = prefetcher.running
             prefetcher.begin_visit()
-            prefetcher.use(unit.index, ())
-            prefetcher.running = outer
+            try:
+                prefetcher.use(unit.index, ())
+            finally:
+                prefetcher.running = outer
         assert unit.flat is not None
         unit.check_all_attached()
         before, stored = unit.shard_of(unit.flat).clone() if modify else None, False

@@ -378,9 +378,7 @@ class UnitMover:
 
     def _decode(self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease) -> None:
         with contextlib.ExitStack() as held:
-            if (
-                self.collectives is None and not stored.stays
-            ):  # else one that has failed may still write there
+            if self.collectives is None and not stored.stays:  # a peer may write on after a failure
                 held.callback(stored.lease.release)
             stored.ready()
             form.decode(stored.lease.tensor, full.tensor.view(unit.dtype))
@@ -442,7 +440,7 @@ class UnitMover:
         lease.record_use()
 
     def finish(self, index: int) -> None:
-        arriving = self._arriving.pop(index, None)
+        arriving = self._arriving.get(index)
         if arriving is not None:  # most uses find the unit here
             self._finish(self.units[index], arriving)
 
@@ -453,6 +451,7 @@ class UnitMover:
         except Exception as error:  # whoever uses it again is told why it is not there
             self._arriving[unit.index] = error
             raise
+        del self._arriving[unit.index]  # not earlier: a wait that Ctrl-C ends is not the end of what comes
         assert unit.lease is not None
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)
@@ -480,10 +479,12 @@ class UnitMover:
             self.shards.wait_until_unused(self.units[index])
             staying.release()
             return
+        told = (Exception,) if isinstance(self._arriving.get(index), Exception) else ()
         try:
             self.release_decoded(index)
         finally:
-            self._release_stored(index)
+            with contextlib.suppress(*told):  # the error of a use is not that of the release, too
+                self._release_stored(index)
 
     def _release_stored(self, index: int) -> None:
         unit, stored = self.units[index], self._stored.pop(index, None)
@@ -491,9 +492,19 @@ class UnitMover:
             return
         if unit.state in (S.FETCHING, S.UPLOADING):
             unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
-        if not stored.resident:
-            stored.ready()  # the disk, or a peer, still writes there
-            stored.lease.release()
+        if stored.resident:
+            return
+        self._wait_for_writers(stored.ready, stored.lease)
+        stored.lease.release()
+
+    def _wait_for_writers(self, wait: Callable[[], object], lease: Lease) -> None:
+        """Return when nothing more is written to a buffer; one that could not be filled is given back."""
+        try:
+            wait()
+        except Exception:
+            if self.collectives is None:  # else one that has failed may still write there
+                lease.release()
+            raise
 
     def stay(self, index: int) -> Callable[[], Tensor]:
         """Keep a released unit's full buffer for the next pass.
@@ -528,12 +539,26 @@ class UnitMover:
 
     @_never_inference
     def take(self, index: int) -> Lease | None:
-        """Release a unit, but keep its full buffer, whose lease the caller must release."""
-        unit = self.units[index]
-        arriving = self._arriving.pop(index, None)
+        """Release a unit, but keep its full buffer, whose lease the caller must release.
+
+        Raises:
+            DiskError: It was on its way, and could not be read. It is released, its buffer, too.
+        """
+        unit, arriving = self.units[index], self._arriving.get(index)
         if isinstance(arriving, tuple):
             ready, decoded = arriving
-            (decoded or ready)()  # the disk, a peer or a thread still writes into the buffer
+            assert unit.lease is not None
+            try:
+                self._wait_for_writers(decoded or ready, unit.lease)
+            except Exception:
+                del self._arriving[index]
+                self._detach(unit)
+                raise
+        failed, lease = isinstance(self._arriving.pop(index, None), Exception), self._detach(unit)
+        return None if failed and self.collectives is not None else lease  # a peer may still write there
+
+    def _detach(self, unit: Unit) -> Lease | None:
+        """Let the parameters of a unit have no values; return the lease of their buffer."""
         if unit.lease is None:
             return None
         unit.check_memory()
@@ -546,7 +571,9 @@ class UnitMover:
             lease.release()
             raise
         finally:
-            unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
+            home = S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST
+            if unit.state is not home:  # else its start raised
+                unit.lifecycle.move(home)
         return lease
 
     def close(self) -> None:

@@ -204,9 +204,7 @@ class Prefetcher:
         self._decoded: dict[int, int] = {}  # of them, the full buffers of units whose stored bytes came first
         self._largest_full: int | None = None  # of such a buffer
         self._later: list[int] = []  # fetches of the plan that were put off
-        self._coming: dict[
-            int, int
-        ] = {}  # bytes of routed units as they are brought, of those that were asked
+        self._coming: dict[int, int] = {}  # bytes of routed units as they are brought
         self._to_come: list[int] = []  # routed units that backward will use, from the last one on
         self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
         self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -229,6 +227,14 @@ class Prefetcher:
             recomputed: A forward inside backward uses a routed unit.
         """
         self.pins[unit] = self.pins.get(unit, 0) + 1
+        try:
+            self._use(unit, following, recomputed)
+        except Exception:  # nobody unpins it; and what could not be read is read again when it is used next
+            self.pins[unit] -= 1
+            self._release_all([unit])
+            raise
+
+    def _use(self, unit: int, following: Sequence[int] | None, recomputed: bool) -> None:
         self._begin()
         if unit in self.routed:
             if following is None:

@@ -169,6 +169,76 @@ def test_a_unit_that_could_not_be_read_says_so_until_it_is_read_again(parts):
     assert units[0].gathered
 
 
+@pytest.mark.parametrize("begin", ["start", "decode", "start_stored"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_unit_that_could_not_be_read_gives_all_back_and_is_read_again(parts, begin, used):
+    mover, units, shards, pool, _ = parts
+    if begin != "start":
+        decoded_from_bytes(units[0])
+
+    def start() -> None:
+        mover.start(0) if begin == "start" else mover.start_stored(0)
+        if begin == "decode":
+            mover.decode(0)
+
+    start()
+    shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
+    told = used and begin != "start_stored"
+    if told:
+        with pytest.raises(DiskError, match="/fake"):
+            mover.finish(0)
+        mover.release(0)
+    else:
+        with pytest.raises(DiskError, match="/fake"):
+            mover.release(0)
+    assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
+    start()
+    shards.arrive()
+    if begin == "start_stored":
+        mover.decode(0)
+    mover.finish(0)
+    assert units[0].gathered
+    mover.release(0)
+    assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
+    mover.close()
+
+
+def test_a_tile_that_was_to_be_decoded_ahead_and_could_not_be_read_says_so_when_it_is_used(parts):
+    mover, units, shards, pool, _ = parts
+    decoded_from_bytes(units[0])
+    mover.start_stored(0)
+    shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
+    mover.decode(0)
+    with pytest.raises(DiskError, match="/fake"):
+        mover.release_decoded(0)
+    assert pool.leased_nbytes == units[0].stored.nbytes
+    mover.decode(0)
+    with pytest.raises(DiskError, match="/fake"):
+        mover.finish(0)
+    mover.release(0)
+    assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
+    mover.close()
+
+
+def test_a_wait_that_the_keyboard_ends_is_not_the_end_of_the_read(parts):
+    mover, units, shards, pool, _ = parts
+    waits = mover.waits
+
+    def interrupted(cause, wait):
+        raise KeyboardInterrupt
+
+    mover.start(0)
+    mover.waits = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        mover.finish(0)
+    mover.waits = waits
+    shards.arrive(3.0)
+    mover.finish(0)
+    assert all((s.param == 3).all() for s in units[0].segments)
+    mover.release(0)
+    assert pool.leased_nbytes == 0
+
+
 def test_a_unit_is_not_started_twice(parts):
     mover, units, _, _, _ = parts
     mover.start(0)
