@@ -15,10 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import StateError
+from infinity.core.errors import DiskError
 from infinity.engine.runtime import runtime_of
+from infinity.partition.tiles import TiledWeight, compute_in_tiles
 from infinity.shards.tiers import Tiers
 from tests.helpers import models, quantized, zoo
 from tests.helpers.cases import few
+from tests.helpers.faulty import Fault, breakable
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Reference, Rule
 from tests.helpers.training import (
@@ -554,6 +557,43 @@ def test_what_is_written_to_a_quantized_tile_is_not_decoded_anew(tmp_path):
                 with torch.no_grad():
                     assert not torch.equal(model(input_ids=ids).logits, before)
         assert not any(unit.stored for unit, _ in tiles)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "plain"])
+def test_a_model_whose_weights_could_not_be_read_says_so_and_reads_them_when_it_is_used_next(tmp_path, kind):
+    transformers.utils.logging.set_verbosity_error()
+    places = ("memory.device=1MiB", "partition.tile=7KiB")
+    if kind == "gpt_oss":
+        quantized.write(kind, tmp_path / "source")
+    else:
+        zoo_model, _ = zoo.build("qwen2_moe", seed=4)
+        zoo_model().save_pretrained(tmp_path / "source")
+    ids, failed = torch.arange(16).view(1, -1), 0
+    with (
+        breakable() as engines,
+        loaded(tmp_path / "source", tmp_path / "nvme", *places) as model,
+        torch.no_grad(),
+    ):
+        wanted, [engine], executor = model(input_ids=ids).logits, engines, runtime_of(model).executor()
+        for later in range(1, 30, 2):
+            executor.prefetcher.forget()
+            engine.faults = (Fault(on="read", nth=engine.reads + later),)
+            try:
+                model(input_ids=ids)
+                executor.prefetcher.forget()  # what was fetched for the next pass
+            except DiskError:
+                failed += 1
+            engine.faults = ()
+            assert torch.equal(model(input_ids=ids).logits, wanted)
+        executor.prefetcher.forget()
+        assert (executor.device_pool.leased_nbytes, sum(executor.prefetcher.pins.values())) == (0, 0)
+    assert failed > 5
+
+
+def test_a_tiled_parameter_of_a_plan_stays_where_it_is():
+    param = nn.Parameter(torch.empty(2, 3, device="meta"))
+    compute_in_tiles(param, TiledWeight([], None, None))  # type: ignore[arg-type]
+    assert param.to(torch.float32) is param.to("meta") is param
 
 
 def small_state(model: nn.Module, optimizer: Any) -> Any:

@@ -301,7 +301,8 @@ class TiledParameter(nn.Parameter):
         moves = name in _MOVES and len(args) + len(kwargs) > (name == "type")
         if moves and args[0] is own:
             moved = _moved(func, *args, **kwargs)
-            if moved.dtype != own.dtype or moved.is_meta:
+            loses_values = moved.is_meta and not own.is_meta  # the model of a plan has none
+            if moved.dtype != own.dtype or loses_values:
                 own.tiled.refuse_cast(name)
             return own  # not moved: a copy would be whole
         if own is None or moves or name in _PLAIN:
