@@ -92,9 +92,8 @@ def adamw_by_cuda(weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper
     if kernel is None:
         return False
     exact = state[0] if len(state) > 2 else weight
-    numbers = hyper.view(
-        torch.int32
-    ).tolist()  # which type a float of Python becomes depends on torch's version
+    # As integers: which type a float of Python becomes depends on torch's version.
+    numbers = hyper.view(torch.int32).tolist()
     for begin in range(0, weight.numel(), _MOST_NUMEL):
         parts = [each[begin : begin + _MOST_NUMEL] for each in (weight, grad, exact, *state[-2:])]
         n = parts[0].numel()
