@@ -15,6 +15,7 @@ which file or argument a value came from.
 import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -53,8 +54,8 @@ _MOST_LEVELS, _MOST_VALUES = 16, 100_000
 _MOST_PROBLEM_CHARS = 300
 #: The longest name of a run (bytes); files and temporary names beside its folder are a little longer.
 _NAME_NBYTES = 200
-#: Values of settings of paths that name something else.
-_NO_PATHS = ("stdlib", "bytes")
+#: What names something else than a path, by setting.
+_NO_PATHS = {"files": "stdlib", "eval_files": "stdlib", "tokenizer": "bytes"}
 _Sections = TypeVar("_Sections")
 #: Removed keys, and what to do about each.
 _REMOVED = {
@@ -212,12 +213,17 @@ class Recipe:
         return replace(self, train=replace(self.train, dtype=dtype))
 
     def with_absolute_paths(self) -> "Recipe":
-        """Return the same recipe with paths that are found from any directory; ``run.dir`` stays."""
+        """Return the same recipe with paths that are found from any directory; ``run.dir`` stays.
+
+        So do all where no recipe can have the name of the current directory, or that is gone.
+        """
         changed: dict[str, Any] = {}
         for section, spec, _ in _settings(Recipe):
             if spec.metadata["path"] and (section, spec.name) != ("run", "dir"):
                 config = changed.get(section, getattr(self, section))
-                changed[section] = replace(config, **{spec.name: _absolute(getattr(config, spec.name))})
+                with suppress(SettingError, OSError):
+                    value = _absolute(getattr(config, spec.name), spec.name)
+                    changed[section] = replace(config, **{spec.name: value})
         return replace(self, **changed)
 
     def to_yaml(self) -> str:
@@ -225,10 +231,19 @@ class Recipe:
         return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
 
 
-def _absolute(value: Any) -> Any:
+def _absolute(value: Any, setting: str) -> Any:
+    """Return the path, or paths, without ``..`` at its beginning; inside, one may follow a link."""
     if isinstance(value, tuple):
-        return tuple(map(_absolute, value))
-    return value if value is None or value in _NO_PATHS else str(Path(value).absolute())
+        return tuple(_absolute(each, setting) for each in value)
+    if value is None or value == _NO_PATHS.get(setting):
+        return value
+    path = Path(value)
+    if not path.is_absolute():
+        base = Path.cwd()  # has no links
+        while path.parts[:1] == ("..",):
+            path, base = Path(*path.parts[1:]), base.parent
+        path = base / path
+    return str(path)
 
 
 def changed_numbers(before: Recipe, now: Recipe) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.app.data.documents import find_files
 from infinity.app.recipe import Recipe, changed_numbers, load_recipe
 from infinity.app.runs import (
     LOCK,
@@ -140,6 +141,32 @@ def test_the_model_and_the_data_of_a_run_are_found_from_any_directory(
     assert found.data.tokenizer == "bytes"
     with pytest.raises(RecipeError, match=r"model\.path was .*base"):  # here it is another one
         find_run(replace(found, model=given.model))
+
+
+def test_a_path_is_absolute_whatever_its_name_and_that_of_the_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = Path.cwd()
+    for name in ("texts [1]", "runs ${mine}", "gone"):
+        (root / name / "texts").mkdir(parents=True)
+        (root / name / "texts" / "a.txt").touch()
+    monkeypatch.chdir("texts [1]")
+    given = load_recipe(overrides=[
+        "memory.nvme=[bytes,stdlib]", "model.path=../bytes/../base", "data.tokenizer=./bytes",
+        "data.files=[texts/*.txt,stdlib,./stdlib]", "data.eval_files=[stdlib]",
+    ])  # fmt: skip
+    made = given.with_absolute_paths()
+    assert made.memory.nvme == (str(root / "texts [1]/bytes"), str(root / "texts [1]/stdlib"))
+    assert made.model.path == str(root / "bytes/../base")  # bytes may be a link
+    assert find_files(made.data.files[:1]) == (root / "texts [1]/texts/a.txt",)
+    assert made.data.files[1:] == ("stdlib", str(root / "texts [1]/stdlib"))
+    assert (made.data.eval_files, made.data.tokenizer) == (("stdlib",), str(root / "texts [1]/bytes"))
+    assert made.with_absolute_paths() == made
+    monkeypatch.chdir(root / "runs ${mine}")
+    assert given.with_absolute_paths().memory == given.memory  # no recipe can name it
+    monkeypatch.chdir(root / "gone")
+    shutil.rmtree(root / "gone")
+    assert given.with_absolute_paths() == given
 
 
 def test_a_recipe_that_changes_numbers_is_refused_and_each_key_is_named() -> None:

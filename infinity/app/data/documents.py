@@ -183,10 +183,9 @@ def _matches(path: Path) -> list[Path]:
         return sorted(each for each in found if each.is_file())
     if path.exists():
         return [path]  # a pipe or device is refused when it is opened
-    pattern = path.relative_to(path.anchor)  # Path.glob takes no absolute pattern
-    if not pattern.parts:
-        return []
-    return sorted(each for each in Path(path.anchor).glob(str(pattern)) if each.is_file())
+    # A directory that is there may have brackets in its name.
+    base = next((parent for parent in path.parents if parent.is_dir()), Path(path.anchor))
+    return sorted(each for each in base.glob(str(path.relative_to(base))) if each.is_file())
 
 
 def _parse_json(line: bytes) -> Any:
