@@ -21,6 +21,8 @@ COMPUTE = ("MainThread", "Dummy-")
 OF_THE_STEP = "engine/gradients.py Gradients.read_norms"
 #: Waits per unit and step on other threads, at most: for the gradient of an update, its norm, the weights.
 PER_UNIT = 3
+#: More of them in a step, where other work delays a thread and a pool has no room: for a copy that ends.
+LATE = 2
 
 
 def count(scenario: Scenario, folder: str) -> tuple[Counter[Wait], int]:
@@ -55,7 +57,7 @@ def check(scenario: Scenario, folder: Path) -> None:
         assert of_compute.pop(OF_THE_STEP, 0) <= 1
         assert of_compute == {}
         if "memory.activations=offload" not in scenario.more:
-            assert ours.total() <= PER_UNIT * n_units * scenario.accumulate, ours
+            assert ours.total() <= PER_UNIT * n_units * scenario.accumulate + LATE, ours
 
 
 def test_no_thread_that_computes_waits_for_the_device_between_steps(tmp_path: Path):
