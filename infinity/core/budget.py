@@ -197,7 +197,8 @@ def divide_host(
         # they get a quarter and a half of what is left.
         wished = 4 * (STAGED_PIECES * shard - piece) + 2 * passing
         spilled = _choose_spilled(units, free - waiting - passing - piece - wished)
-        waiting += rounded_sum(u.shard_grad for i, u in enumerate(units) if u.spills and i not in spilled)
+        on_nvme = frozenset(spilled)
+        waiting += rounded_sum(u.shard_grad for i, u in enumerate(units) if u.spills and i not in on_nvme)
     needed = waiting + passing + piece
     spare = free - needed
     if spare < 0:
