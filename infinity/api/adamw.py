@@ -313,7 +313,8 @@ class AdamW(torch.optim.Optimizer):
             for unit, segment in places:
                 unit.check_data(segment)
             if param.requires_grad and not places:
-                name = next(name for name, each in self.model.named_parameters() if each is param)
+                named = {id(each): name for name, each in self.model.named_parameters()}
+                name = named.get(id(param), f"a parameter of shape {tuple(param.shape)}")
                 raise StateError(
                     f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules "
                     "inside `with infinity.Init(recipe)` or, of a finished model, `with "

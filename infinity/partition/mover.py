@@ -448,7 +448,7 @@ class UnitMover:
     def _finish(self, unit: Unit, arriving: Arriving) -> None:
         try:
             self._wait(unit, arriving)
-        except Exception as error:  # whoever uses it again is told why it is not there
+        except Exception as error:  # the next use raises it, too
             self._arriving[unit.index] = error
             raise
         del self._arriving[unit.index]  # not earlier: a wait that Ctrl-C ends is not the end of what comes

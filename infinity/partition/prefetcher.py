@@ -229,7 +229,7 @@ class Prefetcher:
         self.pins[unit] = self.pins.get(unit, 0) + 1
         try:
             self._use(unit, following, recomputed)
-        except Exception:  # nobody unpins it; and what could not be read is read again when it is used next
+        except Exception:  # the caller does not unpin it; the next use reads it again
             self.pins[unit] -= 1
             self._release_all([unit])
             raise

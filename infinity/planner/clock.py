@@ -19,7 +19,7 @@ behind it until its shard is there: also reductions, whose gradients wait in dev
 
 [Note: gradients that pass]
 Without an accelerator memory of a complete gradient, and of its reduction, counts until the next gradient has
-begun, and one unit is reduced at a time, as in :mod:`infinity.engine.gradients`.
+begun, or backward has ended, and one unit is reduced at a time, as in :mod:`infinity.engine.gradients`.
 
 [Note: the step that repeats]
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
@@ -814,6 +814,7 @@ class _Clock:
                 for unit in actions.fetch:
                     if unit not in self._ready:
                         self._start(unit)
+        self._end_turn()
 
     def _before(self, micro_batch: _MicroBatch, position: int) -> None:
         for stored in micro_batch.loads.get(position, ()):
@@ -882,7 +883,6 @@ class _Clock:
     def _commit(self) -> None:
         """``optimizer.step()``: publish updates, start those that waited, update what is in memory."""
         self._next.clear()
-        self._end_turn()
         for job in self._updates.values():
             if job.nbytes and not job.uncomputed and not job.storing:
                 self._give_back(job.nbytes)

@@ -293,11 +293,11 @@ class Server:
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
-        self.left_s = float("inf")
+        self.left_s = _NEVER_S
 
     @property
     def busy(self) -> bool:
-        return self.left_s < float("inf")
+        return self.left_s < _NEVER_S
 
     @property
     def threads(self) -> float:
@@ -321,7 +321,7 @@ class Server:
     def end(self) -> Callable[[], None]:
         """The first job has ended: return what follows."""
         then = self._jobs.popleft().then
-        self.left_s = float("inf")
+        self.left_s = _NEVER_S
         self._begin()
         return then
 
