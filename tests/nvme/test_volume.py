@@ -14,6 +14,7 @@ from infinity.core.errors import ChangedCheckpointError, ChangedFileError, Direc
 from infinity.core.extent import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import make_engine
+from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import SealedFile, Space, Volume, open_sealed
 from tests.helpers.cases import examples
 from tests.helpers.limits import file_limit
@@ -233,6 +234,21 @@ def test_a_full_disk_raises_and_keeps_what_was_written(name: str, tmp_path: Path
     assert "EFBIG" in str(write.value)
     assert "make room" in str(write.value)
     assert (lease.tensor == 1).all()
+    engine.close()
+
+
+def test_a_write_of_which_only_a_part_fits_names_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without O_DIRECT the kernel writes up to the limit, the same part of a block each time it is asked.
+    monkeypatch.setattr(ThreadsEngine, "_move", lambda self, request: 1000)
+    volume = Volume([tmp_path / "v.bin"])
+    engine, memory = make_engine("threads", volume), HostPool(MIB).lease(MIB, who="test").memory
+    extent = volume.allocate(MIB, what="a")
+    with file_limit(MIB // 2), pytest.raises(DiskError, match=r"EFBIG.*make room"):
+        engine.write(extent, memory).wait()
+    with pytest.raises(DiskError, match="EIO"):
+        engine.write(extent, memory).wait()
     engine.close()
 
 

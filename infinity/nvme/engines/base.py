@@ -74,7 +74,8 @@ class Request:
 def _too_large(request: Request) -> bool:
     """Whether the process may not write so far (``ulimit -f``).
 
-    The kernel cuts such a write at the limit, and then says that its length is not one of O_DIRECT's.
+    The kernel cuts such a write at the limit. Then it says that its length is not one of O_DIRECT's, or,
+    without O_DIRECT, writes the same part of a block again and again.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return limit != resource.RLIM_INFINITY and request.offset + request.nbytes > limit
@@ -205,7 +206,7 @@ class QueuedEngine:
         return False
 
     def _error(self, request: Request, code: int) -> DiskError:
-        if code == errno.EINVAL and request.move.writes and _too_large(request):
+        if code in (errno.EINVAL, errno.EIO) and request.move.writes and _too_large(request):
             code = errno.EFBIG
         error = DiskError(
             code,
