@@ -297,14 +297,13 @@ class Way:
     tokens: int  # of a micro-batch
     micro_batches: int
     layer_by_layer: bool
-    tile: str  # partition.tile
     device: str  # memory.device; layer by layer it holds a block's experts
 
 
 WAYS = {
-    "few tokens": Way(8, 1, False, "16MiB", "1.5GiB"),
-    "more tokens": Way(64, 1, False, "64MiB", "2GiB"),
-    "layer by layer": Way(16, 4, True, "64MiB", "2.5GiB"),
+    "few tokens": Way(8, 1, False, "1.5GiB"),
+    "more tokens": Way(64, 1, False, "2GiB"),
+    "layer by layer": Way(16, 4, True, "2.5GiB"),
 }
 COLUMNS = [
     *("run", "tokens", "M", "step s", "read GB", "reading s", "reading GB/s", "step GB/s", "fio GB/s"),
@@ -343,9 +342,7 @@ class Bench:
                 say(json.dumps(step))  # what follows may be interrupted
 
     def overrides(self, way: str) -> list[str]:
-        tile, device = WAYS[way].tile, WAYS[way].device
-        if self.options.quick:
-            tile, device = "256KiB", "32MiB"
+        tile, device = ("256KiB", "32MiB") if self.options.quick else ("auto", WAYS[way].device)
         return [
             "train.dtype=bf16",
             f"memory.nvme=[{self.folder / 'nvme'}]",

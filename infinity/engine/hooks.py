@@ -408,7 +408,8 @@ class Hooks:
         if self.prefetcher.streams(unit.index):
             self._use_in_backward(unit)
         assert unit.flat is not None
-        value = unit.flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        flat = unit.flat if packed.dtype == unit.dtype else unit.flat.view(packed.dtype)
+        value = flat.as_strided(packed.size, packed.stride, packed.offset)
         if torch.is_grad_enabled() and self.prefetcher.streams(unit.index):
             return value.clone()  # create_graph: the new graph saves it where our hooks do not reach
         return value

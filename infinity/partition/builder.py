@@ -23,7 +23,10 @@ only has the name really keeps its experts in a list is seen when it is complete
 
 [Note: what is tiled]
 Parameters of experts that are packed (``[experts, out, in]``, as transformers has them), of linear layers and
-of embeddings, if they are larger than :class:`CutSizes` allows. Each tile is a unit.
+of embeddings, if they are larger than :class:`CutSizes` allows. Each tile is a unit. A tile of experts is read if
+a batch is routed to one of them. So without an accelerator, where a tile costs the host less time than reading
+it, a tile is one expert: with 8 of 128 experts for each of 64 tokens a step takes 0.6 to 0.8 of the time of
+tiles of 16 MiB.
 """
 
 import difflib
@@ -70,6 +73,7 @@ class CutSizes:
         full_nbytes: A unit that holds as much is full.
         most_nbytes: A large parameter that would make a unit larger than that begins another one.
         tile_nbytes: A tile takes at most as much, or is one row.
+        expert_tile_nbytes: Likewise a tile of packed experts, or is one expert.
         most_weight_nbytes: A linear layer or an embedding whose weight takes more is tiled; None: none is.
         most_experts_nbytes: Likewise for packed experts.
     """
@@ -77,6 +81,7 @@ class CutSizes:
     full_nbytes: int
     most_nbytes: int
     tile_nbytes: int = 0
+    expert_tile_nbytes: int = 0
     most_weight_nbytes: int | None = None
     most_experts_nbytes: int | None = None
 
@@ -105,10 +110,14 @@ class CutSizes:
             return cls(full, most)
         if tile != "auto":
             nbytes = parse_nbytes(tile)
-            return cls(full, most, nbytes, nbytes, nbytes)
+            return cls(full, most, nbytes, nbytes, nbytes, nbytes)
         assert device_nbytes is not None
-        sizes = (device_nbytes // 32, device_nbytes // copies, device_nbytes // (2 * copies))
-        return cls(full, most, *(max(full, nbytes) for nbytes in sizes))
+        tile_nbytes = max(full, device_nbytes // 32)
+        one_expert = world_size == 1 and not on_accelerator
+        return cls(
+            full, most, tile_nbytes, LEAST_SHARD_NBYTES if one_expert else tile_nbytes,
+            max(full, device_nbytes // copies), max(full, device_nbytes // (2 * copies)),
+        )  # fmt: skip
 
     def rows(self, module: nn.Module, param: nn.Parameter, itemsize: int) -> int:
         """Rows of a tile of a parameter of ``module``; 0: it is not tiled."""
@@ -122,7 +131,8 @@ class CutSizes:
         most = self.most_experts_nbytes if experts else self.most_weight_nbytes
         if most is None or nbytes <= most or not (experts or (linear and param.ndim == 2)):
             return 0
-        rows = max(1, self.tile_nbytes * len(param) // nbytes)
+        tile_nbytes = self.expert_tile_nbytes if experts else self.tile_nbytes
+        rows = max(1, tile_nbytes * len(param) // nbytes)
         if not experts and rows > _BLOCK_ROWS:
             rows = rows // _BLOCK_ROWS * _BLOCK_ROWS
         return rows if rows < len(param) else 0

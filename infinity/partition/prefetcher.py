@@ -43,6 +43,7 @@ micro-batches go through a block together, its tiles are decoded once, if memory
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
@@ -395,14 +396,14 @@ class Prefetcher:
         place = _last(self._to_come, unit)
         if place is not None:
             del self._to_come[place:]
-        found, nbytes = dict[int, None](), 0
-        for at in range(len(self._to_come) - 1, self._recomputed - 1, -1):
-            each = self._to_come[at]
-            nbytes += 0 if each in found else self._coming_nbytes(each)
-            if nbytes > self.capacity_nbytes:
-                break
-            found[each] = None
-        found.pop(unit, None)
+        found, room, known = {unit: None}, self.capacity_nbytes, self._coming
+        for each in islice(reversed(self._to_come), len(self._to_come) - self._recomputed):
+            if each not in found:
+                room -= known.get(each) or self._coming_nbytes(each)
+                if room < 0:
+                    break
+                found[each] = None
+        del found[unit]
         return list(found)
 
     def _use_routed(self, unit: int, following: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ tiles (:mod:`infinity.partition.tiles`). Autograd sees a parameter for each tile
 The model's own parameter stays what it is by name and shape, and always a placeholder.
 """
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +48,8 @@ _ALIGN_NBYTES = 64
 class Segment:
     """One parameter's place in its unit (elements of the flat buffer), and its step count.
 
+    It has more attributes than other classes: each is a fact about one parameter.
+
     Attributes:
         index: Position among the unit's segments. An offset does not identify a segment: the next one of a
             parameter without elements has the same.
@@ -55,6 +58,7 @@ class Segment:
         first: The first element of ``whole`` that is here.
         writes: Autograd's count of writes to the parameter when it was attached.
         steps: Updates that the parameter has had.
+        released: Its placeholder, made once.
     """
 
     param: nn.Parameter
@@ -69,6 +73,7 @@ class Segment:
     first: int = 0
     writes: int = 0
     steps: int = 0
+    released: Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -235,13 +240,24 @@ class Unit:
         finally:
             self.flat = None
             for segment in self.segments:
-                segment.param.data = placeholder(segment.shape, self.dtype, self.device)
+                segment.param.data = self._released(segment)
 
     def drop(self) -> None:
         """Give every parameter its placeholder, whatever was written: the model has ended."""
         attached, self.flat, self.lease = self.flat is not None, None, None
         for segment in self.segments if attached else ():
-            segment.param.data = placeholder(segment.shape, self.dtype, self.device)
+            segment.param.data = self._released(segment)
+
+    def _released(self, segment: Segment, *, new: bool = False) -> Tensor:
+        """The placeholder of a parameter.
+
+        Args:
+            new: What it had may be written.
+        """
+        had = segment.released
+        if new or had is None or had.shape != segment.shape:
+            had = segment.released = placeholder(segment.shape, self.dtype, self.device)
+        return had
 
     def check_attached(self, segment: Segment) -> None:
         """Raise unless the parameter views the flat buffer and was not written.
@@ -323,16 +339,14 @@ class Unit:
         return torch.equal(_bits(data), _bits(self._view_of(segment, self.flat)).to(data.device))
 
     def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
-        return flat.narrow(0, segment.offset, segment.numel).view(segment.shape)
+        offset = flat.storage_offset() + segment.offset
+        return flat.as_strided(segment.shape, _strides(segment.shape), offset)  # one operator: it is often made
 
     def _restore(self, segments: Iterable[Segment]) -> None:
         """Put parameters back where they belong."""
         for each in segments:
-            each.param.data = (
-                placeholder(each.shape, self.dtype, self.device)
-                if self.flat is None
-                else self._view_of(each, self.flat)
-            )
+            released = self.flat is None
+            each.param.data = self._released(each, new=True) if released else self._view_of(each, self.flat)
 
     def _check_whole(self, segment: Segment) -> None:
         """Raise if the model's parameter, whose tile this is, was given other data than its placeholder."""
@@ -505,4 +519,23 @@ def is_placeholder(data: Tensor) -> bool:
 
 def _filled(placeholder: Tensor) -> bool:
     """Whether ``zero_`` or ``fill_``, which torch lets through, wrote to a placeholder in host memory."""
-    return placeholder.device.type == "cpu" and not math.isnan(placeholder.as_strided((), ()).item())
+    if placeholder.device.type != "cpu":
+        return False
+    address = placeholder.untyped_storage().data_ptr()
+    if ctypes.string_at(address, placeholder.itemsize) == _nan_bytes(placeholder.dtype):
+        return False  # asked of each unit in each step, where an operator would take many times as long
+    return not math.isnan(placeholder.as_strided((), ()).item())
+
+
+@functools.cache
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
+@functools.cache
+def _nan_bytes(dtype: torch.dtype) -> bytes:
+    """Those of a placeholder's element."""
+    with torch.inference_mode(False):
+        nan = torch.full((1,), math.nan, dtype=dtype, device="cpu")
+    return bytes(nan.view(torch.uint8).tolist())
