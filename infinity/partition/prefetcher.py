@@ -36,7 +36,7 @@ choice there is none to be read. So what the plan fetches when a unit is release
 for the next use of a unit that is in the plan.
 
 Tiles that are stored in another form come in two steps (:mod:`infinity.partition.mover`): their stored bytes
-as far ahead as memory has room, their full values for this use and the next :data:`DECODED_AHEAD`. Where
+as far ahead as memory has room, their full values for this use and the next few. Where
 micro-batches go through a block together, its tiles are decoded once, if memory holds all of them so.
 """
 
@@ -84,8 +84,10 @@ class Mover(Protocol):
         ...
 
 
-#: Routed units that are decoded before their turn: a few milliseconds' work, as long as a thread may be kept.
+#: Routed units that are decoded before their turn, or as many as have so many bytes: some milliseconds' work,
+#: as long as a thread may be kept from its core.
 DECODED_AHEAD = 4
+DECODED_AHEAD_NBYTES = 2**26
 #: Events that must follow each other as in the plan before it goes on elsewhere.
 CONTEXT = 3
 
@@ -415,7 +417,7 @@ class Prefetcher:
             self._start_routed(unit)
         self._unforeseen[unit] = None
         self.present.move_to_end(unit)
-        nearest = [unit, *following[:DECODED_AHEAD]]
+        nearest = [unit, *following[: self._turns - 1]]
         if not self._keeps_decoded:
             for other in [each for each in self._decoded if each not in nearest]:
                 self._release_decoded(other)
@@ -487,10 +489,18 @@ class Prefetcher:
 
     @property
     def _turns_nbytes(self) -> int:
+        return self._turns * (self._largest_full or 0)
+
+    @property
+    def _turns(self) -> int:
+        """Full buffers that take turns."""
         if self._largest_full is None:
             self._largest_full = max((self._full_nbytes(unit) for unit in self.routed), default=0)
         full = self._largest_full
-        return full and full * max(2, min(1 + DECODED_AHEAD, self.capacity_nbytes // 2 // full))
+        if not full:
+            return 1 + DECODED_AHEAD
+        ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // full)
+        return max(2, min(1 + ahead, self.capacity_nbytes // 2 // full))
 
     def _start_routed(self, unit: int) -> None:
         if self.running is self.visit:

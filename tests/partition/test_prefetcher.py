@@ -383,12 +383,22 @@ def test_tiles_arrive_in_their_stored_form_before_there_is_room_to_decode_them()
     assert 1 in mover.present, "its stored bytes stay: backward decodes them again"
 
 
-def test_tiles_that_stay_for_backward_are_not_read_again():
+def test_tiles_that_stay_for_backward_are_not_read_again(monkeypatch):
+    monkeypatch.setattr("infinity.partition.prefetcher.DECODED_AHEAD_NBYTES", 0)
     prefetcher, mover = in_two_steps((1 + DECODED_AHEAD) * FULL + 15 * STORED + 3)
     forward(prefetcher)
     assert backward(prefetcher) == []
     started = [unit for unit in mover.starts() if unit in prefetcher.routed]
     assert sorted(started) == sorted(prefetcher.routed), "each of them once, though few are decoded"
+
+
+def test_as_many_tiles_are_decoded_ahead_as_have_the_bytes(monkeypatch):
+    for nbytes, ahead in ((0, DECODED_AHEAD), (7 * FULL, 7), (10**6, 10)):
+        monkeypatch.setattr("infinity.partition.prefetcher.DECODED_AHEAD_NBYTES", nbytes)
+        prefetcher, mover = in_two_steps(22 * FULL)
+        tiles = sorted(prefetcher.routed)
+        prefetcher.use(tiles[0], tiles[1:])
+        assert mover.decoded == set(tiles[: 1 + ahead])
 
 
 def test_micro_batches_of_a_block_decode_its_tiles_once_if_memory_has_room_for_them():
