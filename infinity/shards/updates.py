@@ -59,6 +59,7 @@ from infinity.core.errors import StateError
 from infinity.core.extent import Extent
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
+from infinity.optim.norm import Sum, add_up
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import Hyper, Rule
 from infinity.partition.prefetcher import StepOrder
@@ -126,6 +127,7 @@ class PendingUpdate:
 
     Attributes:
         grad: ``(shard_numel,)``; None: it is on NVMe, or on its way there.
+        squares: The sum of its squares.
         lease: Of the gradient.
         stored: Ends when the gradient is on NVMe; None: it stays in memory.
         used: Parameters that have a gradient.
@@ -136,7 +138,7 @@ class PendingUpdate:
 
     unit: Unit
     grad: Tensor | None
-    sum_of_squares: float
+    squares: Sum
     lease: Lease
     weights: Weights
     used: tuple[Segment, ...]
@@ -351,7 +353,7 @@ class Updates:
         self._incoming.clear()
 
     def add(
-        self, unit: Unit, grad: Tensor, squares: float, lease: Lease, weights: Weights,
+        self, unit: Unit, grad: Tensor, squares: Sum, lease: Lease, weights: Weights,
         used: tuple[Segment, ...],
     ) -> None:  # fmt: skip
         """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
@@ -368,7 +370,7 @@ class Updates:
         self.hypers.begin_step()
         with self._lock:
             self.ready[unit.index] = ready
-        if not math.isfinite(ready.sum_of_squares):
+        if not math.isfinite(ready.squares[0]):
             ready.release()  # the step will be skipped, and this gradient not read
             return
         if unit.index in self.spilled:
@@ -456,9 +458,9 @@ class Updates:
         on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
-    def total_sum_of_squares(self) -> float:
-        """Return the sum over this rank's shards, in the order of units."""
-        return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
+    def sum_of_squares(self) -> Sum:
+        """Return that of this rank's shards."""
+        return add_up(part for ready in self.ready.values() for part in ready.squares)
 
     # --- the step ----------------------------------------------------------------------------
 
