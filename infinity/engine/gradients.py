@@ -530,7 +530,7 @@ class Gradients:
             self._leave(unit, lambda: self._add_up(unit, reduced, then))
 
         pending = self.collectives.reduce(
-            unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.wait_for_commit
+            unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.records.wait_for_commit
         )
         self.updates.announce(pending)
         self._reducing = pending if self.mover.staging is None else None

@@ -137,7 +137,7 @@ class Hooks:
         self._hooked: set[int] = set()
         self._in_backward = False
         self._unscoped: list[int] = []  # units touched outside any forward
-        self._goes_on = False  # outside any forward: a visit of those, or inference whose loss is to follow
+        self._outside = False  # a pass goes on there: a visit of those, or inference whose loss is to follow
         self._leaves = leaves
         self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
@@ -275,12 +275,12 @@ class Hooks:
     def _begin_visit(self) -> None:
         self._end_outside()
         self.prefetcher.begin_visit()
-        self._goes_on = True
+        self._outside = True
 
     def _end_outside(self) -> None:
         """End the pass that goes on outside any forward; units that were touched there stay."""
-        if self._goes_on:
-            self._goes_on = False
+        if self._outside:
+            self._outside = False
             self.prefetcher.end_inference()
 
     def _use(self, unit: Unit, frame: Frame) -> None:
@@ -354,7 +354,7 @@ class Hooks:
         for index in frame.pinned:
             self.prefetcher.unpin(index)
         if frame.inference:
-            self._goes_on = True
+            self._outside = True
             if not frame.pending:
                 self._end_outside()
         self._leave_contexts(frame)
@@ -382,7 +382,7 @@ class Hooks:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             elif not self.stack:
                 frame.inference = True
-                if not self._goes_on or self._unscoped:
+                if not self._outside or self._unscoped:
                     self.release_unscoped_units()
                     self.prefetcher.begin_visit()
             self.stack.append(frame)
