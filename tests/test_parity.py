@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import models
+from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.reference import Rule
-from tests.helpers.training import Trained, assert_bitwise, reference, streaming, train
+from tests.helpers.training import Trained, assert_bitwise, reference, small_units, streaming, train
 
 NAMES = ("llama", "gpt2", "t5", "bert", "vit", "gpt")
 
@@ -63,6 +63,14 @@ def test_one_rank_equals_the_plain_loop_to_the_bit(tmp_path, name, place):
 def test_placements_do_not_change_numbers(tmp_path, place):
     ours = train(*models.build("llama", seed=2), placements(tmp_path)[place], steps=STEPS)
     assert_bitwise(ours, plain_loop("llama", 2, steps=STEPS))
+
+
+def test_the_gradient_norm_does_not_depend_on_how_a_model_is_cut_into_units(tmp_path, monkeypatch):
+    norms = []
+    for nbytes in (2000, 8000, 50_000):
+        monkeypatch.setattr(training, "small_units", functools.partial(small_units, nbytes))
+        norms.append(train(*models.build("llama", 2), streaming(tmp_path), dtype="fp32", steps=STEPS).norms)
+    assert norms[0] == norms[1] == norms[2]
 
 
 DTYPES = (

@@ -1,5 +1,6 @@
 """Parameters in tiles: never gathered whole, and the bits of those that are."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -18,6 +19,7 @@ from infinity import StateError
 from infinity.core.errors import DiskError
 from infinity.engine.runtime import runtime_of
 from infinity.partition.tiles import TiledWeight, compute_in_tiles
+from infinity.planner.prefetch_plan import Kind
 from infinity.shards.tiers import Tiers
 from tests.helpers import models, quantized, zoo
 from tests.helpers.cases import few
@@ -588,6 +590,25 @@ def test_a_model_whose_weights_could_not_be_read_says_so_and_reads_them_when_it_
         executor.prefetcher.forget()
         assert (executor.device_pool.leased_nbytes, sum(executor.prefetcher.pins.values())) == (0, 0)
     assert failed > 5
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_read_outside_a_call_leaves_the_step_its_plan_also_if_it_fails(tmp_path, tiled, fails):
+    torch.manual_seed(1)
+    with breakable() as engines:
+        model = build(Wide, "fp32", streaming(tmp_path, "partition.tile=32KiB"))
+    optimizer = optimizer_for(model, Rule())
+    with contextlib.closing(optimizer):
+        prefetcher, loss = runtime_of(model).executor().prefetcher, model(torch.arange(8))
+        prefetcher.forget()
+        engines[0].faults = (Fault(on="read", nth=engines[0].reads + 1),) * fails
+        with pytest.raises(DiskError) if fails else contextlib.nullcontext():
+            nn.functional.linear(torch.ones(WIDTH), model.down.weight) if tiled else model.up.bias.sum()
+        engines[0].faults = ()
+        loss.backward()
+        optimizer.step()
+        assert {event.kind for event in prefetcher.training.plan.events} == set(Kind)
 
 
 def test_a_tiled_parameter_of_a_plan_stays_where_it_is():

@@ -21,7 +21,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -224,7 +224,21 @@ class PendingHead:
 _DESCRIBE = frozenset(("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__"))
 _PROPERTIES = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"))
 _SCALES = frozenset(("mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__"))
+_ASK_FOR_GRADIENT = frozenset(("retain_grad", "register_hook"))
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class _Family:
+    """All that was made of the same call of a head.
+
+    Attributes:
+        members: In the order in which they were made.
+        sliced: A loss of some of them was computed in slices, and is trained on.
+    """
+
+    members: "list[weakref.ref[PendingLogits]]" = field(default_factory=list)
+    sliced: bool = False
 
 
 class PendingLogits(Tensor):
@@ -235,19 +249,20 @@ class PendingLogits(Tensor):
     _written: int  # autograd's count of writes to it
     _operators: tuple[Operator, ...]  # on the head's output, each of which takes a row by itself
     _made: "tuple[PendingLogits, Operator] | None"  # from which others, and how; None: by the head
-    _family: "list[weakref.ref[PendingLogits]]"  # all that were made of the same, in order
+    _family: "_Family"
     _whole: Tensor | None
 
     @classmethod
     def of(cls, head: PendingHead, hidden: Tensor) -> "PendingLogits":
         """Return the output of ``head`` for ``hidden``."""
         trained = hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
-        return cls._make(head, hidden, head.autocast or hidden.dtype, trained and torch.is_grad_enabled(), [])
+        requires_grad = trained and torch.is_grad_enabled()
+        return cls._make(head, hidden, head.autocast or hidden.dtype, requires_grad, _Family())
 
     @classmethod
     def _make(
         cls, head: PendingHead, hidden: Tensor, dtype: torch.dtype, requires_grad: bool,
-        family: "list[weakref.ref[PendingLogits]]", operators: tuple[Operator, ...] = (),
+        family: "_Family", operators: tuple[Operator, ...] = (),
         made: "tuple[PendingLogits, Operator] | None" = None,
     ) -> "PendingLogits":  # fmt: skip
         shape = (*hidden.shape[:-1], head.module.out_features)
@@ -256,20 +271,25 @@ class PendingLogits(Tensor):
         )
         self._head, self._hidden, self._written = head, hidden, _version(hidden)
         self._operators, self._made, self._family, self._whole = operators, made, family, None
-        family.append(weakref.ref(self))
+        family.members.append(weakref.ref(self))
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return self
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first, name = args[0] if args else None, func.__name__
+        if isinstance(first, PendingLogits) and first._family.sliced and name in _ASK_FOR_GRADIENT:
+            raise StateError(
+                f"{name} on logits whose loss was computed in slices: whole logits have no gradient. "
+                f"{_REMEDY}, or call it before the loss is computed"
+            )
         if isinstance(first, PendingLogits) and first._whole is None:
-            name = func.__name__
             if name in _DESCRIBE or (name == "__get__" and func.__self__.__name__ in _PROPERTIES):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -290,7 +310,7 @@ class PendingLogits(Tensor):
             StateError: They cannot be, because what they depend on was written since.
         """
         # All at once: what is written to one of them now must not be in a cast that was made before.
-        for ref in self._family if self._whole is None else ():
+        for ref in self._family.members if self._whole is None else ():
             each = ref()
             if each is not None and each._whole is None:
                 each._compute()
@@ -378,6 +398,7 @@ class PendingLogits(Tensor):
         if not classes or others or reduction not in ("none", "mean", "sum"):
             return None
         self._check()
+        self._family.sliced |= self.requires_grad and torch.is_grad_enabled()
         of_slice = partial(_losses, self._head, self._operators, ignore_index)
         rows, losses = rows_of(self._hidden), []
         with self._head.using():

@@ -139,8 +139,8 @@ class AdamW(torch.optim.Optimizer):
         if self.scaler is not None:
             self.scaler.update(self.skipped)
         self._scaled = False
-        if self.runtime.unrecorded:
-            self._record()
+        if self.runtime.records.unrecorded:
+            self.runtime.records.record(*self._small_state())
         return loss
 
     def follow(self, **more: Stateful) -> None:
@@ -152,10 +152,6 @@ class AdamW(torch.optim.Optimizer):
         if self.steps:
             raise StateError("AdamW.follow after the first step: what it committed lacks the new objects")
         self._followed.add(more)
-
-    def _record(self) -> None:
-        """Commit the small state of this step."""
-        self.runtime.record(*self._small_state())
 
     def _small_state(self) -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
         """The small state, and what gives its rest when schedulers have set the next learning rates."""
@@ -296,9 +292,9 @@ class AdamW(torch.optim.Optimizer):
         self._go_on_from(steps)
 
     def _go_on_from(self, steps: int) -> None:
-        updates = self.runtime.executor().updates
-        self.steps = updates.steps = steps
-        updates.reload(*self._small_state())
+        records = self.runtime.records
+        self.steps = records.steps = steps
+        records.reload(*self._small_state())
 
     # --- checks ------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ def begin_save(
         return save
     try:
         with all_ranks_or_raise(ranks, f"keeping the states for {save.out}"):
-            snapshot = runtime.snapshot()
+            snapshot = runtime.records.snapshot()
     except BaseException:
         tiers.unpin()
         save.close()

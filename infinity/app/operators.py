@@ -162,7 +162,7 @@ class OperatorTimes:
         self._device, self._threads = device, threads
         on_one_thread = device.type == "cpu" and threads == 1
         self._clock = time.thread_time if on_one_thread else time.perf_counter
-        self._times: dict[Operation | None, float] = {None: math.nan}
+        self._times: dict[Operation, float] = {}
 
     @classmethod
     def of_rank(cls, local_ranks: int, threads: int | None = None) -> "OperatorTimes":
@@ -196,6 +196,8 @@ class OperatorTimes:
         for operation, taken_s in small.items():
             if taken_s:  # the first run, which makes kernels ready, counts where there is no other
                 self._times[operation] = statistics.median(taken_s[1:] or taken_s)
+            else:  # its turn did not come: the next plan tries again
+                del self._times[operation]
 
     def _run_in_rounds(self, operations: dict[Operation, list[float]]) -> None:
         end_s = time.perf_counter() + _IN_ALL_S
@@ -211,7 +213,7 @@ class OperatorTimes:
 
     def of(self, operation: Operation | None) -> float:
         """Return the seconds of one that was measured; not a number: it cannot be run alone."""
-        return self._times[operation]
+        return math.nan if operation is None else self._times.get(operation, math.nan)
 
 
 @functools.cache

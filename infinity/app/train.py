@@ -97,7 +97,7 @@ def train(recipe: Recipe) -> Summary | None:
                 activations=activations.result(),
                 predicted=_predicted(recipe, totals, optimizer.budgets, runtime.config.dtype),
                 dtype=runtime.config.dtype,
-                notes=[*runtime.notes, *notes_on_commits(runtime.recorded_every)],
+                notes=[*runtime.notes, *notes_on_commits(runtime.records.interval.every)],
             )
             if recipe.observe.timeline:
                 write_trace(optimizer.timeline.spans(), folder / "timeline.json")

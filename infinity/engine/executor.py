@@ -7,7 +7,7 @@ says otherwise has another one made, before the first step. Modules keep their h
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -179,7 +179,7 @@ class StepExecutor:
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
-        self.updates.end_commit()  # what was stepped after the optimizer, a learning rate, is there
+        self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate, is there
         self._divide_again(accumulates=False)
         self._place_states()
         self.updates.expect()
@@ -236,7 +236,7 @@ class StepExecutor:
             self._apply_division()
 
     def _leave_device(self, index: int) -> None:
-        home = self.updates.bring_home(index)
+        home = self.updates.records.bring_home(index)
         if home is not None:
             home.wait()
         assert self.tiers.on_device is not None
@@ -319,11 +319,11 @@ class StepExecutor:
             return None
         self.gradients.check()
         self.gradients.read_norms()
-        total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
+        total = self.ranks.sum(self.updates.sum_of_squares(), "the gradient norm")
         norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
         updated = set(self.updates.ready)
         if math.isfinite(norm):
-            self._choose_interval()
+            self._choose_interval(updated)
             grad_scale = clip_coefficient(norm, max_grad_norm)
             if not self.updates.validate(grad_scale):
                 self.stalls("update", self.updates.roll_back)
@@ -340,19 +340,19 @@ class StepExecutor:
         self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain
         return norm
 
-    def _choose_interval(self) -> None:
+    def _choose_interval(self, updated: Container[int]) -> None:
         """Decide, on all ranks alike, which steps are recorded."""
-        interval = self.updates.interval
-        if interval.chosen or self.updates.commits is None:
+        records, interval = self.updates.records, self.updates.records.interval
+        if interval.chosen or records.commits is None:
             return
         if interval.every == 1:  # the first step
-            stores = -self.ranks.least(-self.updates.stores_residents, "durability.every")
+            stores = -self.ranks.least(-records.stores_residents(updated), "durability.every")
             wanted = interval.wanted or (2 if stores else 1)
             interval.chosen = interval.wanted is not None or wanted == 1
             interval.every = wanted if wanted == 1 or self._has_third_places() else 1
             interval.chosen |= interval.every == 1
         elif (measured := interval.measured) is not None:
-            self.updates.commits.wait()  # on all ranks: this step may be recorded next
+            records.commits.wait()  # on all ranks: this step may be recorded next
             interval.every = -self.ranks.least(-measured, "durability.every")
             interval.chosen = True
 
@@ -372,7 +372,8 @@ class StepExecutor:
 
     def _conclude_pass(self) -> None:
         """Keep the figures of the pass that ended; begin the next."""
-        read, written = self.updates.planned_read, self.updates.planned_written
+        updates = self.updates
+        read, written = updates.planned_read, updates.planned_written + updates.records.planned_written
         before, self._update_mark = self._update_mark, (read, written)
         self.on_demand = self.prefetcher.on_demand
         self.tiles_used = len(self.prefetcher.routed_used)

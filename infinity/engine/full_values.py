@@ -58,7 +58,7 @@ class FullValues:
             for unit in units:
                 self._check_writable(unit)
             self._executor().updates.drain()  # an update in flight would write over them
-            self._executor().updates.land_residents()  # whose memory the block writes
+            self._executor().updates.records.land_residents()  # whose memory the block writes
         tiled = {id(s.whole): s.whole for unit in units for s in unit.segments if s.is_tile}
         with contextlib.ExitStack() as stack:
             for unit in units:

@@ -393,7 +393,7 @@ class Gradients:
             with on_stream(self._norms):
                 norms = torch.stack([*self._unread.values()]).tolist()
             for index, norm in zip(self._unread, norms, strict=True):
-                self.updates.ready[index].sum_of_squares = norm**2
+                self.updates.ready[index].squares = norm**2, 0.0
             self._unread.clear()
 
     def reset(self, *, committed: bool = False) -> None:
@@ -492,7 +492,7 @@ class Gradients:
         if self.host is not None:
             total.lease.release()
         with on_stream(self._norms):
-            squares = sum_of_squares(there) if norm is None else norm.item() ** 2
+            squares = sum_of_squares(there) if norm is None else (norm.item() ** 2, 0.0)
         self.updates.add(
             unit, lease.tensor.view(grad.dtype), squares, lease, weights(), _used_segments(unit, total)
         )
@@ -503,7 +503,7 @@ class Gradients:
             grad = total.grad
             self._unread[unit.index] = norm_on_device(grad)
             total.lease.record_use()  # and so of what the norm's stream has waited for
-        self.updates.add(unit, grad, 0.0, total.lease, Weights(), _used_segments(unit, total))
+        self.updates.add(unit, grad, (0.0, 0.0), total.lease, Weights(), _used_segments(unit, total))
 
     def _reduce(self, unit: Unit, then: Callable[[], None]) -> None:
         """Start to reduce ``unit``'s gradient of this backward pass; then add it up, and call ``then``."""
@@ -530,7 +530,7 @@ class Gradients:
             self._leave(unit, lambda: self._add_up(unit, reduced, then))
 
         pending = self.collectives.reduce(
-            unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.wait_for_commit
+            unit.index, unit.name, buffers, bytes(gradient.used), ended, self.updates.records.wait_for_commit
         )
         self.updates.announce(pending)
         self._reducing = pending if self.mover.staging is None else None

@@ -26,7 +26,8 @@ goes to the tensor cache, which keeps it, stores it, or lets blocks be recompute
 [Note: logits in slices]
 A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. Where the
 loss is computed, in the model's forward or after it, all slices are one use: so the order of uses is that of
-whole logits, and the same on every rank. The recomputed slices follow each other in backward, and no other
+whole logits, and the same on every rank. An inference pass whose logits are pending goes on until they are
+read once, or another pass begins. The recomputed slices follow each other in backward, and no other
 unit is used between them; so a head is kept like what one autograd node reads, not until its gradients are
 complete, which with tied weights would be the whole backward pass. Then what a step does to units is the same
 for whole logits, and ranks may differ: with ``auto`` their batches decide.
@@ -98,6 +99,7 @@ class Frame:
     opened: ExitStack | None = None  # the saved-tensor context, when this call is outermost
     logits: ExitStack | None = None  # the context in which logits are pending, likewise
     inference: bool = False
+    pending: bool = False  # its head has not been computed: its loss may follow the call
     leaf: bool = False  # its units are used as one
 
 
@@ -135,6 +137,7 @@ class Hooks:
         self._hooked: set[int] = set()
         self._in_backward = False
         self._unscoped: list[int] = []  # units touched outside any forward
+        self._outside = False  # a pass goes on there: a visit of those, or inference whose loss is to follow
         self._leaves = leaves
         self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
@@ -183,6 +186,7 @@ class Hooks:
             frame.logits.enter_context(self.logits.opened(module))
         self.stack.append(frame)
         if self.logits.defers(module, args):
+            self.stack[0].pending = True
             return
         if module in self._leaves:
             self._enter_leaf(self._leaves[module], frame)
@@ -255,16 +259,28 @@ class Hooks:
         elif unit.index not in self._unscoped:
             if not self.prefetcher.holds([*self._unscoped, unit.index]):
                 self.release_unscoped_units()  # print(model) asks for every bias
-            self.prefetcher.begin_visit()
+            self._begin_visit()
             self.prefetcher.use(unit.index)
             self._unscoped.append(unit.index)
 
     def release_unscoped_units(self) -> None:
-        """Release the units that were touched outside any forward."""
+        """Release the units that were touched outside any forward, and end the pass that goes on there."""
         if self._unscoped:
             unscoped, self._unscoped = self._unscoped, []
+            self._begin_visit()
             for index in unscoped:
                 self.prefetcher.unpin(index)
+        self._end_outside()
+
+    def _begin_visit(self) -> None:
+        self._end_outside()
+        self.prefetcher.begin_visit()
+        self._outside = True
+
+    def _end_outside(self) -> None:
+        """End the pass that goes on outside any forward; units that were touched there stay."""
+        if self._outside:
+            self._outside = False
             self.prefetcher.end_inference()
 
     def _use(self, unit: Unit, frame: Frame) -> None:
@@ -286,12 +302,11 @@ class Hooks:
             with self._saving_handles():
                 yield
             return
-        visit = not self.stack and torch._C._current_graph_task_id() == -1
-        if visit:
-            self.prefetcher.begin_visit()
         recomputed = torch._C._current_graph_task_id() != -1
         if recomputed:  # beside what backward keeps
             self.pins.make_room(unit.index, _reading_node())
+        elif not self.stack:
+            self._begin_visit()  # which the next pass ends, if none does before
         coming = [each.index for each in following if self.prefetcher.streams(each.index)]
         self.prefetcher.use(unit.index, coming, recomputed=recomputed)
         try:
@@ -301,8 +316,6 @@ class Hooks:
                 yield
         finally:
             self.prefetcher.unpin(unit.index)
-            if visit:
-                self.prefetcher.end_inference()
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
@@ -341,7 +354,9 @@ class Hooks:
         for index in frame.pinned:
             self.prefetcher.unpin(index)
         if frame.inference:
-            self.prefetcher.end_inference()
+            self._outside = True
+            if not frame.pending:
+                self._end_outside()
         self._leave_contexts(frame)
         if frame.opened is not None:
             for leaf in tree_leaves(output):
@@ -362,12 +377,13 @@ class Hooks:
             return
         frame = Frame(module, [], leaf=True)
         with ExitStack() as stack:
-            if not self.stack:
+            if not self.stack and torch.is_grad_enabled():
                 self.release_unscoped_units()
-                if torch.is_grad_enabled():
-                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-                else:
-                    frame.inference = True
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            elif not self.stack:
+                frame.inference = True
+                if not self._outside or self._unscoped:
+                    self.release_unscoped_units()
                     self.prefetcher.begin_visit()
             self.stack.append(frame)
             try:
@@ -420,6 +436,7 @@ class Hooks:
         """Ask autograd, once per backward pass, to call back when it ends."""
         if not self._in_backward:
             self._in_backward = True
+            self._end_outside()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 

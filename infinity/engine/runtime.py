@@ -68,9 +68,9 @@ from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles
 from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.shards.records import Records
 from infinity.shards.restore import restore
 from infinity.shards.saved import SavedRun
-from infinity.shards.snapshot import Snapshot
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
 
@@ -381,14 +381,6 @@ class Runtime:
         if self._executor is not None:
             self._executor.updates.drain()
 
-    def snapshot(self) -> Snapshot:
-        """Keep what every unit holds after the last step, to be read while training goes on.
-
-        Raises:
-            DiskError: There is no room for it.
-        """
-        return self.executor().updates.snapshot()
-
     # --- commits -----------------------------------------------------------------------------
 
     def resume(self) -> SavedRun | None:
@@ -405,7 +397,7 @@ class Runtime:
             return None
         if self._executor is None or not self._executor.updates.hypers.groups:
             raise StateError("infinity.resume(model, optimizer) before the model has an infinity.AdamW")
-        updates, world_size = self._executor.updates, self.ranks.world_size
+        records, world_size = self._executor.updates.records, self.ranks.world_size
         try:
             with all_ranks_or_raise(self.ranks, "resuming the run"):
                 left = restore(saved, self.units, self.tiers, volume)
@@ -413,7 +405,7 @@ class Runtime:
         except BaseException:
             self.tiers.pending = True  # so closing the model keeps what another start can go on with
             raise
-        updates.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store, world_size))
+        records.take_over(saved, self.ranks.rank, left.adopted, lambda: left.discard(store, world_size))
         return saved
 
     def check_resumed(self) -> None:
@@ -428,24 +420,15 @@ class Runtime:
                 f"step = infinity.resume(model, optimizer) before anything else; {BEGIN_ANEW}"
             )
 
-    def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Record the step that :meth:`step` committed, with the small state that belongs to it."""
-        self.executor().updates.record(state, late)
-
     @property
-    def recorded_every(self) -> int:
-        """Steps from one recorded commit to the next: what an interruption costs at most."""
-        return self.executor().updates.interval.every
+    def records(self) -> Records:
+        """Those of the steps that :meth:`step` committed."""
+        return self.executor().updates.records
 
     @property
     def keeps(self) -> bool:
         """Whether the files stay if nothing closes the model."""
         return hasattr(self, "storage") and self.storage.keep
-
-    @property
-    def unrecorded(self) -> bool:
-        """Whether a step was committed that is to be recorded, so that another process can go on."""
-        return self.executor().updates.unrecorded
 
     # --- the end ----------------------------------------------------------------------------
 
@@ -528,14 +511,14 @@ class Runtime:
         lost: Exception | None = None
         if error is not None and _is_failure(error):
             if isinstance(error, KeyboardInterrupt | SystemExit) and self._executor is not None:
-                self._executor.updates.land_commit(_LANDING_S)
+                self._executor.updates.records.land_commit(_LANDING_S)
             self.fail(error)
             if self._executor is not None:
                 self._executor.updates.abandon(error)
         else:
             try:
                 if keep and self._executor is not None:
-                    self._executor.updates.end_commit()
+                    self._executor.updates.records.end_commit()
                 self.synchronize()  # gathers in flight wait for updates
             except Exception as raised:  # it has surfaced, or nothing waits for it any more
                 lost = raised if keep and isinstance(raised, DiskError) else None

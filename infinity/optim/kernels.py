@@ -321,10 +321,19 @@ def decode_fp8(codes: Array, scales: Array, out: Array, columns: int, block: Any
 
 
 @jit
-def squares(table: Array, sums: Array) -> None:
-    """Add the squares of ``table``, ``(rows, n, lanes)``, over ``n`` into ``sums``, ``(rows, lanes)``."""
+def squares(table: Array, sums: Array, errors: Array) -> None:
+    """Add the squares of ``table``, ``(rows, n, lanes)``, over ``n`` into ``sums``, ``(rows, lanes)``.
+
+    What rounding takes from ``sums`` is added to ``errors``.
+
+    Source: Knuth, The Art of Computer Programming, volume 2, 4.2.2 (the error of a sum is a float).
+    """
     for row in range(sums.shape[0]):
         for i in range(table.shape[1]):
             for lane in range(sums.shape[1]):
                 x = np.float64(widen(table[row, i, lane]))
-                sums[row, lane] += x * x
+                before, square = sums[row, lane], x * x
+                after = before + square
+                added = after - before
+                errors[row, lane] += (before - (after - added)) + (square - added)
+                sums[row, lane] = after

@@ -1,13 +1,15 @@
 """The global gradient norm and the clip coefficient.
 
-[Note: order of summation] Squares are summed in float64: no finite gradient overflows, and the error is
-far below the last place of the float32 that the clip coefficient becomes. The order of additions depends on
-the numel alone, never on threads: each row of ``ROW_NUMEL`` elements is summed by one thread into
-``LANES`` sums side by side, which vector instructions can do in this order; these are added in pairs, and
-the sums of the rows without rounding.
+[Note: the same norm however a model is cut] Squares of floats are exact in float64, and no finite gradient
+overflows. They are added with the errors of rounding beside them, about 90 bits, and the total over all
+units and ranks is rounded once. So it does not depend on where units, tiles and shards begin, nor on threads
+(but where the exact sum lies within 2**-35 of its last place from the middle of two floats). Each row of
+``ROW_NUMEL`` elements is added by one thread into ``LANES`` sums side by side, as vector instructions do. An
+accelerator adds in float64 by an operator of its own; see :func:`norm_on_device`.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,32 +21,38 @@ from infinity.optim.threads import background_threads, in_slices
 ROW_NUMEL, LANES = 2**15, 128
 
 
-def sum_of_squares(grad: Tensor) -> float:
-    """The sum of squares of ``grad`` in float64; inf and nan propagate.
+#: A sum that was rounded to float64, and what rounding took from it.
+Sum = tuple[float, float]
+
+
+def sum_of_squares(grad: Tensor) -> Sum:
+    """The sum of squares of ``grad``; inf and nan propagate.
 
     Args:
         grad: bfloat16, float16 or float32, any shape.
     """
-    return math.fsum(_row_sums(grad).tolist())
+    flat = grad.detach().reshape(-1)
+    rows = flat.numel() // ROW_NUMEL
+    tail = flat.new_zeros(ROW_NUMEL)
+    tail[: flat.numel() - rows * ROW_NUMEL] = flat[rows * ROW_NUMEL :]
+    return add_up(part for each in (flat[: rows * ROW_NUMEL], tail) for part in _row_sums(each).tolist())
+
+
+def add_up(parts: Iterable[float]) -> Sum:
+    """The sum of ``parts``, whatever their order; inf and nan propagate."""
+    parts = [*parts]
+    total = math.fsum(parts)
+    return total, math.fsum([*parts, -total]) if math.isfinite(total) else 0.0
 
 
 def norm_on_device(grad: Tensor) -> Tensor:
     """The norm of ``grad``, in float64, ``()``, by one operator of its accelerator; does not wait for it.
 
-    It adds in an order of its own, which depends on the numel alone, too: a norm is the same to the bit
-    wherever the shard lies, but not on another kind of device.
+    It adds in an order of its own, which depends on the numel alone: a norm is the same to the bit wherever
+    the shard lies, but on another kind of device, or of a model that is cut elsewhere, within rounding.
     """
     norm: Tensor = torch.linalg.vector_norm(grad.detach().reshape(-1), dtype=torch.float64)
     return norm
-
-
-def _row_sums(grad: Tensor) -> Tensor:
-    """Sums of squares of the rows of ``grad``, in float64."""
-    flat = grad.detach().reshape(-1)
-    rows = flat.numel() // ROW_NUMEL
-    tail = flat.new_zeros(ROW_NUMEL)
-    tail[: flat.numel() - rows * ROW_NUMEL] = flat[rows * ROW_NUMEL :]
-    return torch.from_numpy(np.concatenate([_sums(flat[: rows * ROW_NUMEL]), _sums(tail)]))
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
@@ -61,18 +69,22 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
 
 
-def _sums(flat: Tensor) -> "np.ndarray[Any, np.dtype[np.float64]]":
-    """One sum for each row of ``ROW_NUMEL`` elements."""
+def _row_sums(flat: Tensor) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """Sums of squares of each row of ``ROW_NUMEL`` elements, then what rounding took from each."""
     from infinity.optim import kernels
 
     if flat.dtype == torch.float16 and not kernels.converts_half():
         flat = flat.float()  # without rounding
     table = kernels.array(flat).reshape(-1, ROW_NUMEL // LANES, LANES)
-    sums = np.zeros((len(table), LANES))
+    sums, errors = np.zeros((2, len(table), LANES))
     in_slices(
-        lambda begin, end: kernels.squares(table[begin:end], sums[begin:end]),
+        lambda begin, end: kernels.squares(table[begin:end], sums[begin:end], errors[begin:end]),
         len(table), background_threads(), least=2,
     )  # fmt: skip
-    while sums.shape[1] > 1:
-        sums = sums[:, ::2] + sums[:, 1::2]
-    return sums[:, 0]
+    with np.errstate(invalid="ignore"):  # errors of sums that are inf
+        while sums.shape[1] > 1:
+            left, right = sums[:, ::2], sums[:, 1::2]
+            sums = left + right
+            added = sums - left
+            errors = errors[:, ::2] + errors[:, 1::2] + ((left - (sums - added)) + (right - added))
+    return np.concatenate([sums[:, 0], np.nan_to_num(errors[:, 0], nan=0.0)])

@@ -45,8 +45,7 @@ both group and count in common: one run, or one for each group, as long as every
 
 import math
 import threading
-import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,14 +58,13 @@ from infinity.core.errors import StateError
 from infinity.core.extent import Extent
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
+from infinity.optim.norm import Sum, add_up
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import Hyper, Rule
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
-from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
-from infinity.shards.restore import describe
-from infinity.shards.saved import SavedRun
-from infinity.shards.snapshot import Snapshot
+from infinity.shards.commits import Commits
+from infinity.shards.records import Predictor, Records
 from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
 
@@ -126,6 +124,7 @@ class PendingUpdate:
 
     Attributes:
         grad: ``(shard_numel,)``; None: it is on NVMe, or on its way there.
+        squares: The sum of its squares.
         lease: Of the gradient.
         stored: Ends when the gradient is on NVMe; None: it stays in memory.
         used: Parameters that have a gradient.
@@ -136,7 +135,7 @@ class PendingUpdate:
 
     unit: Unit
     grad: Tensor | None
-    sum_of_squares: float
+    squares: Sum
     lease: Lease
     weights: Weights
     used: tuple[Segment, ...]
@@ -162,47 +161,6 @@ class PendingUpdate:
         """Gradient and weights are read no more; may be called twice."""
         self.release_gradient()
         self.weights.release()
-
-
-@dataclass(slots=True)
-class Commit:
-    """A committed step that is not recorded yet.
-
-    Attributes:
-        landing: What must land before.
-        layout: Where versions lie, if that has changed.
-        state: The small state of the step, but for what ``late`` returns; None: ``step()`` raised before.
-        overwritten: Some of the committed values were written in place since.
-    """
-
-    record: CommitRecord
-    landing: Sequence[Transfer]
-    layout: Mapping[str, Any] | None
-    state: Mapping[str, Any] | None = None
-    late: Callable[[], Mapping[str, Any]] | None = None
-    overwritten: bool = False
-
-
-class Predictor:
-    """Whether updates that start inside backward will be right: a saturating counter of two bits.
-
-    Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
-
-    Attributes:
-        counter: 0 to 3.
-    """
-
-    def __init__(self) -> None:
-        self.counter = 2
-
-    @property
-    def right(self) -> bool:
-        """The prediction for this step; the same all through it."""
-        return self.counter >= 2
-
-    def learn(self, right: bool) -> None:
-        """Take in what this step showed."""
-        self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
 
 
 class StepHypers:
@@ -283,8 +241,8 @@ class StepHypers:
 class Updates:
     """Gradients in, committed versions out.
 
-    It has more attributes than other classes: the updates in flight, the state of the step and the record of
-    the commit, which change together when a step ends.
+    It has more attributes than other classes: the updates in flight and the state of the step, which change
+    together when it ends.
 
     Args:
         tiers: Where shards live.
@@ -300,8 +258,7 @@ class Updates:
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
 
     Attributes:
-        interval: Says which steps are recorded.
-        steps: Steps that were committed.
+        records: Of the steps that were committed.
         spilled: Indices of units whose gradients wait on NVMe: see [Note: gradients on NVMe].
         speculated: Updates of the last step that started before its norm was known.
         rolled_back: Those of them that were void.
@@ -317,23 +274,14 @@ class Updates:
         self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
         self.predictor = Predictor()
         self.speculated = self.rolled_back = 0
-        self.commits, self.on_failure = commits, on_failure
-        self._commit: Commit | None = None  # what is not recorded yet
-        self._reloaded: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None] | None = None
-        self._state = b""  # the small state of the last record, and its step
-        self._state_step = 0
-        self._layout = -1  # changes of the store that the last record knew
-        self._records: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
-        self.interval = CommitInterval(every)
-        self._stored: dict[int, list[Transfer]] = {}  # of units in host memory, on their way to NVMe
-        if commits is not None:
-            tiers.before_write = self._before_write
+        self.on_failure = on_failure
         self._expecting = False
         self._incoming: list[Transfer] = []  # after which gradients have been added
-        self.hypers, self.steps = StepHypers(), 0
+        self.hypers = StepHypers()
         self.ready: dict[int, PendingUpdate] = {}
         self.planned_read = self.planned_written = 0  # bytes of this step's updates
         self._futures: dict[int, UpdateFuture] = {}
+        self.records = Records(tiers, units, commits, every, self._futures, self.predictor)
         self.spilled: frozenset[int] = frozenset()
         self._gradient_writes: dict[int, Transfer] = {}  # the last of each unit
         self._lock = threading.Lock()
@@ -351,7 +299,7 @@ class Updates:
         self._incoming.clear()
 
     def add(
-        self, unit: Unit, grad: Tensor, squares: float, lease: Lease, weights: Weights,
+        self, unit: Unit, grad: Tensor, squares: Sum, lease: Lease, weights: Weights,
         used: tuple[Segment, ...],
     ) -> None:  # fmt: skip
         """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
@@ -368,7 +316,7 @@ class Updates:
         self.hypers.begin_step()
         with self._lock:
             self.ready[unit.index] = ready
-        if not math.isfinite(ready.sum_of_squares):
+        if not math.isfinite(ready.squares[0]):
             ready.release()  # the step will be skipped, and this gradient not read
             return
         if unit.index in self.spilled:
@@ -456,9 +404,9 @@ class Updates:
         on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
-    def total_sum_of_squares(self) -> float:
-        """Return the sum over this rank's shards, in the order of units."""
-        return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
+    def sum_of_squares(self) -> Sum:
+        """Return that of this rank's shards."""
+        return add_up(part for ready in self.ready.values() for part in ready.squares)
 
     # --- the step ----------------------------------------------------------------------------
 
@@ -516,199 +464,8 @@ class Updates:
             ready.unit.updates += 1
             if ready.place is not None:
                 ready.unit.version = ready.place
-        self.steps += 1
-        recorded = self.commits is not None and (self.interval.ends(self.steps) or self._void)
-        if recorded:
-            self._store_residents()
-            self._commit = self._make_commit()
-        self.interval.step(recorded=recorded)
+        self.records.end_step()
         self._close_step()
-
-    @property
-    def _void(self) -> bool:
-        """Whether no record stands, since values were written in place."""
-        return self.commits is not None and bool(self._state) and not self.commits.stands
-
-    @property
-    def stores_residents(self) -> bool:
-        """Whether a commit of this step writes units in host memory."""
-        residents, from_base = self.tiers.residents, self.tiers.from_base
-        return any(index in self.ready or index not in from_base for index in residents)
-
-    def _store_residents(self) -> None:
-        """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
-        for index in self.tiers.changed_residents():
-            self._pass_barrier()
-            updated = self.bring_home(index) or self._futures.get(index)
-            self._stored[index] = self.tiers.store_resident(self.units[index], self._next_place, updated)
-            self.planned_written += self.tiers.residents[index].nbytes
-
-    def bring_home(self, index: int) -> Transfer | None:
-        """Start to copy a unit's newest values home, after writes of those there; None: they are."""
-        return self.tiers.bring_home(self.units[index], self._stored.get(index, ()))
-
-    def _make_commit(self) -> "Commit":
-        landing: list[Transfer] = [*self._futures.values()]  # those of steps without a record, too
-        landing += [transfer for each in self._stored.values() for transfer in each]
-        versions = tuple(unit.version for unit in self.units)
-        counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
-        record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
-        layout, store = None, self.tiers.store
-        assert store is not None
-        if self._layout != store.changes:
-            self._layout, layout = store.changes, describe(self.units, self.tiers)
-        return Commit(record, landing, layout)
-
-    @property
-    def unrecorded(self) -> bool:
-        """Whether a step was committed that is to be recorded."""
-        return self._commit is not None
-
-    def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Record the step that :meth:`commit` ended, with the small state that belongs to it.
-
-        Args:
-            late: Returns the rest of it, which is ready when the next forward pass begins; None: that is all.
-        """
-        if self._commit is not None:
-            self._commit.state = {**state, "predictor": self.predictor.counter}
-            self._commit.late = late
-            if late is None:
-                self.end_commit()
-
-    def reload(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Let this be the small state of the last step: one was loaded. As in :meth:`record`."""
-        if self._commit is not None:
-            self.record(state, late)
-        self._reloaded = state, late
-
-    def end_commit(self) -> None:
-        """Hand the last commit over to be written; without one, that of a step written over in place.
-
-        Raises:
-            StateError: Its small state is not there, or cannot be kept: no later step can be recorded.
-        """
-        with self._lock:
-            commit, self._commit = self._commit, None
-        if self.commits is None:
-            return
-        if commit is not None:
-            self._commit = commit  # if its state cannot be had
-            if commit.state is None:
-                raise StateError(
-                    f"step() of the optimizer raised before step {commit.record.step} was recorded, so no "
-                    "later one can be: end the program, and go on from the step before with infinity.resume"
-                )
-            late = commit.late() if commit.late is not None else {}
-            self._state = pack({**commit.state, **late})
-            self._commit, self._state_step = None, commit.record.step
-        again = self._void and self._state_step == self.steps  # else the next step is recorded
-        if again and self._reloaded is not None:
-            state, more = self._reloaded
-            full = {**state, "predictor": self.predictor.counter, **({} if more is None else more())}
-            self._state = pack(full)
-        self._reloaded = None
-        if again if commit is None else commit.overwritten:
-            self._store_residents()
-            self._layout = -1  # what was described for this step may not have been written
-            commit = self._make_commit()
-        if commit is not None:
-            self._records.append(commit.record)
-            self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
-
-    def take_over(
-        self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
-    ) -> None:
-        """Go on after a saved commit, whose states are in their places.
-
-        Args:
-            adopted: Units whose places are those that the saved record names.
-            obsolete: Called when the next commit stands on all ranks.
-        """
-        self.steps = self._state_step = saved.step
-        self._state = saved.state(rank)
-        self.predictor.counter = unpack(self._state)["predictor"]
-        if self.commits is not None:
-            self.commits.obsolete = obsolete
-            if saved.own is not None:
-                self.commits.take_over(saved.own.record, saved.own.place)
-                record = saved.own.record
-                places = (place if i in adopted else -1 for i, place in enumerate(record.versions))
-                self._records = [replace(record, versions=tuple(places))]
-
-    def land_commit(self, timeout_s: float) -> None:
-        """Wait for the commit that was handed over last, however it ends, but not for ever."""
-        deadline = time.monotonic() + timeout_s
-        while self.commits is not None and not self.commits.last.done() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def wait_for_commit(self) -> None:
-        """Return when the last record is on disk, if places that it frees may be written now. Any thread.
-
-        See the commit barrier. With a third place the step after a record need not wait.
-        """
-        if self._commit is not None:
-            self.end_commit()
-        recorded_now = self._records and self._records[-1].step == self.steps
-        if self.commits is not None and not (recorded_now and self.interval.every > 1):
-            self.commits.wait()
-
-    def _pass_barrier(self) -> None:
-        """Return when the versions of all records but the last may be written; see the commit barrier."""
-        if self._commit is not None:
-            self.end_commit()
-        if self.commits is not None:
-            self.commits.wait()
-            self.commits.retire()
-            self._records = self._records[-1:]
-
-    def _next_place(self, unit: Unit) -> int:
-        """Return the place that the unit's update writes."""
-        place = self._free_place(unit)
-        if place is None:
-            self._pass_barrier()
-            place = self._free_place(unit)
-        if place is None:
-            place = self.tiers.spare_place(unit)
-        if place is None:  # the one that was being saved has been read meanwhile
-            place = self._free_place(unit)
-        if place is None:
-            raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
-        return place
-
-    def _free_place(self, unit: Unit) -> int | None:
-        return self.tiers.next_place(unit, [record.versions[unit.index] for record in self._records])
-
-    def land_residents(self) -> None:
-        """Return when units in host memory may be written in place: none is written to NVMe, or saved."""
-        for transfers in self._stored.values():
-            for transfer in transfers:
-                transfer.wait()
-        self.tiers.snapshot.wait()
-
-    def _before_write(self) -> None:
-        """Committed values are about to be written in place."""
-        self.land_residents()
-        if self._commit is not None:
-            self._commit.overwritten = True
-        if self.commits is not None and self.commits.stands:
-            self.commits.invalidate()
-            self._records = []
-
-    def snapshot(self) -> Snapshot:
-        """Keep what every unit holds after the last step, to be read while training goes on; between steps.
-
-        Raises:
-            DiskError: The file system has no room for units in host memory.
-        """
-        if self.commits is not None and self._commit is None:  # else the commit has stored them
-            self._store_residents()
-        landing: dict[int, Sequence[Transfer]] = {}
-        for index in {*self._futures, *self._stored}:
-            home = self.bring_home(index)
-            stored = self._stored.get(index, [self._futures[index]] if index in self._futures else [])
-            landing[index] = stored if home is None else [home, *stored]
-        return self.tiers.pin(self.units, landing)
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
@@ -767,8 +524,8 @@ class Updates:
             if index in self._futures:
                 self._futures[index].wait()
         self.land_gradients()
-        if self.commits is not None:
-            self.commits.wait()
+        if self.records.commits is not None:
+            self.records.commits.wait()
 
     def abandon(self, error: BaseException) -> None:
         """End every update with ``error``, soon; what is committed on NVMe stays."""
@@ -818,7 +575,7 @@ class Updates:
 
     def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
         """Update a unit in its place: see [Note: shards in host memory]."""
-        index, stored = ready.unit.index, self._stored.pop(ready.unit.index, ())
+        index, stored = ready.unit.index, self.records.take_stored(ready.unit.index)
         resident, preserve = self.tiers.about_to_update(ready.unit)
         runs, grad = self.hypers.runs(ready.unit, ready.used, grad_scale), ready.grad
         assert grad is not None
@@ -852,7 +609,7 @@ class Updates:
     def _launch(self, ready: PendingUpdate, grad_scale: float, state: UpdateState) -> None:
         assert self.pipeline is not None
         unit = ready.unit
-        ready.place = self._next_place(unit)
+        ready.place = self.records.next_place(unit)
         earlier = self._futures.get(unit.index)
         if earlier is not None:
             earlier.wait()

@@ -273,6 +273,42 @@ def test_a_hidden_state_that_was_written_is_an_error() -> None:
         logits.sum()
 
 
+@pytest.mark.parametrize("ask", ["retain_grad", "register_hook"])
+def test_a_gradient_that_is_asked_of_logits_is_there_or_refused(ask: str) -> None:
+    model = Tail(lambda logits, labels: logits)
+    plain, head, asked = model(), Head(model), []
+    given = [asked.append] * (ask == "register_hook")
+    with head.slices.opened(model):
+        early, late = model(), model()
+    for each in (plain, early):
+        getattr(each, ask)(*given)
+        F.cross_entropy(rows(each), model.labels.view(-1)).backward()
+        if ask == "retain_grad":
+            asked.append(each.grad)
+    assert torch.equal(*asked)
+    with torch.no_grad():
+        F.cross_entropy(rows(late), model.labels.view(-1))  # nothing is trained on it
+    late.float().register_hook(asked.append)
+    with head.slices.opened(model):
+        late = model()
+    F.cross_entropy(rows(late), model.labels.view(-1)).backward()
+    for each in (late, late.float()):
+        with pytest.raises(StateError, match=rf"{ask} .*in slices.*memory\.logits=whole"):
+            getattr(each, ask)(*given)
+
+
+def test_a_compiled_loss_is_computed_in_slices() -> None:
+    model = Tail(lambda logits, labels: logits)
+    head, loss = Head(model), lambda logits: IN_SLICES["mean"](logits, model.labels)
+    with head.slices.opened(model):
+        logits, other = model(), model()
+    plain = outcome(model, loss(other))
+    rows, ours = [*head.rows], outcome(model, torch.compile(loss, backend="eager")(logits))
+    assert torch.equal(ours[0], plain[0])
+    assert all(torch.equal(ours[1][name], grad) for name, grad in plain[1].items())
+    assert head.rows == 2 * rows
+
+
 class Squares(torch.autograd.Function):
     """A function of autograd's own, which no subclass of Tensor is asked about."""
 

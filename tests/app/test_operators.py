@@ -133,10 +133,17 @@ def test_what_takes_long_or_much_memory_is_left_to_the_roofline(monkeypatch: pyt
     assert timed == [matmul(17)]
     assert math.isnan(times.of(matmul(16)))
     assert math.isnan(times.of(large))
-    monkeypatch.setattr(operators, "_IN_ALL_S", 0.0)
-    spent = OperatorTimes(CPU, 1)
-    spent.measure(calls(matmul(16)))
-    assert math.isnan(spent.of(matmul(16)))
+
+
+def test_an_operator_whose_turn_did_not_come_is_timed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_time_s", lambda *args: 0.25)
+    times = OperatorTimes(CPU, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(operators, "_IN_ALL_S", 0.0)
+        times.measure(calls(matmul(16)))
+    assert math.isnan(times.of(matmul(16)))
+    times.measure(calls(matmul(16)))
+    assert times.of(matmul(16)) == 0.25
 
 
 def test_what_an_operator_raises_ends_no_plan() -> None:

@@ -48,8 +48,9 @@ class Plain:
             def __init__(self, model: nn.Module, *, max_grad_norm: float | None, **numbers: Any) -> None:
                 super().__init__(model.parameters(), **numbers)
                 config = SimpleNamespace(dtype=(api.init_recipe or load_recipe()).train.dtype)
+                records = SimpleNamespace(interval=SimpleNamespace(every=1))
                 self.runtime = SimpleNamespace(
-                    activations=KEPT, say=MessageBuffer(), notes=["-"], config=config, recorded_every=1
+                    activations=KEPT, say=MessageBuffer(), notes=["-"], config=config, records=records
                 )
                 self.timeline = Timeline(clock=lambda: 1.0)
                 self.timeline.add("compute", "forward", 0.0, 1.0)

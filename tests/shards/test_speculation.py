@@ -19,7 +19,7 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rules import AdamWRule
 from infinity.shards import storage
-from infinity.shards.updates import Predictor
+from infinity.shards.records import Predictor
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.faulty import FaultyEngine

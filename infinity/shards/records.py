@@ -1,0 +1,300 @@
+"""Which steps of a model are recorded, what belongs to each record, and which places on NVMe it keeps.
+
+A step that was committed (:mod:`infinity.shards.updates`) is recorded in two parts: which versions of units
+are the committed ones is known at once, the small state (a scheduler's next learning rate) when the next
+forward pass begins. :class:`infinity.shards.commits.Commits` writes the record when what it names has landed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infinity.core.errors import StateError
+from infinity.core.transfer import Transfer
+from infinity.partition.unit import Unit
+from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
+from infinity.shards.restore import describe
+from infinity.shards.saved import SavedRun
+from infinity.shards.snapshot import Snapshot
+from infinity.shards.tiers import Tiers
+
+
+@dataclass(slots=True)
+class Commit:
+    """A committed step that is not recorded yet.
+
+    Attributes:
+        landing: What must land before.
+        layout: Where versions lie, if that has changed.
+        state: The small state of the step, but for what ``late`` returns; None: ``step()`` raised before.
+        overwritten: Some of the committed values were written in place since.
+    """
+
+    record: CommitRecord
+    landing: Sequence[Transfer]
+    layout: Mapping[str, Any] | None
+    state: Mapping[str, Any] | None = None
+    late: Callable[[], Mapping[str, Any]] | None = None
+    overwritten: bool = False
+
+
+class Predictor:
+    """Whether updates that start inside backward will be right: a saturating counter of two bits.
+
+    Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
+
+    Attributes:
+        counter: 0 to 3.
+    """
+
+    def __init__(self) -> None:
+        self.counter = 2
+
+    @property
+    def right(self) -> bool:
+        """The prediction for this step; the same all through it."""
+        return self.counter >= 2
+
+    def learn(self, right: bool) -> None:
+        """Take in what this step showed."""
+        self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
+
+
+class Records:
+    """The records of one model's steps, and what is written for them.
+
+    It has more attributes than other classes: what the next record will hold comes from several places, at
+    several times.
+
+    Args:
+        tiers: Where shards live.
+        units: All of the model's.
+        commits: Writes the records; None if no process could go on with the run.
+        every: Steps from one recorded commit to the next; None: as many as hide its cost.
+        updates: In flight or landed, the last of each unit, by its index.
+        predictor: Belongs to the small state of a step.
+
+    Attributes:
+        interval: Says which steps are recorded.
+        steps: Steps that were committed.
+        planned_written: Bytes of units in host memory that were written for records.
+    """
+
+    def __init__(
+        self, tiers: Tiers, units: Sequence[Unit], commits: Commits | None, every: int | None,
+        updates: Mapping[int, Transfer], predictor: Predictor,
+    ) -> None:  # fmt: skip
+        self.tiers, self.units, self.commits = tiers, units, commits
+        self._updates, self._predictor = updates, predictor
+        self.interval, self.steps, self.planned_written = CommitInterval(every), 0, 0
+        self._commit: Commit | None = None  # what is not recorded yet
+        self._reloaded: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None] | None = None
+        self._state = b""  # the small state of the last record, and its step
+        self._state_step = 0
+        self._layout = -1  # changes of the store that the last record knew
+        self._kept: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
+        self._stored: dict[int, list[Transfer]] = {}  # of units in host memory, on their way to NVMe
+        self._lock = threading.Lock()
+        if commits is not None:
+            tiers.before_write = self._before_write
+
+    def end_step(self) -> None:
+        """A step was committed: begin to record it, if it is one of those that are."""
+        self.steps += 1
+        recorded = self.commits is not None and (self.interval.ends(self.steps) or self._void)
+        if recorded:
+            self._store_residents()
+            self._commit = self._make_commit()
+        self.interval.step(recorded=recorded)
+
+    @property
+    def _void(self) -> bool:
+        """Whether no record stands, since values were written in place."""
+        return self.commits is not None and bool(self._state) and not self.commits.stands
+
+    def stores_residents(self, updated: Container[int]) -> bool:
+        """Whether a commit of a step that updates these units writes units in host memory."""
+        residents, from_base = self.tiers.residents, self.tiers.from_base
+        return any(index in updated or index not in from_base for index in residents)
+
+    def take_stored(self, index: int) -> Sequence[Transfer]:
+        """Return what writes a unit in host memory to NVMe, which is about to be updated in its place."""
+        return self._stored.pop(index, ())
+
+    def _store_residents(self) -> None:
+        """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
+        for index in self.tiers.changed_residents():
+            self._pass_barrier()
+            updated = self.bring_home(index) or self._updates.get(index)
+            self._stored[index] = self.tiers.store_resident(self.units[index], self.next_place, updated)
+            self.planned_written += self.tiers.residents[index].nbytes
+
+    def bring_home(self, index: int) -> Transfer | None:
+        """Start to copy a unit's newest values home, after writes of those there; None: they are."""
+        return self.tiers.bring_home(self.units[index], self._stored.get(index, ()))
+
+    def _make_commit(self) -> "Commit":
+        landing: list[Transfer] = [*self._updates.values()]  # those of steps without a record, too
+        landing += [transfer for each in self._stored.values() for transfer in each]
+        versions = tuple(unit.version for unit in self.units)
+        counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
+        record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
+        layout, store = None, self.tiers.store
+        assert store is not None
+        if self._layout != store.changes:
+            self._layout, layout = store.changes, describe(self.units, self.tiers)
+        return Commit(record, landing, layout)
+
+    @property
+    def unrecorded(self) -> bool:
+        """Whether a step was committed that is to be recorded, so that another process can go on."""
+        return self._commit is not None
+
+    def record(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Record the step that :meth:`end_step` ended, with the small state that belongs to it.
+
+        Args:
+            late: Returns the rest of it, which is ready when the next forward pass begins; None: that is all.
+        """
+        if self._commit is not None:
+            self._commit.state = {**state, "predictor": self._predictor.counter}
+            self._commit.late = late
+            if late is None:
+                self.end_commit()
+
+    def reload(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Let this be the small state of the last step: one was loaded. As in :meth:`record`."""
+        if self._commit is not None:
+            self.record(state, late)
+        self._reloaded = state, late
+
+    def end_commit(self) -> None:
+        """Hand the last commit over to be written; without one, that of a step written over in place.
+
+        Raises:
+            StateError: Its small state is not there, or cannot be kept: no later step can be recorded.
+        """
+        with self._lock:
+            commit, self._commit = self._commit, None
+        if self.commits is None:
+            return
+        if commit is not None:
+            self._commit = commit  # if its state cannot be had
+            if commit.state is None:
+                raise StateError(
+                    f"step() of the optimizer raised before step {commit.record.step} was recorded, so no "
+                    "later one can be: end the program, and go on from the step before with infinity.resume"
+                )
+            late = commit.late() if commit.late is not None else {}
+            self._state = pack({**commit.state, **late})
+            self._commit, self._state_step = None, commit.record.step
+        again = self._void and self._state_step == self.steps  # else the next step is recorded
+        if again and self._reloaded is not None:
+            state, more = self._reloaded
+            full = {**state, "predictor": self._predictor.counter, **({} if more is None else more())}
+            self._state = pack(full)
+        self._reloaded = None
+        if again if commit is None else commit.overwritten:
+            self._store_residents()
+            self._layout = -1  # what was described for this step may not have been written
+            commit = self._make_commit()
+        if commit is not None:
+            self._kept.append(commit.record)
+            self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
+
+    def take_over(
+        self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
+    ) -> None:
+        """Go on after a saved commit, whose states are in their places.
+
+        Args:
+            adopted: Units whose places are those that the saved record names.
+            obsolete: Called when the next commit stands on all ranks.
+        """
+        self.steps = self._state_step = saved.step
+        self._state = saved.state(rank)
+        self._predictor.counter = unpack(self._state)["predictor"]
+        if self.commits is not None:
+            self.commits.obsolete = obsolete
+            if saved.own is not None:
+                self.commits.take_over(saved.own.record, saved.own.place)
+                record = saved.own.record
+                places = (place if i in adopted else -1 for i, place in enumerate(record.versions))
+                self._kept = [replace(record, versions=tuple(places))]
+
+    def land_commit(self, timeout_s: float) -> None:
+        """Wait for the commit that was handed over last, however it ends, but not for ever."""
+        deadline = time.monotonic() + timeout_s
+        while self.commits is not None and not self.commits.last.done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def wait_for_commit(self) -> None:
+        """Return when the last record is on disk, if places that it frees may be written now. Any thread.
+
+        See [Note: the commit barrier] in :mod:`infinity.shards.commits`. With a third place the step after a
+        record need not wait.
+        """
+        if self._commit is not None:
+            self.end_commit()
+        recorded_now = self._kept and self._kept[-1].step == self.steps
+        if self.commits is not None and not (recorded_now and self.interval.every > 1):
+            self.commits.wait()
+
+    def _pass_barrier(self) -> None:
+        """Return when the versions of all records but the last may be written; see the same note."""
+        if self._commit is not None:
+            self.end_commit()
+        if self.commits is not None:
+            self.commits.wait()
+            self.commits.retire()
+            self._kept = self._kept[-1:]
+
+    def next_place(self, unit: Unit) -> int:
+        """Return the place that the unit's update writes, or its commit; wait until it may be written."""
+        place = self._free_place(unit)
+        if place is None:
+            self._pass_barrier()
+            place = self._free_place(unit)
+        if place is None:
+            place = self.tiers.spare_place(unit)
+        if place is None:  # the one that was being saved has been read meanwhile
+            place = self._free_place(unit)
+        if place is None:
+            raise StateError(f"{unit.name}: all of its places on NVMe are recorded")
+        return place
+
+    def _free_place(self, unit: Unit) -> int | None:
+        return self.tiers.next_place(unit, [record.versions[unit.index] for record in self._kept])
+
+    def land_residents(self) -> None:
+        """Return when units in host memory may be written in place: none is written to NVMe, or saved."""
+        for transfers in self._stored.values():
+            for transfer in transfers:
+                transfer.wait()
+        self.tiers.snapshot.wait()
+
+    def _before_write(self) -> None:
+        """Committed values are about to be written in place."""
+        self.land_residents()
+        if self._commit is not None:
+            self._commit.overwritten = True
+        if self.commits is not None and self.commits.stands:
+            self.commits.invalidate()
+            self._kept = []
+
+    def snapshot(self) -> Snapshot:
+        """Keep what every unit holds after the last step, to be read while training goes on; between steps.
+
+        Raises:
+            DiskError: The file system has no room for units in host memory.
+        """
+        if self.commits is not None and self._commit is None:  # else the commit has stored them
+            self._store_residents()
+        landing: dict[int, Sequence[Transfer]] = {}
+        for index in {*self._updates, *self._stored}:
+            home = self.bring_home(index)
+            stored = self._stored.get(index, [self._updates[index]] if index in self._updates else [])
+            landing[index] = stored if home is None else [home, *stored]
+        return self.tiers.pin(self.units, landing)
