@@ -16,10 +16,11 @@ a model larger than memory could not be kept.
 
 [Note: gradients that pass]
 Without an accelerator a unit is reduced while the next one computes, and not later: the training thread waits
-for the reduction before. And memory of a complete gradient, and of its reduction, is given back when the next
-gradient has begun, or backward has ended, however soon it is read. So what gradients take does not hang on
-how long collectives, drives and updates need, and is what :mod:`infinity.planner.clock` says. On an
-accelerator streams order reductions, and their memory is lent again as soon as they were issued.
+for the reduction before, and for the last one of a micro-batch when the next backward pass begins. And memory
+of a complete gradient, and of its reduction, is given back when the next gradient has begun, or backward has
+ended, however soon it is read. So what gradients take does not hang on how long collectives, drives and
+updates need, and is what :mod:`infinity.planner.clock` says. On an accelerator streams order reductions, and
+their memory is lent again as soon as they were issued.
 
 Source: FSDP2 (torch.distributed.fsdp), which waits for a reduce-scatter before it starts the next.
 
@@ -343,6 +344,9 @@ class Gradients:
                 self._complete(unit)
 
     def _begin(self, unit: Unit) -> UnitGradient:
+        if self._reducing is not None and not self._passed:  # the last one of the micro-batch before
+            self.mover.waits("collective", self._reducing.wait)
+            self._reducing = None
         gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
         self.pool.give_back()
         return gradient

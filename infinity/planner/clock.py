@@ -19,7 +19,8 @@ behind it until its shard is there: also reductions, whose gradients wait in dev
 
 [Note: gradients that pass]
 Without an accelerator memory of a complete gradient, and of its reduction, counts until the next gradient has
-begun, or backward has ended, and one unit is reduced at a time, as in :mod:`infinity.engine.gradients`.
+begun, or backward has ended; one unit is reduced at a time, and none when a backward pass begins, as in
+:mod:`infinity.engine.gradients`.
 
 [Note: the step that repeats]
 Updates lag into the next step, by more from step to step until something waits for them. So steps are played
@@ -299,6 +300,7 @@ class _Clock:
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
         self._arriving = 0  # gradients on their way to updates
         self._reducing = 0  # those of them that are being reduced
+        self._carried = False  # one of the micro-batch before was
         self._turn = self._passing_nbytes = 0  # see [Note: gradients that pass]
         self._held: list[tuple[int, int]] = []
         self._storing: set[int] = set()  # units whose held gradient is on its way to NVMe
@@ -495,6 +497,9 @@ class _Clock:
 
     def _begin_gradient(self, unit: int) -> None:
         if unit not in self._gradients:
+            if self._carried:
+                self._wait(lambda: not self._reducing, LINKS)
+                self._carried = False
             self._gradients[unit] = self.units[unit].nbytes
             self._lease(self.units[unit].nbytes)
             self._end_turn()
@@ -815,6 +820,7 @@ class _Clock:
                     if unit not in self._ready:
                         self._start(unit)
         self._end_turn()
+        self._carried = bool(self._reducing) and not self.setup.on_accelerator
 
     def _before(self, micro_batch: _MicroBatch, position: int) -> None:
         for stored in micro_batch.loads.get(position, ()):

@@ -230,6 +230,20 @@ def test_a_signal_closes_files_and_is_the_exit_code(
     assert log.read_text() == f"begun\nclosing\nclosed\ninfinity: {said}; the run's files are closed\n"
 
 
+def test_a_closed_terminal_stops_nothing_under_nohup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_module, "train", lambda recipe: signal.raise_signal(signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(["train", write(tmp_path)]) == 0
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert main(["train", write(tmp_path)]) == 129
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert capsys.readouterr().err == "infinity: stopped by SIGHUP; the run's files are closed\n"
+
+
 def test_no_command_reaches_the_hub_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

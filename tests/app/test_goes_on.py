@@ -482,7 +482,7 @@ builder.TARGET_SHARD_NBYTES = 8000
 done, begin, steps = BatchLoss.__call__, Loop._step, []
 def loss(self, batch):
     result = done(self, batch)
-    if steps[-1] == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if steps[-1:] == [4] and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 def beginning(self, batches):

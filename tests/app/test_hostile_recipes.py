@@ -35,6 +35,8 @@ KEYS = {f"{section}.{spec.name}": (spec, hint) for section, spec, hint in _setti
 FEW, MANY = 12, 2000
 QUICK = settings(max_examples=FEW, suppress_health_check=list(HealthCheck))
 LONG = settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
+#: Cases of which most are a run, of a third of a second.
+RUNS = settings(max_examples=MANY // 4, suppress_health_check=list(HealthCheck))
 
 #: YAML of no key's type, of some keys' types, and of a type but out of range.
 VALUES = [
@@ -269,7 +271,7 @@ def test_a_recipe_that_is_valid_runs_or_says_what_to_change(place: Path, case: t
 
 
 @pytest.mark.slow
-@LONG
+@RUNS
 @given(cases=st.lists(plausible(), min_size=1, max_size=2), loaded=st.booleans())
 def test_many_recipes_that_are_valid_run_or_say_what_to_change(
     place: Path, cases: list[tuple[str, str]], loaded: bool

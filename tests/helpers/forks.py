@@ -59,6 +59,7 @@ class Job:
 
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in a shell's background ignores it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one under nohup this one
         os.environ.clear()
         os.environ.update(self.environment)
         sys.path[:] = self.path
