@@ -198,13 +198,13 @@ def dry_run(
 
 
 def shapes_of(recipe: Recipe, machine: Machine, ranks: int) -> tuple[UnitShape, ...]:
-    """Build the model of ``recipe`` and return its units, without recording a step.
+    """Return the units of :func:`dry_run`, without recording a step.
 
     Raises:
         BudgetError: A budget is too small; the message has the arithmetic.
         CheckpointError: ``model.path`` holds no model that can be built.
     """
-    return _planner(recipe, machine, ranks, None, False, recipe).units
+    return _planner(recipe, machine, ranks, None, False, recipe).read_where_they_lie()
 
 
 def _planner(
@@ -559,7 +559,7 @@ class _Planner:
     def _has_base(self) -> bool:
         return self.made.values.base is not None and bool(self.recipe.memory.nvme)
 
-    def _read_where_they_lie(self) -> tuple[UnitShape, ...]:
+    def read_where_they_lie(self) -> tuple[UnitShape, ...]:
         """The units, and what is read of those that lie in a checkpoint."""
         values, host = self.made.values, self.budget.host
         if not self._has_base:
@@ -635,7 +635,7 @@ class _Planner:
             room = self.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
         return DryRun(
             recipe=self.recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
-            units=self._read_where_they_lie(), trace=trace, division=division, host_nbytes=self.host_nbytes,
+            units=self.read_where_they_lie(), trace=trace, division=division, host_nbytes=self.host_nbytes,
             resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
             reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,
