@@ -18,9 +18,9 @@ from pathlib import Path
 
 from report import Claim, print_table, write_json
 
-from infinity.app.dry_run import DryRun, dry_run
+from infinity.app.dry_run import DryRun, dry_run, shapes_of
 from infinity.app.machines import load_machine
-from infinity.app.recipe import load_recipe
+from infinity.app.recipe import Recipe, load_recipe
 from infinity.core.errors import BudgetError
 from infinity.planner.clock import COMPUTE, StepCost, play_step
 
@@ -82,25 +82,37 @@ class Planned:
         return self.cost.busy_s[COMPUTE] / self.cost.step_s
 
 
-@cache
-def plan(
-    on: str, ranks: int, layers: int, hidden: int, heads: int, batch: int, *more: str,
-    hardware: tuple[str, ...] = (), seq: int = 1024, home: str = "nvme",
-) -> Planned:  # fmt: skip
-    """Plan a GPT of ``layers`` layers, whose states are all on NVMe or all in host memory."""
-    recipe = load_recipe(None, [
+def recipe_of(
+    layers: int, hidden: int, heads: int, batch: int, *more: str, seq: int = 1024, home: str = "nvme"
+) -> Recipe:
+    """Return the recipe of a GPT of ``layers`` layers, whose states are all on NVMe or all in host memory."""
+    return load_recipe(None, [
         f"model.n_layers={layers}", f"model.d_model={hidden}", f"model.n_heads={heads}",
         f"model.seq_len={seq}", f"train.batch_size={batch}", "train.dtype=fp16",
         "memory.activations=recompute", "memory.nvme=[nvme]",
         f"memory.resident={str(home == 'host').lower()}", *more,
     ])  # fmt: skip
-    machine, lacks = load_machine(on, hardware).with_ranks(ranks), ""
+
+
+#: The last plan of each model and number of ranks: it is recorded once.
+_PLANNED: dict[tuple[int, ...], DryRun] = {}
+
+
+@cache
+def plan(
+    on: str, ranks: int, layers: int, hidden: int, heads: int, batch: int, *more: str,
+    hardware: tuple[str, ...] = (), seq: int = 1024, home: str = "nvme",
+) -> Planned:  # fmt: skip
+    """Plan the GPT of :func:`recipe_of`."""
+    recipe = recipe_of(layers, hidden, heads, batch, *more, seq=seq, home=home)
+    machine, lacks, model = load_machine(on, hardware).with_ranks(ranks), "", (ranks, layers, hidden, heads)
     try:
-        run = dry_run(recipe, machine, ranks)
+        run = dry_run(recipe, machine, ranks, _PLANNED.get(model))
     except BudgetError as error:
         lacks = str(error).partition(". ")[0]
         roomy = load_machine(on, (*hardware, "devices.memory=4TiB", "host.memory=64TiB"))
         run = dry_run(recipe, roomy.with_ranks(ranks), ranks)
+    _PLANNED[model] = run
     need, device = run.division.total + run.trace.peak_nbytes, machine.devices.memory or 0
     if not lacks and need > device:
         lacks = f"{need / GIB:.0f} GiB of device memory"
@@ -130,12 +142,13 @@ def memory(quick: bool) -> Iterator[Claim]:
     """Figure 2a: bytes of model states, and working memory."""
     rows = []
     for size, layers, hidden, heads, states, weights, activations in FIGURE_2A[: 2 if quick else None]:
-        found = plan("dgx-2", 16, layers, hidden, heads, 4)
-        ours = 20 * found.run.params / TIB
+        units = shapes_of(recipe_of(layers, hidden, heads, 4), load_machine("dgx-2").with_ranks(16), 16)
+        params = sum(unit.params for unit in units)
+        ours = 20 * params / TIB
         operator = 16 * hidden**2 / GIB
         block = 4 * 1024 * (16 * hidden + 2 * heads * 1024) / GIB
-        versions = 12 * found.run.params / TIB
-        largest = max(unit.nbytes for unit in found.run.units) / GIB
+        versions = 12 * params / TIB
+        largest = max(unit.nbytes for unit in units) / GIB
         rows.append([
             f"{size} T", f"{states:,.2f}", f"{ours:,.2f}", off(ours, states), f"{versions:,.2f}",
             weights, f"{operator:.3g}", off(operator, weights), f"{2 * largest:.3g}",

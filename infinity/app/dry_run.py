@@ -42,6 +42,7 @@ from infinity.comm.ranks import Ranks
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes, rounded
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
+from infinity.core.extent import aligned
 from infinity.core.lifecycle import Tier
 from infinity.core.plan import ActivationPlan, Place
 from infinity.core.profile import Profile
@@ -162,6 +163,11 @@ class DryRun:
         return sum(self.units[index].shard_numel for index in self.spilled) * self.reduce_itemsize
 
     @property
+    def stored_nbytes(self) -> int:
+        """Bytes of activations that are on NVMe when backward begins."""
+        return sum(aligned(each.nbytes) for each in self.trace.stored if each.on_nvme)
+
+    @property
     def micro_batches(self) -> int:
         """Times that a step goes through the trace; a layer schedule takes all micro-batches at once."""
         train = self.recipe.train
@@ -188,8 +194,24 @@ def dry_run(
         BudgetError: A budget is too small; the message has the arithmetic.
         CheckpointError: ``model.path`` holds no model that can be built, or its forward depends on values.
     """
+    return _planner(recipe, machine, ranks, like, here, built or recipe).result()
+
+
+def shapes_of(recipe: Recipe, machine: Machine, ranks: int) -> tuple[UnitShape, ...]:
+    """Return the units of :func:`dry_run`, without recording a step.
+
+    Raises:
+        BudgetError: A budget is too small; the message has the arithmetic.
+        CheckpointError: ``model.path`` holds no model that can be built.
+    """
+    return _planner(recipe, machine, ranks, None, False, recipe).read_where_they_lie()
+
+
+def _planner(
+    recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None, here: bool, built: Recipe
+) -> "_Planner":
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
-    made, sizes = None, _cut_sizes(built or recipe, machine, ranks)
+    made, sizes = None, _cut_sizes(built, machine, ranks)
     if like is not None and (like.ranks, like.dtype, like.machine.on_accelerator) == (
         ranks, dtype, machine.on_accelerator
     ):  # fmt: skip
@@ -201,7 +223,7 @@ def dry_run(
         local = max(1, ranks // machine.nodes.count)
         times = OperatorTimes.of_rank(local, recipe.train.threads) if here else None
         made = _Model(recipe, machine, ranks, DTYPES[dtype], sizes, times)
-    return _Planner(recipe, machine, ranks, dtype, made).result()
+    return _Planner(recipe, machine, ranks, dtype, made)
 
 
 def _cut_sizes(recipe: Recipe, machine: Machine, ranks: int) -> CutSizes:
@@ -537,7 +559,7 @@ class _Planner:
     def _has_base(self) -> bool:
         return self.made.values.base is not None and bool(self.recipe.memory.nvme)
 
-    def _read_where_they_lie(self) -> tuple[UnitShape, ...]:
+    def read_where_they_lie(self) -> tuple[UnitShape, ...]:
         """The units, and what is read of those that lie in a checkpoint."""
         values, host = self.made.values, self.budget.host
         if not self._has_base:
@@ -613,7 +635,7 @@ class _Planner:
             room = self.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
         return DryRun(
             recipe=self.recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
-            units=self._read_where_they_lie(), trace=trace, division=division, host_nbytes=self.host_nbytes,
+            units=self.read_where_they_lie(), trace=trace, division=division, host_nbytes=self.host_nbytes,
             resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
             reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,

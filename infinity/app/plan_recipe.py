@@ -80,13 +80,13 @@ class PlannedRun:
         return max(1, self.run.ranks // self.run.machine.nodes.count)
 
     def disk_nbytes(self) -> int:
-        """Bytes on the drives of a node: versions, commits of host memory, gradients that wait."""
+        """Bytes on a node's drives: versions, commits of host memory; gradients and activations that wait."""
         memory, units = self.run.recipe.memory, self.run.units
         if not memory.nvme:
             return 0
         stays = any(not unit.on_nvme and unit.trainable for unit in units)
         places = memory.versions + (stays and memory.versions == 2)
-        total = self.run.spilled_nbytes
+        total = self.run.spilled_nbytes + self.run.stored_nbytes
         for unit in units:
             if not unit.trainable:
                 total += unit.weight_nbytes * (

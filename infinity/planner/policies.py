@@ -4,6 +4,7 @@ Each policy is ``policy(profile, hardware, capacity_nbytes) -> ActivationPlan``.
 not keep is a BudgetError that says what would be enough.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,9 +36,17 @@ def recompute_all(profile: Profile, hardware: Hardware, capacity_nbytes: int | N
 
 
 def offload_all(profile: Profile, hardware: Hardware, capacity_nbytes: int | None = None) -> ActivationPlan:
-    """Store everything that frees memory on NVMe, and load it just in time."""
+    """Store everything that frees memory on NVMe, and load it just in time.
+
+    As in the runtime, what the last block saves stays, and what comes after it: backward begins with that.
+    """
     lifetimes = lifetimes_of(profile)
-    leaving = {i: Place.NVME for i, period in enumerate(lifetimes.periods) if period.is_worth_storing}
+    last = max((block.region for block in profile.blocks), default=math.inf)
+    leaving = {
+        i: Place.NVME
+        for i, period in enumerate(lifetimes.periods)
+        if period.is_worth_storing and period.key.region < last
+    }
     return _checked("offload", profile, hardware, capacity_nbytes, lifetimes, leaving)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.activations.profiler import MemoryMeter
-from infinity.app.dry_run import DryRun, dry_run
+from infinity.app.dry_run import DryRun, dry_run, shapes_of
 from infinity.app.machines import load_machine
 from infinity.app.models.causal import CausalLoss
 from infinity.app.recipe import Recipe, load_recipe
@@ -157,6 +157,18 @@ def test_the_trace_units_homes_and_budgets_are_those_of_the_runtime(case: str, t
         assert cost.busy_s[DECODE] > 0
     if real["events"]:
         assert (cost.nbytes.get("NVMe read", 0), cost.nbytes.get("NVMe write", 0)) == moved[-1][:2]
+
+
+@pytest.mark.parametrize("case", ["gpt-in-tiles-recomputed", "quantized-lora"])
+def test_units_are_known_without_a_record(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["model.seq_len=32", "train.batch_size=2"] if case == "quantized-lora" else GPT
+    model = [quantized_llama(tmp_path)] if case == "quantized-lora" else []
+    recipe = recipe_for(
+        tmp_path, "memory.resident=false", *model, *sizes, *(each for each in CASES[case] if "=" in each)
+    )
+    planned = dry_run(recipe, MACHINE, 1)
+    monkeypatch.setattr("infinity.app.dry_run.record_model", None)  # it would be called
+    assert shapes_of(recipe, MACHINE, 1) == planned.units
 
 
 def experts(folder: Path) -> str:

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from infinity.app import plan_recipe as module
 from infinity.app.machines import load_machine
+from infinity.app.models.causal import CausalLoss
 from infinity.app.plan_recipe import PlannedRun, changes, cost_lines, plan_recipe, predict, show_recipe
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import built
@@ -174,6 +176,21 @@ def test_a_plan_for_activations_keeps_the_budget_and_stores_what_it_says() -> No
     assert planned.cost.nbytes["NVMe write"] == stored + sum(
         unit.weight_nbytes + unit.state_nbytes for unit in planned.run.units
     )
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_drives_hold_as_much_as_a_plan_says(policy: str, tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPE, [
+        *SMALL, "train.batch_size=16", "model.seq_len=128", f"memory.activations={policy}",
+        f"memory.nvme=[{tmp_path}]", "memory.host=64MiB", "memory.resident=false", "train.dtype=bf16",
+    ])  # fmt: skip
+    planned = plan_recipe(recipe, load_machine("vm-2core"), 1)
+    with built(recipe, None, Views()) as (model, optimizer):
+        tokens = torch.zeros(16, 128, dtype=torch.int64)
+        for _ in range(2):
+            CausalLoss(model)(tokens, tokens).backward()
+            optimizer.step()
+        assert optimizer.runtime.peak_nbytes()["nvme"] == planned.disk_nbytes()
 
 
 def test_a_long_run_is_compared_with_its_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
