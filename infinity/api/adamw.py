@@ -326,7 +326,7 @@ class AdamW(torch.optim.Optimizer):
                 )
             if param.requires_grad and self._made_groups and id(param) not in grouped:
                 raise StateError(
-                    f"{places[0][1].whole_name} is trained, but was frozen when the optimizer was made, so it "
+                    f"{places[0][1].whole_name} is trained, but was frozen when the optimizer was made: it "
                     "is in no parameter group and would not change: call optimizer.add_param_group where "
                     "you unfreeze it, or make the optimizer with params=[...], which have all that will be "
                     "trained; optimizer.zero_grad() discards this step"
