@@ -401,8 +401,8 @@ WHOLE: dict[str, Any] = {
     "cat": lambda model: torch.cat([model.down.weight, torch.zeros(1, WIDTH)]),
     "grad": lambda model: torch.autograd.grad(model(torch.zeros(1, 8).long()), [model.down.weight]),
     "register_hook": lambda model: model.down.weight.register_hook(torch.zeros_like),
-    "register_post_accumulate_grad_hook": lambda model: (
-        model.down.weight.register_post_accumulate_grad_hook(lambda param: None)
+    "register_post_accumulate_grad_hook": lambda model: model.down.weight.register_post_accumulate_grad_hook(
+        lambda param: None
     ),
 }
 
