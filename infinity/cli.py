@@ -2,10 +2,11 @@
 
 import argparse
 import io
+import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
@@ -356,10 +357,28 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         metavar="HARDWARE",
         help="a hardware file, or a name such as hgx-h100 (configs/hardware); default: this machine",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks in all (default: one for each device)")
     parser.add_argument(
-        "--tokens", type=float, metavar="N", help="tokens to train on, such as 1e9 (default: train.steps)"
+        "--ranks", type=_at_least_one(int), metavar="N", help="ranks in all (default: one for each device)"
     )
+    parser.add_argument(
+        "--tokens",
+        type=_at_least_one(float),
+        metavar="N",
+        help="tokens to train on, such as 1e9 (default: train.steps)",
+    )
+
+
+def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return what reads an argument of a ``kind``, a number of things."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 1 <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"got {text[:100]}; wanted a number >= 1")
+        return number
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

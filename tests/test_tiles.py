@@ -399,6 +399,37 @@ def test_an_embedding_in_tiles_that_is_resized_stays_in_tiles(wide):
     optimizer_for(wide, Rule()).step()
 
 
+WHOLE: dict[str, Any] = {
+    "cat": lambda model: torch.cat([model.down.weight, torch.zeros(1, WIDTH)]),
+    "grad": lambda model: torch.autograd.grad(model(torch.zeros(1, 8).long()), [model.down.weight]),
+    "register_hook": lambda model: model.down.weight.register_hook(torch.zeros_like),
+    "register_post_accumulate_grad_hook": lambda model: model.down.weight.register_post_accumulate_grad_hook(
+        lambda param: None
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_what_would_read_a_placeholder_or_never_see_a_gradient_is_refused(wide, how):
+    with pytest.raises(StateError, match=rf"{how} on down\.weight, .* tiles"):
+        WHOLE[how](wide)
+
+
+def test_a_hook_from_before_a_parameter_is_tiled_is_refused(tmp_path):
+    def factory() -> nn.Module:
+        model = Wide()
+        model.down.weight.register_hook(torch.zeros_like)
+        return model
+
+    with pytest.raises(StateError, match=r"register_hook on down\.weight, .* partition\.tile=never"):
+        build(factory, "fp32", streaming(tmp_path, "partition.tile=32KiB"))
+
+
+def test_tiles_are_read_in_a_transformed_function(wide):
+    x = torch.randn(2, 3, 64)
+    assert torch.equal(torch.func.vmap(wide.up)(x), wide.up(x))
+
+
 def test_another_optimizer_of_tiled_parameters_alone_is_refused(wide):
     wide(torch.arange(8).view(1, 8)).backward()
     with pytest.raises(StateError, match=r"SGD\.step"):

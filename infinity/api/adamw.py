@@ -58,9 +58,11 @@ class AdamW(torch.optim.Optimizer):
             raise SettingError("max_grad_norm", max_grad_norm, "a number > 0, or None: never clip")
         self.max_grad_norm = max_grad_norm
         self.model = model
+        self._made_groups = False
         self._check_parameters()
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._made_groups = params is None  # else the caller's, who may leave parameters out
         self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
         if self.runtime.started:
             self.runtime.values.clear_optimizer_fields()
@@ -303,7 +305,9 @@ class AdamW(torch.optim.Optimizer):
         return self.runtime.dtype is torch.float16
 
     def _check_parameters(self) -> None:
-        """Every trainable parameter of the model is in a unit."""
+        """Every trainable parameter is in a unit and, where the groups are the default ones, in a group."""
+        groups = self.param_groups if self._made_groups else []
+        grouped = {id(p) for group in groups for p in group["params"]}
         for param in _parameters_of(self.model):
             places = self.runtime.units.places(param)
             for unit, segment in places:
@@ -315,6 +319,13 @@ class AdamW(torch.optim.Optimizer):
                     f"{name} was made outside infinity.Init, so no tier holds it. Add or replace modules "
                     "inside `with infinity.Init(recipe)` or, of a finished model, `with "
                     "infinity.Init(model)`; or freeze it with requires_grad_(False)"
+                )
+            if param.requires_grad and self._made_groups and id(param) not in grouped:
+                raise StateError(
+                    f"{places[0][1].whole_name} is trained, but was frozen when the optimizer was made: it "
+                    "is in no parameter group and would not change: call optimizer.add_param_group where "
+                    "you unfreeze it, or make the optimizer with params=[...], which have all that will be "
+                    "trained; optimizer.zero_grad() discards this step"
                 )
 
 

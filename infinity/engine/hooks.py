@@ -489,8 +489,8 @@ class Hooks:
     def _hook_parameters(self) -> None:
         """Register gradient hooks of parameters that became trainable."""
         for _, segment in self.units.segments():
-            if segment.is_tile:
-                segment.param.requires_grad_(segment.whole.requires_grad)
+            if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
+                segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
                 self._hooked.add(id(segment.param))
                 self._hook_parameter(segment.param)

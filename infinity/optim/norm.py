@@ -10,7 +10,6 @@ accelerator adds in float64 by an operator of its own; see :func:`norm_on_device
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ def sum_of_squares(grad: Tensor) -> Sum:
     rows = flat.numel() // ROW_NUMEL
     tail = flat.new_zeros(ROW_NUMEL)
     tail[: flat.numel() - rows * ROW_NUMEL] = flat[rows * ROW_NUMEL :]
-    return add_up(part for each in (flat[: rows * ROW_NUMEL], tail) for part in _row_sums(each).tolist())
+    return add_up(part for each in (flat[: rows * ROW_NUMEL], tail) for part in _row_sums(each))
 
 
 def add_up(parts: Iterable[float]) -> Sum:
@@ -69,22 +68,16 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
 
 
-def _row_sums(flat: Tensor) -> "np.ndarray[Any, np.dtype[np.float64]]":
-    """Sums of squares of each row of ``ROW_NUMEL`` elements, then what rounding took from each."""
+def _row_sums(flat: Tensor) -> list[float]:
+    """Sums of squares of each row of ``ROW_NUMEL`` elements, and what rounding took from each."""
     from infinity.optim import kernels
 
     if flat.dtype == torch.float16 and not kernels.converts_half():
         flat = flat.float()  # without rounding
     table = kernels.array(flat).reshape(-1, ROW_NUMEL // LANES, LANES)
-    sums, errors = np.zeros((2, len(table), LANES))
+    sums, errors = np.empty((2, len(table)))
     in_slices(
         lambda begin, end: kernels.squares(table[begin:end], sums[begin:end], errors[begin:end]),
         len(table), background_threads(), least=2,
     )  # fmt: skip
-    with np.errstate(invalid="ignore"):  # errors of sums that are inf
-        while sums.shape[1] > 1:
-            left, right = sums[:, ::2], sums[:, 1::2]
-            sums = left + right
-            added = sums - left
-            errors = errors[:, ::2] + errors[:, 1::2] + ((left - (sums - added)) + (right - added))
-    return np.concatenate([sums[:, 0], np.nan_to_num(errors[:, 0], nan=0.0)])
+    return [*sums.tolist(), *np.nan_to_num(errors, nan=0.0).tolist()]  # of inf no error is known

@@ -12,9 +12,10 @@ with it comes to ``__torch_function__``, which gathers one tile after the other:
 Any other operator would read the parameter as a whole, and raises.
 
 [Note: the same bits]
-Outputs of tiles are bitwise those of the whole parameter, and so are gradients of weights, as each of them is
-one product over the same elements. Experts are multiplied one by one either way, so all gradients are bitwise
-the same. The gradient of the input of a linear layer is a sum over tiles: it differs within rounding.
+Outputs of tiles, and gradients of weights, are one product over the same elements as those of the whole
+parameter: bitwise the same where a product of fewer rows gives the same bits, as on CPUs, but perhaps for a
+last tile of one row. Experts are multiplied one by one either way, so all gradients are bitwise the same. The
+gradient of the input of a linear layer is a sum over tiles: it differs within rounding.
 
 [Note: only those that are used]
 A tile of experts to which no rank's batch is routed is neither read nor gathered nor computed. With several
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from infinity.core.errors import StateError
+from infinity.core.nbytes import format_nbytes
 from infinity.partition.unit import Segment, Unit
 
 #: Gathers a unit while a context is open, and begins to bring those that follow; what autograd saves of it
@@ -48,8 +50,7 @@ _PLAIN = frozenset(
         "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset",
         "untyped_storage", "data_ptr", "get_device", "is_floating_point", "is_complex",
         "is_contiguous", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg",
-        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "detach",
-        "detach_", "type", "has_names", "_is_view",
+        "requires_grad_", "detach", "detach_", "type", "has_names", "_is_view",
         "_has_compatible_shallow_copy_type", "_has_symbolic_sizes_strides", "empty_like",
         "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full",
         "new_tensor", "is_tensor",
@@ -167,11 +168,14 @@ class TiledWeight:
 
     def refuse(self, what: str) -> NoReturn:
         """Raise: ``what`` would read the parameter as a whole."""
+        unit, segment = self.places[0]
+        nbytes = segment.whole_shape.numel() * unit.dtype.itemsize
         raise StateError(
             f"{what} on {self.name}, which is too large to be gathered whole and is computed in "
             f"{len(self.places)} tiles: linear layers, embeddings, and experts of transformers (their "
             "grouped_mm implementation, or eager with one rank) can be. To gather it whole set "
-            "partition.tile=never; to read its values use infinity.gathered or infinity.state_dict"
+            f"partition.tile=never, or to a size above the {format_nbytes(nbytes)} that it takes; to read "
+            "its values use infinity.gathered or infinity.state_dict"
         )
 
     def refuse_cast(self, how: str) -> NoReturn:
@@ -305,6 +309,9 @@ class TiledParameter(nn.Parameter):
             if moved.dtype != own.dtype or loses_values:
                 own.tiled.refuse_cast(name)
             return own  # not moved: a copy would be whole
+        if own is None:  # in a list: torch.cat, torch.autograd.grad
+            lists = (each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple))
+            own = next((each for values in lists for each in values if isinstance(each, cls)), None)
         if own is None or moves or name in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -341,8 +348,13 @@ def compute_in_tiles(param: nn.Parameter, weight: TiledWeight | None = None) -> 
 
     Args:
         weight: None: those from before :func:`compute_whole`.
+
+    Raises:
+        StateError: It has hooks, which no gradient would reach.
     """
     if weight is not None:
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            weight.refuse("register_hook")
         param.tiled = weight  # type: ignore[attr-defined]
     param.__class__ = TiledParameter
 

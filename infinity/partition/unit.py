@@ -339,8 +339,8 @@ class Unit:
         return torch.equal(_bits(data), _bits(self._view_of(segment, self.flat)).to(data.device))
 
     def _view_of(self, segment: Segment, flat: Tensor) -> Tensor:
-        offset = flat.storage_offset() + segment.offset
-        return flat.as_strided(segment.shape, _strides(segment.shape), offset)  # one operator: it is often made
+        # by one operator: each tile of a step needs it twice
+        return flat.as_strided(segment.shape, _strides(segment.shape), flat.storage_offset() + segment.offset)
 
     def _restore(self, segments: Iterable[Segment]) -> None:
         """Put parameters back where they belong."""

@@ -320,6 +320,18 @@ def test_the_numbers_of_rok_have_the_ranges_of_the_recipe(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]], ids=" ".join)
+@pytest.mark.parametrize("given", ["--ranks=0", "--ranks=-3", "--tokens=-5", "--tokens=0.5", "--tokens=nan"])
+def test_a_plan_is_for_one_rank_and_one_token_at_least(
+    command: list[str], given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, number = given.partition("=")
+    with pytest.raises(SystemExit) as raised:
+        main([*command, "recipe.yaml", given])
+    assert raised.value.code == 2
+    assert f"argument {name}: got {number}; wanted a number >= 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["plan.json", "profile.json", "measured.json"])
 @pytest.mark.parametrize(
     "content", ["", "{}", "[]", "null", "3", '{"plan": 3}', "[" * 100_000, "\0", "{}" * 9]

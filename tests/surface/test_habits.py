@@ -82,6 +82,23 @@ def test_a_second_adamw_takes_the_place_of_the_first_which_says_so(tmp_path):
         second.step()
 
 
+def test_what_is_unfrozen_and_in_no_group_is_an_error_and_trains_when_it_is_added(tmp_path):
+    with lockstep("nvme", tmp_path, rule=Rule(max_grad_norm=None)) as pair:
+        pair.require_grad("blocks.1", train=False)
+        pair.optimizer = training.optimizer_for(pair.model, pair.rule)
+        pair.step(2)
+        pair.require_grad("blocks.1", train=True)
+        pair.backward(1)
+        with pytest.raises(StateError, match=r"blocks\.1\..* frozen when .*optimizer\.add_param_group"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        added = list(pair.model.blocks[1].parameters())
+        pair.optimizer.add_param_group({"params": [p for p in added if p.ndim > 1], "weight_decay": 0.1})
+        pair.optimizer.add_param_group({"params": [p for p in added if p.ndim < 2], "weight_decay": 0.0})
+        pair.step(2)
+        pair.check()
+
+
 @pytest.mark.parametrize("wrong", [lambda m: m.parameters(), lambda m: list(m.parameters()), lambda m: None])
 def test_parameters_in_place_of_the_model_are_an_error_that_says_what_to_write(wrong):
     with pytest.raises(TypeError, match=r"infinity.AdamW\(model, lr=...\)"):
