@@ -345,8 +345,8 @@ class Unit:
     def _restore(self, segments: Iterable[Segment]) -> None:
         """Put parameters back where they belong."""
         for each in segments:
-            released = self.flat is None
-            each.param.data = self._released(each, new=True) if released else self._view_of(each, self.flat)
+            flat = self.flat
+            each.param.data = self._released(each, new=True) if flat is None else self._view_of(each, flat)
 
     def _check_whole(self, segment: Segment) -> None:
         """Raise if the model's parameter, whose tile this is, was given other data than its placeholder."""
