@@ -15,7 +15,7 @@ again from the committed one, with the right numbers. So gradients are kept unti
 without speculation; an optimizer that never clips gives them back as soon as they were read.
 
 Every step tells whether speculation was right, or would have been. While the prediction is that it will not
-be (see :class:`Predictor`), updates start at ``step``.
+be (see :class:`infinity.shards.records.Predictor`), updates start at ``step``.
 
 [Note: gradients on NVMe]
 Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon
