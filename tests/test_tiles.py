@@ -712,4 +712,12 @@ def test_a_run_goes_on_in_other_tiles(tmp_path, before, after):
     model, optimizer, batch = in_tiles(tmp_path, after, "run.name=mine")
     assert infinity.resume(model, optimizer) == 2
     same(small_state(model, optimizer), was)
+    for step in range(2, 4):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    was = small_state(model, optimizer)
+    infinity.close(model, keep=True)
+    model, optimizer, batch = in_tiles(tmp_path, before, "run.name=mine")
+    assert infinity.resume(model, optimizer) == 4
+    same(small_state(model, optimizer), was)
     infinity.close(model)

@@ -221,7 +221,8 @@ class Records:
             if saved.own is not None:
                 self.commits.take_over(saved.own.record, saved.own.place)
                 record = saved.own.record
-                places = (place if i in adopted else -1 for i, place in enumerate(record.versions))
+                # Of this model's units: cut otherwise, it may have more than the record.
+                places = (record.versions[u.index] if u.index in adopted else -1 for u in self.units)
                 self._kept = [replace(record, versions=tuple(places))]
 
     def land_commit(self, timeout_s: float) -> None:
