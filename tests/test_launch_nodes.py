@@ -89,6 +89,7 @@ def run_node(port: int, words: list[str], folder: Path) -> None:
         rdzv_configs={"rank": node, "timeout": int(HANG_S)}, run_id="none", max_restarts=0,
         start_method="fork", monitor_interval=0.05,
     )  # fmt: skip
+    words = [*words, f"memory.nvme=[{folder}/nvme/{node}]"]
     elastic_launch(config, run_worker)(words, folder / f"output.{node}")
 
 
@@ -97,8 +98,10 @@ def run_worker(words: list[str], output: Path) -> None:
         assert main(words) == 0
 
 
-def test_two_nodes_train_as_one_run(tmp_path):
+def test_two_nodes_train_as_one_run_each_on_its_own_drives(tmp_path):
     run_ranks(run_node, 2, free_port(), settings(tmp_path), tmp_path, group=False)
+    for node in range(2):
+        (tmp_path / f"nvme/{node}").rmdir()  # is there, and empty
     output, other_output = ((tmp_path / f"output.{node}").read_text() for node in range(2))
     summary = check_files(tmp_path, 2)
     assert "tokens/s" in output
@@ -126,4 +129,3 @@ def test_an_error_on_one_node_ends_both_and_each_says_why(tmp_path):
     assert "give memory.nvme a directory on a local drive" in guilty_errors
     assert "infinity: rank 0: PeerError" in errors
     assert "rank 1 failed with DirectoryError" in errors
-    assert not list((tmp_path / "nvme").iterdir())

@@ -49,7 +49,8 @@ def train(recipe: Recipe) -> Summary | None:
     with ExitStack() as stack:
         device = stack.enter_context(process_group(recipe))
         run = on_rank_0(lambda: find_run(recipe))
-        recipe, folder = run.recipe, run.folder
+        drives, folder = recipe.memory.nvme, run.folder  # drives of this node; all else is rank 0's
+        recipe = replace(run.recipe, memory=replace(run.recipe.memory, nvme=drives))
         set_threads(recipe.train)
         check_sizes(recipe, device)
         if run.before is None and recipe.checkpoint.load is not None:

@@ -4,6 +4,7 @@ Where a real accelerator is at hand, ``tests/gpu`` trains the same scenarios on 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,12 @@ def check(scenario: Scenario, folder: Path, schedules: Sequence[tuple[Schedule, 
             assert run.faults == [], f"{run.schedule}: {len(run.faults)} faults, first:\n{run.faults[0]}"
         assert {run.schedule: run.losses for run in runs} == {run.schedule: runs[0].losses for run in runs}
         assert {run.schedule: run.digest for run in runs} == {run.schedule: runs[0].digest for run in runs}
-        assert all(run.kernels > 1000 for run in runs)  # it trained on the device
+        assert all(run.kernels > 500 for run in runs)  # it trained on the device
     if scenario.world == 1 and not scenario.dropout:
+        # Without an accelerator activations are not stored in host memory: they are in it.
+        more = tuple(word for word in scenario.more if word != "memory.activations=offload")
         with math_attention():
-            plain = train(scenario, str(folder))
+            plain = train(replace(scenario, more=more), str(folder))
         assert ranks[0][0].losses == plain.losses
         assert ranks[0][0].bits == digest(plain, norms=False)
 
