@@ -425,6 +425,15 @@ def test_a_hook_from_before_a_parameter_is_tiled_is_refused(tmp_path):
         build(factory, "fp32", streaming(tmp_path, "partition.tile=32KiB"))
 
 
+def test_a_hook_on_values_that_are_gathered_is_refused_until_it_is_removed(wide):
+    with pytest.raises(StateError, match=r"register_hook on down\.weight"), infinity.gathered(wide.down.weight):
+        handle = wide.down.weight.register_hook(torch.zeros_like)
+    wide(torch.arange(8).view(1, 8)).backward()
+    handle.remove()
+    with infinity.gathered(wide.down.weight):
+        assert wide.down.weight.isfinite().all()
+
+
 def test_tiles_are_read_in_a_transformed_function(wide):
     x = torch.randn(2, 3, 64)
     assert torch.equal(torch.func.vmap(wide.up)(x), wide.up(x))

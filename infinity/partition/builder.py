@@ -24,8 +24,8 @@ only has the name really keeps its experts in a list is seen when it is complete
 [Note: what is tiled]
 Parameters of experts that are packed (``[experts, out, in]``, as transformers has them), of linear layers and
 of embeddings, if they are larger than :class:`CutSizes` allows. Each tile is a unit. A tile of experts is
-read if a batch is routed to one of them. So without an accelerator, where a tile costs the host less time
-than reading it, a tile is one expert (see benchmarks/results/README.md for what that saves).
+read if a batch is routed to one of them. So on one rank without an accelerator, where a tile costs the host
+less time than reading it, a tile is one expert, or as many as a drive reads at its speed.
 """
 
 import difflib

@@ -399,7 +399,8 @@ class Prefetcher:
         if place is not None:
             del self._to_come[place:]
         found, room, known = {unit: None}, self.capacity_nbytes, self._coming
-        for each in islice(reversed(self._to_come), len(self._to_come) - self._recomputed):
+        in_order = max(0, len(self._to_come) - self._recomputed)  # below: a block that is not recomputed
+        for each in islice(reversed(self._to_come), in_order):
             if each not in found:
                 room -= known.get(each) or self._coming_nbytes(each)
                 if room < 0:

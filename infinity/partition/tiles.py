@@ -353,10 +353,10 @@ def compute_in_tiles(param: nn.Parameter, weight: TiledWeight | None = None) -> 
         StateError: It has hooks, which no gradient would reach.
     """
     if weight is not None:
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            weight.refuse("register_hook")
         param.tiled = weight  # type: ignore[attr-defined]
     param.__class__ = TiledParameter
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        param.tiled.refuse("register_hook")  # type: ignore[attr-defined]
 
 
 def compute_whole(param: nn.Parameter) -> None:

@@ -42,6 +42,11 @@ from infinity.core.transfer import Lease
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].
 SHARD_QUANTUM = 2048
 _ALIGN_NBYTES = 64
+#: The element of a placeholder.
+_NAN_BYTES = {
+    dtype: bytes(torch.full((1,), math.nan, dtype=dtype, device="cpu").view(torch.uint8).tolist())
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -248,14 +253,10 @@ class Unit:
         for segment in self.segments if attached else ():
             segment.param.data = self._released(segment)
 
-    def _released(self, segment: Segment, *, new: bool = False) -> Tensor:
-        """The placeholder of a parameter.
-
-        Args:
-            new: What it had may be written.
-        """
+    def _released(self, segment: Segment) -> Tensor:
+        """The placeholder of a parameter: the one from before, unless an alias of it was written."""
         had = segment.released
-        if new or had is None or had.shape != segment.shape:
+        if had is None or had.shape != segment.shape or not is_placeholder(had) or _filled(had):
             had = segment.released = placeholder(segment.shape, self.dtype, self.device)
         return had
 
@@ -346,7 +347,7 @@ class Unit:
         """Put parameters back where they belong."""
         for each in segments:
             flat = self.flat
-            each.param.data = self._released(each, new=True) if flat is None else self._view_of(each, flat)
+            each.param.data = self._released(each) if flat is None else self._view_of(each, flat)
 
     def _check_whole(self, segment: Segment) -> None:
         """Raise if the model's parameter, whose tile this is, was given other data than its placeholder."""
@@ -494,7 +495,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     Profilers of operators do not see it. When units are released differs from pass to pass, and what a step
     itself makes is to be the same bytes in each.
     """
-    with no_dispatch():
+    with no_dispatch(), torch.inference_mode(False):  # parameters keep it for training
         if device.type != "cpu":
             return _shared_nan(dtype, device).expand(shape)
         return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
@@ -503,8 +504,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 @functools.cache
 def _shared_nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One for all: on an accelerator each takes a kernel, and what is written to one is not looked for."""
-    with torch.inference_mode(False):
-        return torch.full((), math.nan, dtype=dtype, device=device)
+    return torch.full((), math.nan, dtype=dtype, device=device)
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -522,7 +522,7 @@ def _filled(placeholder: Tensor) -> bool:
     if placeholder.device.type != "cpu":
         return False
     address = placeholder.untyped_storage().data_ptr()
-    if ctypes.string_at(address, placeholder.itemsize) == _nan_bytes(placeholder.dtype):
+    if ctypes.string_at(address, placeholder.itemsize) == _NAN_BYTES.get(placeholder.dtype):
         return False  # asked of each unit in each step, where an operator would take many times as long
     return not math.isnan(placeholder.as_strided((), ()).item())
 
@@ -530,12 +530,4 @@ def _filled(placeholder: Tensor) -> bool:
 @functools.cache
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     """Those of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
-
-
-@functools.cache
-def _nan_bytes(dtype: torch.dtype) -> bytes:
-    """Those of a placeholder's element."""
-    with torch.inference_mode(False):
-        nan = torch.full((1,), math.nan, dtype=dtype, device="cpu")
-    return bytes(nan.view(torch.uint8).tolist())
+    return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))

@@ -189,7 +189,7 @@ def test_experts_that_the_device_cannot_hold_are_planned_in_tiles(tmp_path: Path
         dry_run(recipe_for(tmp_path, *more, *sizes, "partition.tile=never"), MACHINE, 1)
     planned = dry_run(recipe_for(tmp_path, *more, *sizes), MACHINE, 1)
     tiles = [unit for unit in planned.units if "experts" in unit.name]
-    assert [unit.nbytes for unit in tiles] == [16 * 2**20] * 24
+    assert [unit.nbytes for unit in tiles] == [4 * 2**20] * 64 + [2 * 2**20] * 64  # one expert each
     used = {event.unit for event in planned.trace.events}
     assert {planned.units.index(unit) for unit in tiles} <= used
     assert play_step(planned.trace, planned.setup).nbytes["NVMe read"] > 2 * 384 * 2**20

@@ -108,6 +108,29 @@ def test_units_are_as_large_as_drives_like_and_no_larger_than_half_of_the_memory
             assert sizes.full_nbytes == sizes.most_nbytes == max(least, device // 2 // copies)
 
 
+class Packed(nn.Module):
+    """Experts as transformers packs them."""
+
+    is_transposed, _apply_gate = False, None
+
+    def __init__(self, experts: int, numel: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.down_proj = nn.Parameter(torch.empty(experts, numel // 1024, 1024, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "ranks", "on_accelerator", "experts"),
+    [(4, 1, False, 1), (1, 1, False, 2), (4, 2, False, 8), (4, 1, True, 16), (1, 1, True, 64)],
+)
+def test_a_tile_is_one_expert_where_one_rank_computes_on_the_host(mebibytes, ranks, on_accelerator, experts):
+    sizes = CutSizes.of("auto", 2**30, ranks, on_accelerator=on_accelerator)
+    module = Packed(512, mebibytes * 2**19)
+    assert sizes.rows(module, module.down_proj, 2) == experts
+    given = CutSizes.of("8MiB", 2**30, ranks, on_accelerator=on_accelerator)
+    assert given.rows(module, module.down_proj, 2) == 8 // mebibytes
+
+
 def test_a_large_parameter_begins_a_unit_where_memory_holds_no_larger_one():
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -287,6 +287,14 @@ def test_tiles_of_a_block_that_is_recomputed_are_used_in_another_order():
     assert prefetcher._to_come == []
 
 
+def test_blocks_before_one_that_was_recomputed_may_not_be():
+    prefetcher, _ = routed(5)
+    forward(prefetcher)
+    forward(prefetcher, LAYERS[-1:], recomputed=True)
+    backward(prefetcher)
+    assert prefetcher._to_come == []
+
+
 def test_plans_leave_room_for_the_tiles_that_micro_batches_use_one_after_another():
     prefetcher, mover = routed(7)
     prefetcher.together_nbytes = 5

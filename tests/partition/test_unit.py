@@ -94,6 +94,44 @@ def test_attached_parameters_are_views_and_detached_ones_let_go():
     assert all(is_placeholder(s.param.data) for s in unit.segments)
 
 
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda old: old.untyped_storage().resize_(0)])
+def test_what_is_written_to_an_alias_of_a_released_parameter_is_gone_when_it_is_released_again(write):
+    unit = unit_of((4, 8), (3,))
+    flat = torch.zeros(unit.numel, dtype=torch.bfloat16)
+    unit.attach(flat)
+    unit.detach()
+    old = unit.segments[0].param.data
+    unit.attach(flat)
+    write(old)
+    unit.detach()
+    assert unit.segments[0].param.data.isnan().all()
+    unit.attach(flat)
+
+
+def test_what_is_released_in_inference_mode_serves_training():
+    unit = unit_of((4, 8))
+    with torch.inference_mode():
+        unit.segments[0].param.data.zero_()
+        with pytest.raises(StateError):
+            unit.check_data(unit.segments[0])
+    flat = torch.zeros(unit.numel, dtype=torch.bfloat16)
+    unit.attach(flat)
+    unit.detach()
+    assert not unit.segments[0].param.is_inference()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 8), (2, 0, 3), (0,), (1, 5, 1)])
+def test_views_are_contiguous(shape):
+    unit = unit_of((4, 8), shape)
+    flat = torch.arange(2 * unit.numel).to(torch.bfloat16)[unit.numel :]
+    unit.attach(flat)
+    for s in unit.segments:
+        whole = flat.narrow(0, s.offset, s.numel).view(s.shape)
+        assert s.param.stride() == whole.stride()
+        assert torch.equal(s.param.data, whole)
+        assert s.param.data_ptr() == whole.data_ptr()
+
+
 @pytest.mark.parametrize(
     "replace", [lambda p: p.data.float(), lambda p: torch.zeros(4, 8, dtype=torch.bfloat16)]
 )
