@@ -117,7 +117,7 @@ class Trainer:
 
     def every(self) -> int:
         """Steps from one record to the next."""
-        return int(self.optimizer.runtime.executor().updates.interval.every)
+        return int(self.optimizer.runtime.records.interval.every)
 
     def files(self) -> list[str]:
         volume = self.optimizer.runtime.storage.volume

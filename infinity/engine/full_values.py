@@ -126,16 +126,17 @@ class FullValues:
                 if not streams:
                     unit.shard_of(unit.flat).copy_(before)
             if streams and unit.lease is not None:  # else the model was closed meanwhile
+                if undone and modify:  # it is fetched again
+                    self._executor().hooks.release_unscoped_units()
                 outer = prefetcher.running
                 prefetcher.begin_visit()
                 prefetcher.unpin(unit.index)
                 prefetcher.end_inference()
+                prefetcher.running = outer
                 if modify:
                     prefetcher.forget_stored(unit.index)
-                if undone and modify:  # it is fetched again
-                    self._executor().hooks.release_unscoped_units()
+                if undone and modify:
                     prefetcher.forget([unit.index])
-                prefetcher.running = outer
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
         if self.ranks.world_size > 1:

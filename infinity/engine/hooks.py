@@ -27,7 +27,8 @@ goes to the tensor cache, which keeps it, stores it, or lets blocks be recompute
 A head whose logits are pending (:mod:`infinity.activations.logits`) uses no unit when it is called. Where the
 loss is computed, in the model's forward or after it, all slices are one use: so the order of uses is that of
 whole logits, and the same on every rank. An inference pass whose logits are pending goes on until they are
-read once, or another pass begins. The recomputed slices follow each other in backward, and no other
+read once, or another pass begins; and so long stay the units of the calls that the head's was in, since calls
+release theirs after its unit. The recomputed slices follow each other in backward, and no other
 unit is used between them; so a head is kept like what one autograd node reads, not until its gradients are
 complete, which with tied weights would be the whole backward pass. Then what a step does to units is the same
 for whole logits, and ranks may differ: with ``auto`` their batches decide.
@@ -99,7 +100,7 @@ class Frame:
     opened: ExitStack | None = None  # the saved-tensor context, when this call is outermost
     logits: ExitStack | None = None  # the context in which logits are pending, likewise
     inference: bool = False
-    pending: bool = False  # its head has not been computed: its loss may follow the call
+    pending: bool = False  # a head in it has not been computed: its loss may follow the call
     leaf: bool = False  # its units are used as one
 
 
@@ -138,6 +139,7 @@ class Hooks:
         self._in_backward = False
         self._unscoped: list[int] = []  # units touched outside any forward
         self._outside = False  # a pass goes on there: a visit of those, or inference whose loss is to follow
+        self._held: list[int] = []  # units of calls that are over, but whose logits are pending
         self._leaves = leaves
         self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
@@ -186,7 +188,8 @@ class Hooks:
             frame.logits.enter_context(self.logits.opened(module))
         self.stack.append(frame)
         if self.logits.defers(module, args):
-            self.stack[0].pending = True
+            for each in self.stack:
+                each.pending = True
             return
         if module in self._leaves:
             self._enter_leaf(self._leaves[module], frame)
@@ -279,6 +282,9 @@ class Hooks:
 
     def _end_outside(self) -> None:
         """End the pass that goes on outside any forward; units that were touched there stay."""
+        held, self._held = self._held, []
+        for index in held:
+            self.prefetcher.unpin(index)
         if self._outside:
             self._outside = False
             self.prefetcher.end_inference()
@@ -351,8 +357,11 @@ class Hooks:
         frame.opened.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
-        for index in frame.pinned:
-            self.prefetcher.unpin(index)
+        if frame.pending:
+            self._held += frame.pinned
+        else:
+            for index in frame.pinned:
+                self.prefetcher.unpin(index)
         if frame.inference:
             self._outside = True
             if not frame.pending:
@@ -378,7 +387,8 @@ class Hooks:
         frame = Frame(module, [], leaf=True)
         with ExitStack() as stack:
             if not self.stack and torch.is_grad_enabled():
-                self.release_unscoped_units()
+                if self._outside or self._unscoped:
+                    self.release_unscoped_units()
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             elif not self.stack:
                 frame.inference = True
@@ -393,6 +403,9 @@ class Hooks:
             finally:
                 if any(each is frame for each in self.stack):
                     self._unwind(frame, None)
+                self._end_outside()
+                for each in self.stack:
+                    each.pending = False  # the first read is over
 
     def _stamp(self, module: nn.Module) -> object:
         return tuple(unit.updates for unit in self.units.holding(module.parameters()))

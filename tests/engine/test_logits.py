@@ -22,6 +22,7 @@ from tests.helpers.launch import run_ranks, several
 from tests.helpers.reference import Rule
 from tests.helpers.runs import metrics_of
 from tests.helpers.training import (
+    UNTILED,
     Trained,
     assert_bitwise,
     build,
@@ -213,6 +214,40 @@ class Wide(nn.Module):
         for block in self.blocks:
             hidden = hidden + block(hidden).tanh()
         return nn.functional.cross_entropy(self.lm_head(hidden).flatten(0, 1), tokens.flatten())
+
+
+class Shifted(Wide):
+    """One that adds a parameter of its own to the hidden state, and leaves the loss to the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        return self.lm_head(hidden)
+
+
+def passes(folder: Path, mode: str) -> list[Any]:
+    """The events of a training step and of an evaluation, the losses of which follow the call."""
+    model: Any = build(Shifted, "fp32", streaming(folder, f"memory.logits={mode}", UNTILED))
+    optimizer, tokens = optimizer_for(model, Rule()), torch.arange(16).view(2, 8)
+    with contextlib.closing(optimizer):
+        for _ in range(3):
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        prefetcher = optimizer.runtime.executor().prefetcher
+        assert prefetcher.running is prefetcher.training
+        assert not any(prefetcher.pins.values())
+        return [each.plan.events for each in (prefetcher.training, prefetcher.inference)]
+
+
+def test_what_a_model_itself_uses_stays_until_its_logits_are_read_as_for_whole_ones(tmp_path: Path) -> None:
+    assert passes(tmp_path, "slices") == passes(tmp_path, "whole")
 
 
 def wide(folder: Path, *overrides: str) -> tuple[list[float], Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from infinity import StateError
+from infinity.engine.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.lockstep import BOTH, NVME, PLACES, WIDTH, Block, Toy, batch, lockstep, seeded
@@ -253,6 +254,20 @@ def test_gathered_with_modify_inside_a_step_is_an_error(tmp_path, place):
         pair.backward(2)
         with pytest.raises(StateError, match="zero_grad"), infinity.gathered(pair.model, modify=True):
             pass
+
+
+@NVME
+def test_an_error_inside_gathered_leaves_the_step_its_plan_after_a_read_outside_a_call(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step(2)
+        prefetcher = runtime_of(pair.model).executor().prefetcher
+        prefetcher.training.follow(None)
+        pair.model.last.bias.sum()
+        with pytest.raises(ZeroDivisionError), infinity.gathered(pair.model.blocks[1], modify=True):
+            raise ZeroDivisionError
+        pair.step()
+        assert prefetcher.training.plan is not None
+        pair.check()
 
 
 @BOTH
