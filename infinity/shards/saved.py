@@ -113,7 +113,7 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
             for problem in problems:
                 note(f"{problem}. The run goes on from its commit of step {found.step}, which is whole")
             return found
-    _require_none(folders, problems, lost)
+    _require_none(folders, ranks, problems, lost)
     return None
 
 
@@ -138,10 +138,11 @@ def committed_step(folders: Sequence[Path]) -> int | None:
     return None if newest is None else min(steps[newest].values())
 
 
-def _require_none(folders: Sequence[Path], problems: Sequence[str], lost: Path | None) -> None:
+def _require_none(folders: Sequence[Path], ranks: Ranks, problems: Sequence[str], lost: Path | None) -> None:
     """Raise if a run has commits, none of which is whole.
 
-    After its first step some ranks may have a record already and others none: then there is nothing to lose.
+    Some ranks may have its first record already and others, whose data files are there, none: then there is
+    nothing to lose.
 
     Args:
         lost: A data file whose records are elsewhere.
@@ -161,13 +162,18 @@ def _require_none(folders: Sequence[Path], problems: Sequence[str], lost: Path |
             f"{lost} is of a run that has commits, but its records are not in {where}: name every directory "
             f"that it had in memory.nvme; {BEGIN_ANEW}"
         )
-    for _, _, path in _records(folders):
-        record = read_commit(path)
-        if record is not None and record.step > 1:
-            raise StateError(
-                f"the run in {where} has no commit that is whole on all ranks ({path.name} is of step "
-                f"{record.step}): give every directory and every rank that it had; {BEGIN_ANEW}"
-            )
+    records = [record for _, _, path in _records(folders) if (record := read_commit(path)) is not None]
+    number, step, old_ranks = (
+        _most(max((getattr(record, name) for record in records), default=0), ranks)
+        for name in ("number", "step", "world_size")
+    )
+    needed = [ranks.rank] if old_ranks == ranks.world_size else range(old_ranks)
+    has_data = all([*folder.glob(f"rank{rank}-*.bin")] for rank in needed for folder in folders)
+    if number > 1 or (step > 1 and not ranks.least(has_data, "the interrupted run's files")):
+        raise StateError(
+            f"the run in {where} has no commit that is whole on all ranks (the newest is of step {step}): "
+            f"give every directory and every rank that it had; {BEGIN_ANEW}"
+        )
 
 
 def _without_records(folders: Sequence[Path]) -> Path | None:

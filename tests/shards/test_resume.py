@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import infinity
+from infinity.comm.ranks import Ranks
+from infinity.shards.saved import find_saved
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.crashes import Net
@@ -145,6 +147,33 @@ def test_states_are_the_same_on_any_number_of_ranks(tmp_path, places):
         args = (str(tmp_path), 3, 3, 7, "nvme")
         results = run_ranks(train_some, world, *args) if world > 1 else [train_some(*args)]
         same(results[0][1], found[2])
+
+
+def record_every_other_step(folder, steps):
+    """On each of two ranks."""
+    given = overrides(folder, "nvme", "durability.every=2")
+    model, optimizer, batch = start("gpt", "fp32", given, Rule(max_grad_norm=None))
+    run(model, optimizer, batch, range(steps))
+    interrupt(model)
+
+
+def test_a_run_that_ended_while_ranks_wrote_their_first_record_begins_anew(tmp_path):
+    for steps, refused in ((2, False), (4, True)):
+        folder = tmp_path / str(steps)
+        run_ranks(record_every_other_step, 2, str(folder), steps)
+        for path in folder.rglob("rank1-*.commit?"):
+            path.unlink()
+
+        def look(folder=folder):
+            return find_saved([folder / "mine"], Ranks(0, 1, torch.device("cpu")), lambda line: None)
+
+        if not refused:
+            assert look() is None
+            next(folder.rglob("rank1-*.bin")).unlink()  # its directory was not given: it may have a record
+        with pytest.raises(
+            infinity.StateError, match=rf"on all ranks \(the newest is of step {steps}\): give"
+        ):
+            look()
 
 
 # --- what keeps the files ------------------------------------------------------------------------
