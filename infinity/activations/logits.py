@@ -284,10 +284,11 @@ class PendingLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first, name = args[0] if args else None, func.__name__
-        if isinstance(first, PendingLogits) and first._family.sliced and name in _ASK_FOR_GRADIENT:
+        asked = args[1] if func is torch.autograd.grad else [first] * (name in _ASK_FOR_GRADIENT)
+        if any(isinstance(each, PendingLogits) and each._family.sliced for each in asked):
             raise StateError(
-                f"{name} on logits whose loss was computed in slices: whole logits have no gradient. "
-                f"{_REMEDY}, or call it before the loss is computed"
+                f"{name} of logits whose loss was computed in slices: whole logits have no gradient. "
+                f"{_REMEDY}, or call their retain_grad before the loss is computed"
             )
         if isinstance(first, PendingLogits) and first._whole is None:
             if name in _DESCRIBE or (name == "__get__" and func.__self__.__name__ in _PROPERTIES):

@@ -136,7 +136,8 @@ class Hooks:
         self.logits = LogitSlices(self._running, self._stamp)
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
-        self._in_backward = False
+        #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
+        self._backward: weakref.ref[Callable[[], None]] | None = None
         self._unscoped: list[int] = []  # units touched outside any forward
         self._outside = False  # a pass goes on there: a visit of those, or inference whose loss is to follow
         self._held: list[int] = []  # units of calls that are over, but whose logits are pending
@@ -345,7 +346,7 @@ class Hooks:
 
     def _open(self, frame: Frame) -> None:
         self.release_unscoped_units()
-        if self._in_backward:
+        if self._backward is not None:
             self._abort_backward()
         if not torch.is_grad_enabled():
             frame.inference = True
@@ -447,11 +448,14 @@ class Hooks:
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
         """Ask autograd, once per backward pass, to call back when it ends."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._end_outside()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+        if self._backward is not None and self._backward() is not None:
+            return
+        self._end_outside()
+        if self._backward is not None:
+            self._abort_backward()
+        end = self._end_backward
+        self._backward = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
         leaf = self._leaf_of.get(unit.index, ())
@@ -493,7 +497,7 @@ class Hooks:
         self._leave_backward()
 
     def _leave_backward(self) -> None:
-        self._in_backward, self._leaf = False, ()
+        self._backward, self._leaf = None, ()
         self._leaf_calls.clear()
         self.pins.drop()
 

@@ -291,10 +291,12 @@ def test_a_gradient_that_is_asked_of_logits_is_there_or_refused(ask: str) -> Non
     late.float().register_hook(asked.append)
     with head.slices.opened(model):
         late = model()
-    F.cross_entropy(rows(late), model.labels.view(-1)).backward()
+    loss = F.cross_entropy(rows(late), model.labels.view(-1))
     for each in (late, late.float()):
         with pytest.raises(StateError, match=rf"{ask} .*in slices.*memory\.logits=whole"):
             getattr(each, ask)(*given)
+        with pytest.raises(StateError, match=r"grad .*in slices.*memory\.logits=whole.*retain_grad"):
+            torch.autograd.grad(loss, each, materialize_grads=True)
 
 
 def test_a_compiled_loss_is_computed_in_slices() -> None:

@@ -310,6 +310,27 @@ def test_a_pass_that_raises_leaves_nothing_behind(tmp_path, place, clip, where, 
 
 
 @NVME
+@pytest.mark.parametrize("then", few(("zero_grad",), ("nothing", "zero_grad")))
+def test_a_backward_after_one_that_raised_is_the_step(tmp_path, place, then):
+    with lockstep(place, tmp_path, seeded(Failing)) as pair:
+        pair.step(2)
+        pair.model.where = "backward"
+        failing = pair.model(**batch(50)).loss
+        pair.model.where = ""
+        pair.number += 1
+        loss = pair.model(**batch(pair.number)).loss
+        with pytest.raises(ArithmeticError, match="backward"):
+            failing.backward()
+        if then == "zero_grad":
+            pair.optimizer.zero_grad()
+        loss.backward()
+        pair.optimizer.step()
+        pair.follow(loss.detach())
+        pair.step(2)
+        pair.check()
+
+
+@NVME
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_steps(tmp_path, place, mode):
     with lockstep(place, tmp_path, seeded(Encoder), rule=Rule(max_grad_norm=None)) as pair:
