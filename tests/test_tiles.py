@@ -426,11 +426,9 @@ def test_a_hook_from_before_a_parameter_is_tiled_is_refused(tmp_path):
 
 
 def test_a_hook_on_values_that_are_gathered_is_refused_until_it_is_removed(wide):
-    with (
-        pytest.raises(StateError, match=r"register_hook on down\.weight"),
-        infinity.gathered(wide.down.weight),
-    ):
-        handle = wide.down.weight.register_hook(torch.zeros_like)
+    weight = wide.down.weight
+    with pytest.raises(StateError, match=r"register_hook on down\.weight"), infinity.gathered(weight):
+        handle = weight.register_hook(torch.zeros_like)
     wide(torch.arange(8).view(1, 8)).backward()
     handle.remove()
     with infinity.gathered(wide.down.weight):

@@ -172,8 +172,6 @@ def test_a_run_that_ended_while_ranks_wrote_their_first_record_begins_anew(tmp_p
             next(folder.rglob("rank1-*.bin")).unlink()  # its directory was not given: it may have a record
         wanted = rf"on all ranks \(the newest is of step {steps}\): give"
         with pytest.raises(infinity.StateError, match=wanted):
-            infinity.StateError, match=rf"on all ranks \(the newest is of step {steps}\): give"
-        ):
             look()
 
 
