@@ -129,3 +129,4 @@ def test_an_error_on_one_node_ends_both_and_each_says_why(tmp_path):
     assert "give memory.nvme a directory on a local drive" in guilty_errors
     assert "infinity: rank 0: PeerError" in errors
     assert "rank 1 failed with DirectoryError" in errors
+    assert not list(tmp_path.glob("nvme/*/*"))

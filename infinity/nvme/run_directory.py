@@ -77,6 +77,12 @@ class RunDirectory:
         self._files.add(path)
         return path
 
+    def is_empty(self) -> bool:
+        """Whether it holds nothing but locks."""
+        with contextlib.suppress(OSError):  # it was removed, or no descriptor is left to list it with
+            return {*self.path.iterdir()} == {*self.path.glob(_LOCKS)}
+        return False
+
     def remove(self) -> None:
         """Remove this rank's files and its lock, and the directory with the last rank's."""
         if self._lock < 0:

@@ -197,7 +197,9 @@ class Storage:
                 directory.finish()
 
     def _end_directory(self, directory: RunDirectory, world_size: int) -> None:
-        if not self._looked or (self.keep and self._committed):
+        if not self._looked and directory.is_empty():
+            directory.remove()  # this process made it
+        elif not self._looked or (self.keep and self._committed):
             if self._unused and not (self.commits is not None and self.commits.any):
                 for path in directory.path.glob(f"{self._unused}[-.]*"):
                     path.unlink(missing_ok=True)

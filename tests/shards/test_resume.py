@@ -204,6 +204,18 @@ def test_a_start_that_cannot_go_on_leaves_the_files(tmp_path):
         start("gpt", "fp32", overrides(tmp_path, "nvme", "run.resume=must"), rule)
 
 
+def test_a_start_that_fails_while_it_looks_for_commits_leaves_no_directory_of_its_own(tmp_path, monkeypatch):
+    def fails(*args):
+        raise infinity.PeerError("another rank failed")
+
+    with monkeypatch.context() as changed:
+        changed.setattr("infinity.shards.storage.find_saved", fails)
+        with pytest.raises(infinity.PeerError):
+            build(Net, "fp32", overrides(tmp_path, "nvme"))
+    assert list(tmp_path.iterdir()) == []
+    interrupt(build(Net, "fp32", overrides(tmp_path, "nvme")))
+
+
 class Other(Net):
     def __init__(self):
         super().__init__()
