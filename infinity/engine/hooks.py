@@ -283,9 +283,8 @@ class Hooks:
 
     def _end_outside(self) -> None:
         """End the pass that goes on outside any forward; units that were touched there stay."""
-        held, self._held = self._held, []
-        for index in held:
-            self.prefetcher.unpin(index)
+        while self._held:
+            self.prefetcher.unpin(self._held.pop(0))
         if self._outside:
             self._outside = False
             self.prefetcher.end_inference()
