@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 
 from infinity.comm.collectives import Collectives
-from infinity.core.budget import HostBudget
+from infinity.core.budget import HostBudget, rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.core.transfer import Lease, Pool, Transfer
@@ -274,7 +274,7 @@ class Gradients:
         self._reducing: Transfer | None = None  # the last reduction, where the next one waits for it
         self._delivered: set[int] = set()
         self._passed: set[int] = set()  # units that are complete in this backward pass
-        self._fired = False
+        self._fired = self._accumulated = False
         self._leaving: ThreadPoolExecutor | None = None
         self._norms: torch.Stream | None = None
         self._unread: dict[int, Tensor] = {}  # norms of gradients that stay on the accelerator
@@ -347,9 +347,32 @@ class Gradients:
         if self._reducing is not None and not self._passed:  # the last one of the micro-batch before
             self.mover.waits("collective", self._reducing.wait)
             self._reducing = None
+        self._share_window(unit)
         gradient = self._open[unit.index] = UnitGradient.begin(unit, self.pool)
         self.pool.give_back()
         return gradient
+
+    def _share_window(self, *beginning: Unit) -> None:
+        """Take from the window what open gradients need beyond the room that budgets have for them.
+
+        That is one of them, and one on its way to its update. More are open at one time where a unit has
+        parameters of several modules that run inside each other. With several ranks each would decide alone.
+        """
+        updates, lent = self.updates, self.prefetcher.lent_nbytes
+        counted = self._accumulated or not self.syncing or not (updates.early or updates.spilled)
+        few = len(beginning) + len(self._open) < 3
+        if self.collectives is not None or counted or (few and not lent):
+            return
+        waiting = self._delivered - updates.spilled
+        if updates.early:
+            waiting = {index for index in waiting if self.units[index].home is Tier.HOST}
+        held = [*beginning, *(each.unit for each in self._open.values()), *(self.units[i] for i in waiting)]
+        room = self.pool.capacity_nbytes - self.prefetcher.capacity_nbytes
+        beyond = max(0, sum(rounded(unit.nbytes) for unit in held) - room)
+        self.prefetcher.lend(beyond)
+        if beyond > lent:
+            self.pins.shrink()
+            self.prefetcher.lend(beyond)
 
     def _pass(self, *leases: Lease) -> None:
         """Hold a complete gradient's memory until the next one has begun: see [Note: gradients that pass]."""
@@ -366,6 +389,7 @@ class Gradients:
             if missing or unit.index in self._open:
                 self._complete(unit)
         self.synced, self._fired = self.syncing, False
+        self._accumulated = not self.syncing
         self._passed.clear()
         self.pool.give_back()
 
@@ -409,12 +433,13 @@ class Gradients:
         for shard in self._shards.values():
             shard.lease.release()
         self._open.clear()
+        self.prefetcher.lend(0)
         self._shards.clear()
         self._unread.clear()
         self._reducing = None
         delivered, self._delivered = self._delivered, set()
         self._passed.clear()
-        self.synced = self._fired = False
+        self.synced = self._fired = self._accumulated = False
         self._received.clear()
         if not committed:
             self.updates.forget()
@@ -452,6 +477,8 @@ class Gradients:
         total = None
         if gradient is not None:
             del self._open[unit.index]
+            if self.prefetcher.lent_nbytes:
+                self._share_window()
             gradient.seal()
             gradient.lease.record_use()
             self._pass(gradient.lease)

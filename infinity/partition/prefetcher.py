@@ -191,6 +191,7 @@ class Prefetcher:
 
     Attributes:
         together_nbytes: What routed units take that several micro-batches use one after another.
+        lent_nbytes: What gradients have of the capacity.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Prefetcher:
         self.can_stay, self.order = can_stay, order or StepOrder()
         self.routed = frozenset(routed)
         self.routed_used: set[int] = set()  # in this training pass
-        self.together_nbytes = 0
+        self.together_nbytes = self.lent_nbytes = 0
         self._keeps_decoded = False  # they stay decoded, from one micro-batch to the next
         self._held: dict[int, int] = {}  # bytes of those that are present
         self._decoded: dict[int, int] = {}  # of them, the full buffers of units whose stored bytes came first
@@ -335,6 +336,14 @@ class Prefetcher:
         self.inference.follow(None)
         self.order.forget_gradients()
 
+    def lend(self, nbytes: int) -> None:
+        """Leave ``nbytes`` of the capacity to gradients, until told otherwise: what is not in use goes."""
+        self.lent_nbytes = nbytes
+        for unit in [] if self._fits(0) else self._to_go():
+            if self._fits(0):
+                break
+            self._release_all([unit])
+
     def hold_together(self, tiles: Iterable[Collection[int]]) -> None:
         """Leave room in plans for any of these sets of routed units, decoded if they fit, or else stored."""
         sets = [self.routed.intersection(each) for each in tiles]
@@ -354,7 +363,7 @@ class Prefetcher:
 
     def holds(self, units: Iterable[int]) -> bool:
         """Whether all of ``units`` fit into memory together."""
-        return sum(self.nbytes[unit] for unit in units) <= self.capacity_nbytes
+        return sum(self.nbytes[unit] for unit in units) + self.lent_nbytes <= self.capacity_nbytes
 
     # --- decisions ---------------------------------------------------------------------------
 
@@ -614,7 +623,7 @@ class Prefetcher:
             self._release_all([other])
 
     def _fits(self, nbytes: int) -> bool:
-        return self._present_nbytes + nbytes <= self.capacity_nbytes
+        return self._present_nbytes + nbytes + self.lent_nbytes <= self.capacity_nbytes
 
     def _start(self, unit: int, stored_nbytes: int = 0) -> None:
         if unit not in self.present:
@@ -703,6 +712,14 @@ class BackwardPins:
             if self._prefetcher.holds([*self._kept, *self._read, index]):
                 break
             if reader is not None and reader != node:  # kept for its update only, which can read it again
+                self.unpin(earlier)
+
+    def shrink(self) -> None:
+        """Release what need not be kept, where it does not fit any more; between two autograd nodes."""
+        for earlier, reader in list(self._kept.items()):
+            if self._prefetcher.holds([*self._kept, *self._read]):
+                break
+            if reader is not None:
                 self.unpin(earlier)
 
     def keep_for(self, node: Any, index: int) -> None:

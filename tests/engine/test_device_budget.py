@@ -14,6 +14,7 @@ import infinity
 from infinity import BudgetError
 from infinity.device.memory import BufferPool
 from infinity.engine import executor
+from infinity.engine.gradients import Gradients
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -251,6 +252,53 @@ def test_the_least_budget_has_room_for_all_units_in_use_at_one_time(
         change=freeze if frozen else lambda model: None,
     )  # fmt: skip
     assert_bitwise(trained, plain)
+
+
+class Nested(nn.Module):
+    """Modules inside each other, each with a unit of which one half is used before the inner one."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Parameter(torch.eye(48)) for _ in range(2))
+        self.inner = Nested(depth - 1) if depth else nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner((x @ self.before).tanh())
+        return (x @ self.after).tanh()
+
+
+class Nest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nested = Nested(6)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.nested(x[:, :48]).float().square().mean())
+
+
+@pytest.mark.parametrize(("versions", "clip"), [(1, 1.0), (2, None)])
+def test_gradients_that_are_open_at_one_time_have_room_in_the_least_budget(
+    tmp_path, monkeypatch, versions, clip
+):
+    impatient(monkeypatch)
+    rule, most = Rule(max_grad_norm=clip), [0]
+    share = Gradients._share_window
+
+    def counted(self: Gradients, *beginning: Any) -> None:
+        share(self, *beginning)
+        most[0] = max(most[0], len(beginning) + len(self._open))
+
+    monkeypatch.setattr(Gradients, "_share_window", counted)
+
+    def trained(nbytes: int) -> training.Trained:
+        where = streaming(tmp_path, f"memory.device={nbytes}", f"memory.versions={versions}")
+        return train(seeded(Nest), wide_batch, [*where, "memory.activations=keep"], steps=3, rule=rule)
+
+    with pytest.raises(BudgetError) as raised:
+        trained(1024)
+    found = trained(needed(raised))
+    assert most[0] > 3
+    assert_bitwise(found, reference(seeded(Nest), wide_batch, steps=3, rule=rule))
 
 
 def wide_on_a_rank(folder: str) -> list[tuple[int, int]]:
