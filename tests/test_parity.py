@@ -65,12 +65,15 @@ def test_placements_do_not_change_numbers(tmp_path, place):
     assert_bitwise(ours, plain_loop("llama", 2, steps=STEPS))
 
 
-def test_the_gradient_norm_does_not_depend_on_how_a_model_is_cut_into_units(tmp_path, monkeypatch):
+def test_how_a_model_is_cut_into_units_changes_the_gradient_norm_within_rounding_of_float64(
+    tmp_path, monkeypatch
+):
     norms = []
     for nbytes in (2000, 8000, 50_000):
         monkeypatch.setattr(training, "small_units", functools.partial(small_units, nbytes))
         norms.append(train(*models.build("llama", 2), streaming(tmp_path), dtype="fp32", steps=STEPS).norms)
-    assert norms[0] == norms[1] == norms[2]
+    for each in norms[1:]:
+        assert each == pytest.approx(norms[0], rel=1e-14)
 
 
 DTYPES = (

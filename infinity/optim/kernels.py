@@ -320,37 +320,23 @@ def decode_fp8(codes: Array, scales: Array, out: Array, columns: int, block: Any
 # --- the gradient norm -----------------------------------------------------------------------------
 
 
-@inlined
-def error_of(a: Any, b: Any, total: Any) -> Any:
-    """What rounding took from ``total``, ``a + b``: exact."""
-    added = total - a
-    return (a - (total - added)) + (b - added)
-
-
 @jit
-def squares(table: Array, sums: Array, errors: Array) -> None:
-    """Sums of the squares of each row of ``table``, ``(rows, n, lanes)``, and what rounding took from them.
+def squares(table: Array, sums: Array) -> None:
+    """Sums of the squares of each row of ``table``, ``(rows, n, lanes)``.
 
     Lanes, a power of two of them, are added over ``n`` side by side, and then in pairs.
-
-    Source: Knuth, The Art of Computer Programming, volume 2, 4.2.2 (the error of a sum is a float).
     """
     lanes = table.shape[2]
-    total, lost = np.empty(lanes), np.empty(lanes)
+    total = np.empty(lanes)
     for row in range(sums.size):
-        total[:], lost[:] = 0.0, 0.0
+        total[:] = 0.0
         for i in range(table.shape[1]):
             for lane in range(lanes):
                 x = np.float64(widen(table[row, i, lane]))
-                square = x * x
-                after = total[lane] + square
-                lost[lane] += error_of(total[lane], square, after)
-                total[lane] = after
+                total[lane] += x * x
         half = lanes // 2
         while half:
             for lane in range(half):
-                after = total[lane] + total[lane + half]
-                lost[lane] += lost[lane + half] + error_of(total[lane], total[lane + half], after)
-                total[lane] = after
+                total[lane] += total[lane + half]
             half //= 2
-        sums[row], errors[row] = total[0], lost[0]
+        sums[row] = total[0]
