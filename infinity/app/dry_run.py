@@ -163,7 +163,7 @@ class DryRun:
         return sum(self.units[index].shard_numel for index in self.spilled) * self.reduce_itemsize
 
     @property
-    def stored_nbytes(self) -> int:
+    def offloaded_nbytes(self) -> int:
         """Bytes of activations that are on NVMe when backward begins."""
         return sum(aligned(each.nbytes) for each in self.trace.stored if each.on_nvme)
 

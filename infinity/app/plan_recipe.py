@@ -86,7 +86,7 @@ class PlannedRun:
             return 0
         stays = any(not unit.on_nvme and unit.trainable for unit in units)
         places = memory.versions + (stays and memory.versions == 2)
-        total = self.run.spilled_nbytes + self.run.stored_nbytes
+        total = self.run.spilled_nbytes + self.run.offloaded_nbytes
         for unit in units:
             if not unit.trainable:
                 total += unit.weight_nbytes * (

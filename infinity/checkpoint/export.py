@@ -343,7 +343,7 @@ class _ValueWriter:
     def check_whole(self) -> None:
         """Every byte was written by some rank, and once. Every rank must call."""
         wanted = self._plan.values_nbytes
-        written = int(self._ranks.sum([self._writer.nbytes], "bytes that were exported"))
+        written = int(self._ranks.sum(self._writer.nbytes, "bytes that were exported"))
         assert written == wanted, f"{written} bytes of values were written; the files hold {wanted}"
 
 

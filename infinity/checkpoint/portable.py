@@ -264,7 +264,7 @@ class PortableSave:
                 self._contents = Contents(model, units, groups, extra)
                 if ranks.rank == 0:
                     self._publication = stack.enter_context(Publication(self.out, self._token))
-            needed = int(ranks.sum([self._contents.nbytes(ranks.rank)], f"bytes of {self.out}"))
+            needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
             # all look before one takes its part
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 _check_room(self._folder, needed, ranks.rank)

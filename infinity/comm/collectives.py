@@ -41,7 +41,6 @@ child, where its destructor would wait for threads that the child does not have.
 
 import ctypes
 import hashlib
-import math
 import os
 import queue
 import threading
@@ -232,9 +231,9 @@ class Collectives:
         digest = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest())
         return self._submit("reduce", index, where, issue, ready, then=then, digest=digest)
 
-    def sum(self, values: Sequence[float], where: str) -> float:
-        """The sum of all ranks' float64 values, as many on each, rounded once; blocks."""
-        return math.fsum(self._exchange("sum", values, where).flatten().tolist())
+    def sum(self, values: Sequence[float], where: str) -> list[float]:
+        """The sums over ranks of a few float64 values; blocks."""
+        return [float(x) for x in self._exchange("sum", values, where).sum(0)]
 
     def least(self, values: Sequence[int], where: str) -> list[int]:
         """The least of each value over ranks (below 2**53); blocks."""

@@ -2,12 +2,11 @@
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -56,9 +55,9 @@ class Ranks:
         """Return the smallest ``value`` of all ranks, so that they decide alike. Every rank must call."""
         return value if self.collectives is None else self.collectives.least([value], where)[0]
 
-    def sum(self, values: Sequence[float], where: str) -> float:
-        """Return the sum of all ranks' ``values``, as many on each, rounded once. Every rank must call."""
-        return math.fsum(values) if self.collectives is None else self.collectives.sum(values, where)
+    def sum(self, value: float, where: str) -> float:
+        """Return the sum of ``value`` over all ranks, in float64. Every rank must call."""
+        return value if self.collectives is None else self.collectives.sum([value], where)[0]
 
     def decide(self, make: Callable[[], str], where: str) -> str:
         """Return the text that ``make`` gives on rank 0, on every rank. Every rank must call.

@@ -319,7 +319,7 @@ class StepExecutor:
             return None
         self.gradients.check()
         self.gradients.read_norms()
-        total = self.ranks.sum(self.updates.sum_of_squares(), "the gradient norm")
+        total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
         norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
         updated = set(self.updates.ready)
         if math.isfinite(norm):

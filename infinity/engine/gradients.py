@@ -355,13 +355,15 @@ class Gradients:
     def _share_window(self, *beginning: Unit) -> None:
         """Take from the window what open gradients need beyond the room that budgets have for them.
 
-        That is one of them, and one on its way to its update. More are open at one time where a unit has
-        parameters of several modules that run inside each other. With several ranks each would decide alone.
+        There is room for one that is open and one on its way to its update. More are open at one time where
+        units have parameters of modules that run inside each other. Only on one rank: others would have to
+        decide alike.
         """
         updates, lent = self.updates, self.prefetcher.lent_nbytes
-        counted = self._accumulated or not self.syncing or not (updates.early or updates.spilled)
-        few = len(beginning) + len(self._open) < 3
-        if self.collectives is not None or counted or (few and not lent):
+        all_wait = self._accumulated or not self.syncing or not (updates.early or updates.spilled)
+        if self.collectives is not None or all_wait:  # then there is room for all
+            return
+        if len(beginning) + len(self._open) < 3 and not lent:
             return
         waiting = self._delivered - updates.spilled
         if updates.early:
@@ -421,7 +423,7 @@ class Gradients:
             with on_stream(self._norms):
                 norms = torch.stack([*self._unread.values()]).tolist()
             for index, norm in zip(self._unread, norms, strict=True):
-                self.updates.ready[index].squares = norm**2, 0.0
+                self.updates.ready[index].sum_of_squares = norm**2
             self._unread.clear()
 
     def reset(self, *, committed: bool = False) -> None:
@@ -523,7 +525,7 @@ class Gradients:
         if self.host is not None:
             total.lease.release()
         with on_stream(self._norms):
-            squares = sum_of_squares(there) if norm is None else (norm.item() ** 2, 0.0)
+            squares = sum_of_squares(there) if norm is None else norm.item() ** 2
         self.updates.add(
             unit, lease.tensor.view(grad.dtype), squares, lease, weights(), _used_segments(unit, total)
         )
@@ -534,7 +536,7 @@ class Gradients:
             grad = total.grad
             self._unread[unit.index] = norm_on_device(grad)
             total.lease.record_use()  # and so of what the norm's stream has waited for
-        self.updates.add(unit, grad, (0.0, 0.0), total.lease, Weights(), _used_segments(unit, total))
+        self.updates.add(unit, grad, 0.0, total.lease, Weights(), _used_segments(unit, total))
 
     def _reduce(self, unit: Unit, then: Callable[[], None]) -> None:
         """Start to reduce ``unit``'s gradient of this backward pass; then add it up, and call ``then``."""

@@ -322,21 +322,9 @@ def decode_fp8(codes: Array, scales: Array, out: Array, columns: int, block: Any
 
 @jit
 def squares(table: Array, sums: Array) -> None:
-    """Sums of the squares of each row of ``table``, ``(rows, n, lanes)``.
-
-    Lanes, a power of two of them, are added over ``n`` side by side, and then in pairs.
-    """
-    lanes = table.shape[2]
-    total = np.empty(lanes)
-    for row in range(sums.size):
-        total[:] = 0.0
+    """Add the squares of ``table``, ``(rows, n, lanes)``, over ``n`` into ``sums``, ``(rows, lanes)``."""
+    for row in range(sums.shape[0]):
         for i in range(table.shape[1]):
-            for lane in range(lanes):
+            for lane in range(sums.shape[1]):
                 x = np.float64(widen(table[row, i, lane]))
-                total[lane] += x * x
-        half = lanes // 2
-        while half:
-            for lane in range(half):
-                total[lane] += total[lane + half]
-            half //= 2
-        sums[row] = total[0]
+                sums[row, lane] += x * x

@@ -112,10 +112,11 @@ class CutSizes:
             return cls(full, most, nbytes, nbytes, nbytes, nbytes)
         assert device_nbytes is not None
         tile_nbytes = max(full, device_nbytes // 32)
-        one_expert = world_size == 1 and not on_accelerator
         return cls(
-            full, most, tile_nbytes, LEAST_SHARD_NBYTES if one_expert else tile_nbytes,
-            max(full, device_nbytes // copies), max(full, device_nbytes // (2 * copies)),
+            full, most, tile_nbytes=tile_nbytes,
+            expert_tile_nbytes=tile_nbytes if on_accelerator or world_size > 1 else LEAST_SHARD_NBYTES,
+            most_weight_nbytes=max(full, device_nbytes // copies),
+            most_experts_nbytes=max(full, device_nbytes // (2 * copies)),
         )  # fmt: skip
 
     def rows(self, module: nn.Module, param: nn.Parameter, itemsize: int) -> int:

@@ -36,8 +36,8 @@ choice there is none to be read. So what the plan fetches when a unit is release
 for the next use of a unit that is in the plan.
 
 Tiles that are stored in another form come in two steps (:mod:`infinity.partition.mover`): their stored bytes
-as far ahead as memory has room, their full values for this use and the next few. Where
-micro-batches go through a block together, its tiles are decoded once, if memory holds all of them so.
+as far ahead as memory has room, their full values for this use and the next few. Where micro-batches go
+through a block together, its tiles are decoded once, if memory holds all of them so.
 """
 
 from bisect import bisect_left
@@ -499,14 +499,19 @@ class Prefetcher:
 
     @property
     def _turns_nbytes(self) -> int:
-        return self._turns * (self._largest_full or 0)
+        return self._turns * self._turn_nbytes
+
+    @property
+    def _turn_nbytes(self) -> int:
+        """Of the largest full buffer that stored bytes are decoded into; 0: there are none."""
+        if self._largest_full is None:
+            self._largest_full = max((self._full_nbytes(unit) for unit in self.routed), default=0)
+        return self._largest_full
 
     @property
     def _turns(self) -> int:
         """Full buffers that take turns."""
-        if self._largest_full is None:
-            self._largest_full = max((self._full_nbytes(unit) for unit in self.routed), default=0)
-        full = self._largest_full
+        full = self._turn_nbytes
         if not full:
             return 1 + DECODED_AHEAD
         ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // full)

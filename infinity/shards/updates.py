@@ -58,7 +58,6 @@ from infinity.core.errors import StateError
 from infinity.core.extent import Extent
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
-from infinity.optim.norm import Sum, add_up
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import Hyper, Rule
 from infinity.partition.prefetcher import StepOrder
@@ -124,7 +123,6 @@ class PendingUpdate:
 
     Attributes:
         grad: ``(shard_numel,)``; None: it is on NVMe, or on its way there.
-        squares: The sum of its squares.
         lease: Of the gradient.
         stored: Ends when the gradient is on NVMe; None: it stays in memory.
         used: Parameters that have a gradient.
@@ -135,7 +133,7 @@ class PendingUpdate:
 
     unit: Unit
     grad: Tensor | None
-    squares: Sum
+    sum_of_squares: float
     lease: Lease
     weights: Weights
     used: tuple[Segment, ...]
@@ -299,7 +297,7 @@ class Updates:
         self._incoming.clear()
 
     def add(
-        self, unit: Unit, grad: Tensor, squares: Sum, lease: Lease, weights: Weights,
+        self, unit: Unit, grad: Tensor, squares: float, lease: Lease, weights: Weights,
         used: tuple[Segment, ...],
     ) -> None:  # fmt: skip
         """Take in a shard's complete gradient, ``(shard_numel,)``; any thread.
@@ -316,7 +314,7 @@ class Updates:
         self.hypers.begin_step()
         with self._lock:
             self.ready[unit.index] = ready
-        if not math.isfinite(ready.squares[0]):
+        if not math.isfinite(ready.sum_of_squares):
             ready.release()  # the step will be skipped, and this gradient not read
             return
         if unit.index in self.spilled:
@@ -404,9 +402,9 @@ class Updates:
         on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
-    def sum_of_squares(self) -> Sum:
-        """Return that of this rank's shards."""
-        return add_up(part for ready in self.ready.values() for part in ready.squares)
+    def total_sum_of_squares(self) -> float:
+        """Return the sum over this rank's shards, in the order of units."""
+        return math.fsum(self.ready[i].sum_of_squares for i in sorted(self.ready))
 
     # --- the step ----------------------------------------------------------------------------
 

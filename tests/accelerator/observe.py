@@ -127,7 +127,7 @@ def _updates(
         update(rule, weight, grad, state, weight_out, hyper)
 
 
-def _sums(sum_of_squares: Any, grad: Tensor) -> Any:
+def _sums(sum_of_squares: Any, grad: Tensor) -> float:
     with _in_flight("norm", [grad]):
         return sum_of_squares(grad)
 
