@@ -27,7 +27,7 @@ from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
 from tests.helpers.launch import mark, run_ranks, start_ranks
-from tests.helpers.limits import HANG_S, limit
+from tests.helpers.limits import HANG_S, collected, limit
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -241,16 +241,18 @@ def test_close_on_the_way_out_of_an_exception_ends_updates_with_it(tmp_path):
 # --- what is dropped costs nothing ---------------------------------------------------------------
 
 
-def held(folder: Path) -> tuple[set[threading.Thread], int, list[str]]:
-    """Threads, descriptors and files, once what was collected is closed."""
-    gc.collect()
+def held(folder: Path, *dropped: "weakref.ref[Any]") -> tuple[set[threading.Thread], int, list[str]]:
+    """Threads, descriptors and files, once what was ``dropped`` is closed."""
+    assert collected(*dropped)
     close_collected()
     return set(threading.enumerate()), descriptors(), files_in(folder)
 
 
-def assert_nothing_more(folder: Path, before: tuple[set[threading.Thread], int, list[str]]) -> None:
+def assert_nothing_more(
+    folder: Path, before: tuple[set[threading.Thread], int, list[str]], *dropped: "weakref.ref[Any]"
+) -> None:
     """Nothing is held that was not ``before``; what tests before this one left may have ended since."""
-    threads, descriptors, files = held(folder)
+    threads, descriptors, files = held(folder, *dropped)
     assert threads <= before[0]
     assert descriptors <= before[1]
     assert files == before[2]
@@ -291,8 +293,7 @@ def test_a_model_that_is_not_held_any_more_costs_nothing(tmp_path, how, settings
     if how != "dropped with its loss alive":
         loss = None
     del model, optimizer, batch
-    assert_nothing_more(tmp_path, before)
-    assert [ref() for ref in refs] == [None] * len(refs)
+    assert_nothing_more(tmp_path, before, *refs)
     assert loss is None or torch.isfinite(loss)
 
 
@@ -304,8 +305,7 @@ def test_a_graph_keeps_what_its_backward_needs(tmp_path):
     loss.backward()
     assert runtime() is not None
     del loss
-    gc.collect()
-    assert runtime() is None
+    assert collected(runtime)
 
 
 def test_modules_of_no_model_are_left_alone(tmp_path):
@@ -319,8 +319,7 @@ def test_modules_of_no_model_are_left_alone(tmp_path):
     assert type(activation._parameters) is not dict
     runtime = weakref.ref(runtime_of(model))
     del model, activation
-    gc.collect()
-    assert runtime() is None  # though the loss function lives
+    assert collected(runtime)  # though the loss function lives
 
 
 def test_weakly_calls_a_method_only_while_its_object_lives():

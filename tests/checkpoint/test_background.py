@@ -2,9 +2,9 @@
 
 import contextlib
 import errno
-import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
 from tests.helpers import training
 from tests.helpers.launch import run_ranks
+from tests.helpers.limits import collected
 from tests.helpers.saves import go_on_when_closed, held
 
 HOST = ["memory.host=64MiB"]
@@ -293,8 +294,9 @@ def test_a_model_that_is_dropped_during_a_save_leaves_nothing(tmp_path: Path) ->
     with pytest.MonkeyPatch.context() as patch, gated(patch) as opened:
         infinity.save_checkpoint(model, optimizer, tmp_path / "out", background=True)
         assert left_in(tmp_path)
+        runtime = weakref.ref(runtime_of(model))
         del model, optimizer
-        gc.collect()
+        assert collected(runtime)
         opened.set()
         close_collected()
     assert left_in(tmp_path) == set()

@@ -2,12 +2,31 @@
 
 import contextlib
 import ctypes
+import gc
 import resource
+import time
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 #: What only a hang takes, however busy the machine (s): whatever a test waits for has come long before.
 #: Below pytest's own limit (pyproject.toml), so that the message is that of the test.
 HANG_S = 300.0
+
+
+def collected(*dropped: "weakref.ref[Any]") -> bool:
+    """Whether what nothing refers to any more is collected.
+
+    One ``gc.collect()`` is too few: it does nothing while another thread collects, and leaves what a thread
+    refers to for the moment of a call.
+    """
+    end = time.monotonic() + HANG_S / 10
+    gc.collect()
+    while alive := any(ref() is not None for ref in dropped):
+        if time.monotonic() > end:
+            break
+        gc.collect()
+    return not alive
 
 
 @contextlib.contextmanager
