@@ -190,7 +190,10 @@ def test_drives_hold_as_much_as_a_plan_says(policy: str, tmp_path: Path) -> None
         for _ in range(2):
             CausalLoss(model)(tokens, tokens).backward()
             optimizer.step()
-        assert optimizer.runtime.peak_nbytes()["nvme"] == planned.disk_nbytes()
+        held = optimizer.runtime.peak_nbytes()["nvme"]
+    # Backward wants the last tensor at once: its store is called off, or its room given back in the next step.
+    late = 0 if policy == "keep" else max(each.nbytes for each in planned.run.trace.stored)
+    assert abs(held - planned.disk_nbytes()) <= late
 
 
 def test_a_long_run_is_compared_with_its_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
