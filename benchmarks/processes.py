@@ -26,6 +26,8 @@ class Measured:
     losses: list[float] = field(default_factory=list)
     moved: list[dict[str, float]] = field(default_factory=list)
     made_s: float = 0.0
+    parts_s: list[tuple[float, float]] = field(default_factory=list)  # of plain steps: forward, backward
+    stood: bool = False  # some update that had started inside backward did, in some measured step
 
     @property
     def median_s(self) -> float:
@@ -40,11 +42,13 @@ class Measured:
         self.made_s = max(rank["made_s"] for rank in ranks)
         if ranks[0]["moved"]:
             self.moved.append(ranks[0]["moved"])
+        self.parts_s += ranks[0].get("parts", ())
         reports = [[report for report in rank["reports"] if report] for rank in ranks]
         if all(reports):
             self.read = sum(statistics.median(r["nbytes_read"] for r in rank) for rank in reports)
             self.written = sum(statistics.median(r["nbytes_written"] for r in rank) for rank in reports)
             self.planned &= all(_as_planned(report) for rank in reports for report in rank)
+            self.stood |= any(r["speculated"] > r["rolled_back"] for rank in reports for r in rank)
 
 
 def _as_planned(report: dict[str, Any]) -> bool:

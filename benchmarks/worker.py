@@ -60,7 +60,11 @@ class Job:
 
 
 class Plain:
-    """PyTorch in memory: weights in the job's dtype, fp32 masters, fused AdamW and the casts between them."""
+    """PyTorch in memory: weights in the job's dtype, fp32 masters, fused AdamW and the casts between them.
+
+    Attributes:
+        parts: Seconds of the last step's forward and backward; on a CPU.
+    """
 
     def __init__(self, shape: llama.Shape, job: Job) -> None:
         with torch.device(job.device):  # where its values are drawn faster
@@ -69,10 +73,14 @@ class Plain:
         self.masters = [p.detach().float() for p in self.weights]  # in fp32 they are the weights
         self.adamw = torch.optim.AdamW(self.masters, lr=job.lr, fused=True)
         self.clip = job.clip
+        self.parts: tuple[float, float] | None = None
 
     def step(self, batch: dict[str, Tensor]) -> float:
+        began_s = time.perf_counter()
         loss = self.model(**batch).loss
+        forward_s = time.perf_counter() - began_s
         loss.backward()
+        self.parts = forward_s, time.perf_counter() - began_s - forward_s
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.weights, self.clip)
         with torch.no_grad():
@@ -187,6 +195,7 @@ class Meter:
         self.length, self.device = job.length, torch.device(job.device)
         self.losses: list[float] = []
         self.reports: list[dict[str, Any]] = []
+        self.parts: list[tuple[float, float] | None] = []
 
     def steps(self, count: int, tokens: int) -> list[float]:
         """Seconds of each of ``count`` steps."""
@@ -199,6 +208,7 @@ class Meter:
             synchronize(self.device)
             times.append(time.perf_counter() - start)
             self.reports.append(_figures(self.way))
+            self.parts.append(getattr(self.way, "parts", None))
             self.at += 1
         return times
 
@@ -220,6 +230,7 @@ def run(job: Job, rank: int, world: int) -> list[dict[str, Any]]:
                 "step_s": step_s,
                 "losses": meter.losses,
                 "reports": meter.reports[-job.steps :],
+                "parts": [each for each in meter.parts[-job.steps :] if each],
                 "moved": moved,
                 "peak_rss": peak_rss_nbytes(),
                 "peak_device": peak_device_nbytes(torch.device(job.device)),
@@ -259,7 +270,8 @@ def _figures(way: Any) -> dict[str, Any]:
     if report is None:
         return {}
     keys = ("nbytes_read", "nbytes_written", "planned_nbytes_read", "planned_nbytes_written", "stall_s")
-    return {key: getattr(report, key) for key in (*keys, "peak_nbytes", "on_demand")}
+    more = ("peak_nbytes", "on_demand", "speculated", "rolled_back")
+    return {key: getattr(report, key) for key in (*keys, *more)}
 
 
 def peak_device_nbytes(device: torch.device) -> int:

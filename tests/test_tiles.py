@@ -414,6 +414,25 @@ def test_what_would_read_a_placeholder_or_never_see_a_gradient_is_refused(wide, 
         WHOLE[how](wide)
 
 
+def test_backward_of_a_tiled_parameter_alone_gives_the_plain_gradient_and_no_other(tmp_path):
+    tokens = torch.arange(32).view(4, 8)
+    torch.manual_seed(1)
+    loop = Reference(Wide(), torch.float32, Rule())
+    loss = loop.model(tokens)
+    loss.backward(inputs=[loop.model.down.weight])
+    loop.finish([loss])
+    torch.manual_seed(1)
+    model = build(Wide, "fp32", streaming(tmp_path, "partition.tile=128KiB"))
+    assert tiles_of(model)["down.weight"] == 4
+    optimizer = optimizer_for(model, Rule())
+    model(tokens).backward(inputs=[model.down.weight])
+    assert {name for name, param in model.named_parameters() if param.grad is not None} == {"down.weight"}
+    optimizer.step()
+    ours = infinity.state_dict(model)
+    assert all(torch.equal(ours[name], param) for name, param in loop.parameters.items())
+    infinity.close(model)
+
+
 def test_a_hook_from_before_a_parameter_is_tiled_is_refused(tmp_path):
     def factory() -> nn.Module:
         model = Wide()

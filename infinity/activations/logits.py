@@ -285,6 +285,8 @@ class PendingLogits(Tensor):
         kwargs = kwargs or {}
         first, name = args[0] if args else None, func.__name__
         asked = args[1] if func is torch.autograd.grad else [first] * (name in _ASK_FOR_GRADIENT)
+        if func is torch.autograd.backward:
+            asked = kwargs.get("inputs") or ()
         if any(isinstance(each, PendingLogits) and each._family.sliced for each in asked):
             raise StateError(
                 f"{name} of logits whose loss was computed in slices: whole logits have no gradient. "

@@ -3,6 +3,7 @@
 from torch import nn
 
 from infinity.api.schedule import LayerSchedule, Loss
+from infinity.core.config import SettingError
 from infinity.engine.runtime import runtime_of
 
 
@@ -25,9 +26,14 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
     Raises:
         BudgetError: ``memory.device`` cannot keep a block while the micro-batches go through it; the
             message has the arithmetic.
+        SettingError: ``memory.activations`` is offload: the schedule holds what blocks return, so nothing
+            would leave memory.
         StateError: No blocks were found.
     """
     schedule, runtime = LayerSchedule(model, micro_batches, loss), runtime_of(model)
+    if runtime.activations.policy == "offload":
+        wanted = "null with a layer schedule, which recomputes by itself and holds what blocks return"
+        raise SettingError("memory.activations", "offload", wanted)
     blocks, tiles = [], []
     for block in schedule.blocks.modules:
         places = [(runtime.units.places(param), runtime.units.find(param)) for param in block.parameters()]

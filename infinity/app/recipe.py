@@ -186,9 +186,10 @@ class Recipe:
             raise SettingError(
                 "model.vocab_size", self.model.vocab_size, "at least 256 for the bytes tokenizer"
             )
-        if self.train.schedule == "layer" and self.memory.activations == "recompute":
-            wanted = "null with train.schedule=layer, which recomputes by itself"
-            raise SettingError("memory.activations", "recompute", wanted)
+        activations = self.memory.activations
+        if self.train.schedule == "layer" and activations in ("recompute", "offload"):
+            wanted = "null with train.schedule=layer, which recomputes by itself and holds what blocks return"
+            raise SettingError("memory.activations", activations, wanted)
         if self.lora.rank is not None and self.model.path is None:
             raise SettingError("lora.rank", self.lora.rank, "null without model.path, the frozen base")
 

@@ -356,21 +356,31 @@ class Gradients:
         """Take from the window what open gradients need beyond the room that budgets have for them.
 
         There is room for one that is open and one on its way to its update. More are open at one time where
-        units have parameters of modules that run inside each other. Only on one rank: others would have to
-        decide alike.
+        units have parameters of modules that run inside each other. Several ranks decide alike, since they
+        begin and complete the same units; those of leaves, where they differ, have room of their own.
         """
-        updates, lent = self.updates, self.prefetcher.lent_nbytes
+        several, lent = self.collectives is not None, self.prefetcher.lent_nbytes
+        opened = [*beginning, *(each.unit for each in self._open.values())]
+        if several:
+            opened = [unit for unit in opened if unit.index not in self._leaves]
+        if len(opened) < (2 if several else 3) and not lent:
+            return
+        updates = self.updates
         all_wait = self._accumulated or not self.syncing or not (updates.early or updates.spilled)
-        if self.collectives is not None or all_wait:  # then there is room for all
+        if self.host is not None if several else all_wait:  # then there is room for all
             return
-        if len(beginning) + len(self._open) < 3 and not lent:
-            return
-        waiting = self._delivered - updates.spilled
-        if updates.early:
+        waiting = {unit.index for unit in self.units if unit.trainable} if several else self._delivered
+        waiting = waiting - updates.spilled
+        if updates.early and not all_wait:
             waiting = {index for index in waiting if self.units[index].home is Tier.HOST}
-        held = [*beginning, *(each.unit for each in self._open.values()), *(self.units[i] for i in waiting)]
+        held = sum(rounded(unit.nbytes) for unit in opened)
+        if several:
+            held += sum(rounded(self.units[i].shard_numel * self.reduce_dtype.itemsize) for i in waiting)
+            held += 3 * max(rounded(unit.nbytes) for unit in self.units if unit.trainable)  # a reduction
+        else:
+            held += sum(rounded(self.units[i].nbytes) for i in waiting)
         room = self.pool.capacity_nbytes - self.prefetcher.capacity_nbytes
-        beyond = max(0, sum(rounded(unit.nbytes) for unit in held) - room)
+        beyond = max(0, held - room)
         self.prefetcher.lend(beyond)
         if beyond > lent:
             self.pins.shrink()
@@ -544,6 +554,8 @@ class Gradients:
         if self._reducing is not None:  # see [Note: gradients that pass]
             self.mover.waits("collective", self._reducing.wait)
         gradient = self._open.pop(unit.index)
+        if self.prefetcher.lent_nbytes:
+            self._share_window()
         gradient.seal()
         gradient.lease.record_use()
         spare = self.pool.lease(unit.nbytes, who=f"reduction of {unit.name}")

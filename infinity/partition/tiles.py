@@ -309,6 +309,9 @@ class TiledParameter(nn.Parameter):
             if moved.dtype != own.dtype or loses_values:
                 own.tiled.refuse_cast(name)
             return own  # not moved: a copy would be whole
+        inputs = (func is torch.autograd.backward and kwargs.get("inputs")) or ()
+        if any(isinstance(each, cls) for each in inputs):  # autograd knows the tiles
+            return func(*args, **{**kwargs, "inputs": [tile for each in inputs for tile in _tiles(each)]})
         if own is None:  # in a list: torch.cat, torch.autograd.grad
             lists = (each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple))
             own = next((each for values in lists for each in values if isinstance(each, cls)), None)
@@ -327,6 +330,11 @@ class TiledParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.tiled.refuse("pickling")
+
+
+def _tiles(param: Any) -> Sequence[Any]:
+    """The parameters of the tiles of ``param``, or itself."""
+    return [s.param for _, s in param.tiled.places] if isinstance(param, TiledParameter) else [param]
 
 
 def _moved(func: Any, param: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -297,6 +297,12 @@ def test_a_gradient_that_is_asked_of_logits_is_there_or_refused(ask: str) -> Non
             getattr(each, ask)(*given)
         with pytest.raises(StateError, match=r"grad .*in slices.*memory\.logits=whole.*retain_grad"):
             torch.autograd.grad(loss, each, materialize_grads=True)
+        with pytest.raises(StateError, match=r"backward .*in slices.*memory\.logits=whole.*retain_grad"):
+            loss.backward(inputs=[each])
+    with head.slices.opened(model):
+        late = model()
+    late.sum().backward(inputs=[late])  # it was read, so it is whole
+    assert torch.equal(late.grad, torch.ones(late.shape))
 
 
 def test_a_compiled_loss_is_computed_in_slices() -> None:

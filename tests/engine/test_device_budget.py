@@ -301,6 +301,30 @@ def test_gradients_that_are_open_at_one_time_have_room_in_the_least_budget(
     assert_bitwise(found, reference(seeded(Nest), wide_batch, steps=3, rule=rule))
 
 
+def nested_on_a_rank(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+
+    def trained(clip: float | None, *more: str) -> training.Trained:
+        where = streaming(folder, "memory.activations=keep", *more)
+        rule = Rule(max_grad_norm=clip)
+        return train(seeded(Nest), wide_batch, where, steps=3, rule=rule, rank=rank, world=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        impatient(patch)
+        for versions, clip in ((1, 1.0), (2, None)):
+            given = f"memory.versions={versions}"
+            with pytest.raises(BudgetError) as raised:
+                trained(clip, given, "memory.device=1024")
+            nbytes = needed(raised)
+            found = trained(clip, given, f"memory.device={nbytes}")
+            assert max(each.peak_nbytes["device"] for each in found.reports) <= nbytes
+            assert_bitwise(found, trained(clip, given))
+
+
+def test_on_two_ranks_gradients_that_are_open_at_one_time_have_room_in_the_least_budget(tmp_path):
+    run_ranks(nested_on_a_rank, 2, str(tmp_path))
+
+
 def wide_on_a_rank(folder: str) -> list[tuple[int, int]]:
     rank, found = torch.distributed.get_rank(), []
     with pytest.MonkeyPatch.context() as patch:
