@@ -23,11 +23,12 @@ import infinity
 from infinity import DiskError, StateError
 from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.engine.runtime import runtime_of
+from infinity.optim.threads import compiling
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job
 from tests.helpers.launch import mark, run_ranks, start_ranks
-from tests.helpers.limits import HANG_S, collected, limit
+from tests.helpers.limits import HANG_S, collected, comes_true, limit
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
@@ -245,6 +246,7 @@ def held(folder: Path, *dropped: "weakref.ref[Any]") -> tuple[set[threading.Thre
     """Threads, descriptors and files, once what was ``dropped`` is closed."""
     assert collected(*dropped)
     close_collected()
+    assert comes_true(lambda: not compiling())  # a thread of the process, which its first model starts
     return set(threading.enumerate()), descriptors(), files_in(folder)
 
 

@@ -30,6 +30,10 @@ from infinity.core.nbytes import format_nbytes
 _LOCKS = "rank*.lock"
 #: What a run that was interrupted goes on from; see :mod:`infinity.shards.commits`.
 _COMMITS = "rank*.commit?"
+#: The longest wait for another rank that looks whether it is the last one, which takes it a moment (s).
+_TURN_S = 10.0
+#: What a file system says that has no locks of directories, as NFS.
+_NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 def new_run_id() -> str:
@@ -108,14 +112,16 @@ class RunDirectory:
     def remove_finished(self, world_size: int) -> None:
         """Give the lock back, and remove the files of all ranks if all that are here have finished.
 
-        Until the last one has, another may die, and need the states of all to go on.
+        Until the last one has, another may die, and need the states of all to go on. Ranks look in turns:
+        of two at a time, each could find a lock that the other holds to look, and no file would go.
         """
         if self._lock < 0:
             return
         self.leave()
-        ranks = {int(path.stem[len("rank") :]): path for path in self.path.glob(_LOCKS)}
         with contextlib.ExitStack() as held, contextlib.suppress(LockedError, FileNotFoundError):
-            for _, path in sorted(ranks.items()):  # in one order, so that one of two who try succeeds
+            held.callback(os.close, self._turn())
+            ranks = {int(path.stem[len("rank") :]): path for path in self.path.glob(_LOCKS)}
+            for path in ranks.values():
                 held.callback(os.close, open_locked(path, os.O_RDWR, patience_s=0))
             finished = [finished_path(self.path, rank) for rank in ranks if rank < world_size]
             if all(path.exists() for path in finished):
@@ -124,6 +130,21 @@ class RunDirectory:
                     path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # another program put a file there
                     self.path.rmdir()
+
+    def _turn(self) -> int:
+        """Lock the directory, so that no other rank looks; return a descriptor of it.
+
+        Raises:
+            LockedError: Another rank has it for long: it removes all files.
+            FileNotFoundError: Another rank has removed all files.
+        """
+        directory = os.O_RDONLY | os.O_DIRECTORY
+        try:
+            return open_locked(self.path, directory, patience_s=_TURN_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return os.open(self.path, directory | os.O_CLOEXEC)
 
     def leave(self) -> None:
         """Give the lock back, and leave the files to the process that goes on with the run."""

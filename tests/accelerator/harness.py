@@ -127,12 +127,12 @@ def here() -> torch.device:
 
 def train(
     scenario: Scenario, folder: str,
-    before: Callable[[int, nn.Module], object] = lambda step, model: None,
+    before: Callable[[int, nn.Module, infinity.AdamW], object] = lambda step, model, optimizer: None,
 ) -> Trained:  # fmt: skip
     """Train on this process's device; the same numbers on every rank's.
 
     Args:
-        before: Called before each step, with its number and the model.
+        before: Called before each step, with its number, the model and the optimizer.
     """
     tensor_cache.LEAST_NBYTES = 512  # tiny models have tiny activations
     overrides = [each.format(folder=folder) for each in (*scenario.place, *scenario.more)]
@@ -146,7 +146,7 @@ def train(
         closing = stack.enter_context(contextlib.ExitStack())
         closing.callback(optimizer.close)
         for step in range(scenario.steps):
-            before(step, model)
+            before(step, model, optimizer)
             if scenario.resumed and step == scenario.steps - 1:
                 model, optimizer = _again(scenario, model, optimizer, overrides, Path(folder))
                 closing.pop_all().close()

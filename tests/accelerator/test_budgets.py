@@ -166,12 +166,14 @@ def thawed(folder: str) -> list[list[float]]:
         more = (f"memory.resident={resident}", "memory.host=16MiB", "memory.device=8MiB")
         scenario = harness.Scenario(base="qwen3_fp8", lora=4, steps=2, clip=1.0, more=more)
 
-        def thaw(step: int, model: torch.nn.Module, resident: str = resident) -> None:
+        def thaw(step: int, model: torch.nn.Module, optimizer: Any, resident: str = resident) -> None:
             tiers = runtime_of(model).tiers
             if step == 0:
                 assert bool(tiers.held) is (resident == "true")
             else:
+                frozen = [p for p in model.parameters() if not p.requires_grad]
                 model.requires_grad_(True)
+                optimizer.add_param_group({"params": frozen})
 
         found.append(harness.train(scenario, folder, thaw).losses)
     return found

@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def move_between_steps(folder: str) -> None:
     device.start().reset("eager", 0)
     scenario = harness.Scenario()
 
-    def before(step: int, model: nn.Module) -> None:
+    def before(step: int, model: nn.Module, optimizer: Any) -> None:
         if step == 1:
             assert next(model.cpu().parameters()).device.type == "sim"
             model.to(harness.here())  # its buffers
@@ -151,7 +152,7 @@ def break_an_update(folder: str) -> tuple[str, str]:
     def fail(*args: object) -> None:
         raise ArithmeticError("the rule")
 
-    def before(step: int, model: nn.Module) -> None:
+    def before(step: int, model: nn.Module, optimizer: Any) -> None:
         if step == 0:
             AdamWRule.update = fail  # type: ignore[method-assign]
         if step == 1:

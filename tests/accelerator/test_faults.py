@@ -38,7 +38,7 @@ def fail_the_disk(
         simulator = start(schedule, seed)
         with breakable() as engines:
 
-            def before(step: int, model: Any) -> None:
+            def before(step: int, model: Any, optimizer: Any) -> None:
                 if step == 1:
                     done = {"read": engines[0].reads, "write": engines[0].writes}[on]
                     engines[0].faults = (Fault(on=on, nth=done + 3),)
@@ -82,7 +82,7 @@ def die_in_step_2(folder: str, schedule: Schedule, where: str) -> str:
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def before(step: int, model: Any) -> None:
+    def before(step: int, model: Any, optimizer: Any) -> None:
         if step == 2 and where == "between steps":
             die()
         if step == 2 and where == "collective" and os.environ["RANK"] == "1":

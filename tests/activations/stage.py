@@ -1,7 +1,7 @@
 """A tensor cache on its own, with real files; and the same computation with it and without it."""
 
 import gc
-import time
+import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +25,7 @@ from infinity.device.memory import HostPool
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
 from tests.helpers.faulty import FaultyEngine
-from tests.helpers.limits import HANG_S
+from tests.helpers.limits import HANG_S, comes_true
 
 CPU = torch.device("cpu")
 STORE = UniformPolicy(Place.NVME)
@@ -76,9 +76,7 @@ class Stage:
         """Nothing is left of any step; no garbage collection was needed."""
         self.cache.queue.drain()
         self.cache.stats.free_deferred()
-        until_s = time.monotonic() + HANG_S
-        while self.volume.allocated_nbytes + self.pool.leased_nbytes and time.monotonic() < until_s:
-            time.sleep(0.001)  # loads that nobody waits for
+        comes_true(lambda: not self.volume.allocated_nbytes + self.pool.leased_nbytes)  # loads without a wait
         assert self.cache.stats.resident_nbytes == 0
         assert self.volume.allocated_nbytes == 0
         assert self.pool.leased_nbytes == 0
@@ -91,9 +89,9 @@ class Stage:
         self.pool.close()
 
 
-def live_slots() -> int:
-    gc.collect()
-    return sum(type(thing) is Slot for thing in gc.get_objects())
+def live_slots() -> set["weakref.ref[Slot]"]:
+    """All slots of this process; some may be of tests before this one, and go at any moment."""
+    return {weakref.ref(thing) for thing in gc.get_objects() if type(thing) is Slot}
 
 
 def gradients(loss: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor | None]:

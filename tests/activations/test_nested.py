@@ -304,7 +304,7 @@ def test_steps_leave_no_slot_and_need_no_garbage_collector(stage, policy, reques
         loss.backward()
         del loss
         stage.assert_empty()
-    assert live_slots() == before
+    assert not any(ref() for ref in live_slots() - before)
 
 
 def test_reading_a_graph_outside_a_backward_pass_is_no_pass(stage):

@@ -1,6 +1,6 @@
 """Slots go along the edges of their table only; the queue keeps its order; the stats returns to zero."""
 
-import gc
+import threading
 import weakref
 
 import pytest
@@ -13,6 +13,7 @@ from infinity.core.lifecycle import SLOT_ALLOWED, Lifecycle, SlotState
 from infinity.core.profile import SlotKey
 from tests.activations.stage import Stage
 from tests.helpers.faulty import Fault
+from tests.helpers.limits import collected, comes_true
 
 S = SlotState
 
@@ -77,10 +78,11 @@ def test_a_storage_that_somebody_holds_needs_no_load(stage):
 
 
 def test_what_is_wanted_while_it_is_stored_stays(stage):
-    stage.engine.delay_s = 0.05
+    stage.engine.hold()
     slot, _ = make_slot(stage.cache.stats)
     stage.cache.queue.put(slot, stage.store)
     assert not slot.fetch()
+    stage.engine.let_go()
     stage.all_stored()
     assert slot.state is S.RESIDENT
     assert stage.engine.reads == 0
@@ -112,7 +114,7 @@ def test_a_slot_whose_graph_is_dropped_leaves_nothing_wherever_it_is(any_stage, 
 
 
 def test_stores_begin_in_the_order_of_packing_and_few_bytes_at_a_time(stage):
-    stage.engine.delay_s = 0.01
+    stage.engine.hold()
     stats = stage.cache.stats
     queue = StoreQueue(stats, in_flight_nbytes=50_000)
     slots, order, most, write = [], [], 0, stage.engine.write
@@ -127,6 +129,7 @@ def test_stores_begin_in_the_order_of_packing_and_few_bytes_at_a_time(stage):
         queue.put(slots[-1], stage.store)
         most = max(most, queue.in_flight_nbytes)
     assert queue.nbytes == 8 * 20_000
+    stage.engine.let_go()
     queue.wait_below(60_000)
     assert queue.nbytes <= 60_000
     queue.wait_below(0)
@@ -137,11 +140,12 @@ def test_stores_begin_in_the_order_of_packing_and_few_bytes_at_a_time(stage):
 
 
 def test_a_wait_for_a_slot_covers_all_that_were_put_before_it(stage):
-    stage.engine.delay_s = 0.01
+    stage.engine.hold()
     queue = StoreQueue(stage.cache.stats, in_flight_nbytes=1)  # one after the other
     slots = [make_slot(stage.cache.stats, number)[0] for number in range(3)]
     numbers = [queue.put(slot, stage.store) for slot in slots]
     assert not queue.has_ended(numbers[0])
+    stage.engine.let_go()
     queue.wait_until(numbers[1])
     assert [slot.state for slot in slots[:2]] == [S.STORED, S.STORED]
     assert queue.has_ended(numbers[1])
@@ -151,7 +155,7 @@ def test_a_wait_for_a_slot_covers_all_that_were_put_before_it(stage):
 
 
 def test_what_is_called_off_is_not_stored_and_gives_its_room_back_at_once(stage):
-    stage.engine.delay_s = 0.02
+    stage.engine.hold()
     queue = stage.cache.queue
     queue._most_nbytes = 1
     slots = [make_slot(stage.cache.stats, n)[0] for n in range(3)]
@@ -162,19 +166,28 @@ def test_what_is_called_off_is_not_stored_and_gives_its_room_back_at_once(stage)
     assert slots[1].state is S.RESIDENT
     assert stage.volume.allocated_nbytes <= taken - 3 * 4096  # whole blocks, wherever they lie
     queue.cancel(slots[0])  # too late
+    stage.engine.let_go()
     stage.all_stored()
     assert [slot.state for slot in slots] == [S.STORED, S.RESIDENT, S.STORED]
     assert stage.engine.writes == 2
 
 
 def test_draining_stores_nothing_more_and_what_waited_can_be_read(stage):
-    stage.engine.delay_s = 0.02
+    stage.engine.hold()
     queue = stage.cache.queue
     queue._most_nbytes = 1
     slots = [make_slot(stage.cache.stats, n)[0] for n in range(3)]
     for slot in slots:
         queue.put(slot, stage.store)
+
+    def let_go():
+        assert comes_true(lambda: not queue._waiting)
+        stage.engine.let_go()
+
+    other = threading.Thread(target=let_go)
+    other.start()
     queue.drain()
+    other.join()
     assert stage.engine.writes == 1
     for number, slot in enumerate(slots):
         slot.fetch()
@@ -223,12 +236,14 @@ def test_a_thousand_stores_that_end_at_once_need_no_deep_stack(stage):
 
 
 def test_a_failed_store_is_told_once_and_ends_the_others(stage):
-    stage.engine.faults, stage.engine.delay_s = (Fault(on="write", nth=2, forever=True),), 0.3
+    stage.engine.faults = (Fault(on="write", nth=2, forever=True),)
+    stage.engine.hold()
     queue = stage.cache.queue
     queue._most_nbytes = 50_000
     slots = [make_slot(stage.cache.stats, n)[0] for n in range(6)]
     for slot in slots:
         queue.put(slot, stage.store)
+    stage.engine.let_go()
     with pytest.raises(DiskError, match=r"write of .* failed"):
         queue.wait_below(0)
     queue.check()
@@ -280,7 +295,6 @@ def test_slots_that_die_inside_any_lock_do_not_wait_for_it(stage):
     gone = weakref.ref(slot)
     del slot, ring
     with stats._lock, stage.cache.queue._lock:
-        gc.collect()
-        assert gone() is None
+        assert collected(gone)
     stats.free_deferred()
     assert stats.resident_nbytes == 0

@@ -13,6 +13,8 @@ from infinity.activations.controller import METERED
 from infinity.activations.slots import ActivationStats
 from infinity.app.train import train
 from infinity.app.views import ActivationView
+from infinity.core.plan import Hardware
+from infinity.engine import runtime
 from infinity.observe.metrics import StepReport
 from infinity.observe.summary import (
     ActivationSummary,
@@ -123,6 +125,8 @@ def test_a_run_saves_its_plan_and_the_measured_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the cache of its data is below it
+    fast = Hardware(1e10, 1e10, 1e10, 0.0)  # a busy machine's drive may be worth nothing
+    monkeypatch.setattr(runtime, "measure_hardware", lambda *args: fast)
     recipe = infinity.load_recipe(
         overrides=[
             f"run.dir={tmp_path}", "run.name=mine", f"memory.nvme=[{tmp_path}/nvme]", "memory.host=64MiB",

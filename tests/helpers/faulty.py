@@ -1,4 +1,4 @@
-"""An engine whose disk fails on cue: an error on the n-th transfer, a short one, a slow one."""
+"""An engine whose disk fails on cue: an error on the n-th transfer, a short one, a slow or a held one."""
 
 import contextlib
 import errno as errno_names
@@ -11,6 +11,7 @@ from infinity.core.errors import DiskError
 from infinity.core.extent import BLOCK_NBYTES, Extent
 from infinity.core.transfer import Transfer, TransferEngine
 from infinity.shards import storage
+from tests.helpers.limits import HANG_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class FaultyEngine:
         self.engine, self.faults, self.delay_s = engine, faults, delay_s
         self.reads = self.writes = 0
         self._lock = threading.Lock()
+        self._may_end = threading.Event()
+        self._may_end.set()
 
     @property
     def name(self) -> str:
@@ -71,6 +74,13 @@ class FaultyEngine:
     def close(self) -> None:
         self.engine.close()
 
+    def hold(self) -> None:
+        """Transfers that start from now on are in flight until :meth:`let_go`, however long that takes."""
+        self._may_end = threading.Event()
+
+    def let_go(self) -> None:
+        self._may_end.set()
+
     def _fault(self, on: str, count: int) -> Fault | None:
         return next((fault for fault in self.faults if fault.hits(on, count)), None)
 
@@ -82,22 +92,25 @@ class FaultyEngine:
         fault: Fault | None,
         start: Callable[[Extent, memoryview], Transfer],
     ) -> Transfer:
-        if fault is None and not self.delay_s:
+        if fault is None and not self.delay_s and self._may_end.is_set():
             return start(extent, memory)
         error, moved = None, extent.nbytes
         if fault is not None:
             moved = int(extent.nbytes * fault.share) // BLOCK_NBYTES * BLOCK_NBYTES
             error = DiskError(fault.errno, on, "faulty.bin", offset=0, nbytes=extent.nbytes, moved=moved)
         inner = [start(extent.head(moved), memory[:moved])] if moved else []
-        return _late(inner, error, self.delay_s)
+        return _late(inner, error, self.delay_s, self._may_end)
 
 
-def _late(inner: Sequence[Transfer], error: DiskError | None, delay_s: float) -> Transfer:
-    """Ends ``delay_s`` after ``inner``, with ``error`` if there is one."""
+def _late(
+    inner: Sequence[Transfer], error: DiskError | None, delay_s: float, may_end: threading.Event
+) -> Transfer:
+    """Ends ``delay_s`` after ``inner``, and when it may, with ``error`` if there is one."""
 
     def end() -> None:
         for transfer in inner:
             transfer.wait()
+        assert may_end.wait(HANG_S), "a transfer was held for ever"
         if error is not None:
             raise error
 

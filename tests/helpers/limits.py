@@ -6,7 +6,7 @@ import gc
 import resource
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 #: What only a hang takes, however busy the machine (s): whatever a test waits for has come long before.
@@ -14,13 +14,21 @@ from typing import Any
 HANG_S = 300.0
 
 
-def collected(*dropped: "weakref.ref[Any]") -> bool:
+def comes_true(what: Callable[[], bool]) -> bool:
+    """Whether ``what`` becomes true, however busy the machine: what another thread has still to do."""
+    end = time.monotonic() + HANG_S
+    while not (true := what()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return true
+
+
+def collected(*dropped: "weakref.ref[Any]", patience_s: float = HANG_S / 10) -> bool:
     """Whether what nothing refers to any more is collected.
 
     One ``gc.collect()`` is too few: it does nothing while another thread collects, and leaves what a thread
     refers to for the moment of a call.
     """
-    end = time.monotonic() + HANG_S / 10
+    end = time.monotonic() + patience_s
     gc.collect()
     while alive := any(ref() is not None for ref in dropped):
         if time.monotonic() > end:

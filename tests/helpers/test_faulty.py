@@ -51,15 +51,20 @@ def test_a_short_transfer_moves_its_share_and_is_an_error(disk: tuple[Volume, Ex
     engine.close()
 
 
-def test_a_slow_disk_ends_late_and_well(disk: tuple[Volume, Extent, memoryview]) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_slow_disk_ends_late_and_well(disk: tuple[Volume, Extent, memoryview], held: bool) -> None:
     volume, extent, memory = disk
-    engine = FaultyEngine(make_engine("threads", volume), delay_s=0.05)
+    engine = FaultyEngine(make_engine("threads", volume), delay_s=0.0 if held else 0.05)
     began, called = time.monotonic(), []
+    if held:
+        engine.hold()
     move = engine.write(extent, memory)
     move.then(lambda: called.append(move.done()))
-    assert not move.done()
+    if held:
+        assert not move.done()
+        engine.let_go()
     move.wait()
-    assert time.monotonic() - began >= 0.05
+    assert held or time.monotonic() - began >= 0.05
     move.then(lambda: called.append(True))
     while len(called) < 2:
         time.sleep(0.001)

@@ -1,14 +1,19 @@
 """Two runs never touch each other's files; leftovers of dead ones are found."""
 
+import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infinity.core.errors import DiskError, LockedError, UnsafePathError
+from infinity.nvme import run_directory
 from infinity.nvme.run_directory import RunDirectory, find_leftovers, leftovers_line, new_run_id
 from infinity.nvme.volume import Volume
 from tests.helpers.launch import holding
+from tests.helpers.limits import HANG_S
 
 
 def hold(root: Path, run_id: str, rank: int = 0) -> RunDirectory:
@@ -40,6 +45,59 @@ def test_the_directory_goes_with_the_last_rank(tmp_path: Path) -> None:
     runs[0].remove()
     runs[2].remove()
     assert not runs[0].path.exists()
+
+
+def test_the_files_of_a_finished_run_go_however_its_last_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 finds that 1 still holds its lock; before 0 has given back those that it took, 1 looks, too."""
+    runs = [RunDirectory(tmp_path, "run", rank) for rank in range(2)]
+    for run in runs:
+        run.file(f"rank{run.rank}-1.bin").write_text("x")
+        run.finish()
+    last = threading.Thread(target=runs[1].remove_finished, args=(2,))
+    real = run_directory.open_locked
+
+    def taken(path: Path, *args: Any, **given: Any) -> int:
+        try:
+            return real(path, *args, **given)
+        except LockedError:
+            if last.ident is None:
+                last.start()
+                last.join(0.2)  # it ends, or waits for its turn
+            raise
+
+    monkeypatch.setattr(run_directory, "open_locked", taken)
+    runs[0].remove_finished(2)
+    last.join(HANG_S)
+    assert not runs[0].path.exists()
+
+
+@pytest.mark.parametrize("directory_locks", [True, False])
+def test_ranks_that_end_at_the_same_time_remove_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory_locks: bool
+) -> None:
+    real = run_directory.open_locked
+
+    def without(path: Path, *args: Any, **given: Any) -> int:
+        if path.is_dir():
+            raise OSError(errno.EBADF, "as NFS says")
+        return real(path, *args, **given)
+
+    if not directory_locks:
+        monkeypatch.setattr(run_directory, "open_locked", without)
+    for number in range(20 if directory_locks else 1):
+        runs = [RunDirectory(tmp_path, f"run{number}", rank) for rank in range(4)]
+        for run in runs:
+            run.finish()
+        threads = [threading.Thread(target=run.remove_finished, args=(4,)) for run in runs]
+        for thread in threads:
+            thread.start()
+            if not directory_locks:
+                thread.join(HANG_S)
+        for thread in threads:
+            thread.join(HANG_S)
+        assert not runs[0].path.exists()
 
 
 def test_a_name_with_folders_is_refused(tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def test_where_nothing_can_be_written_it_is_compiled(tmp_path, monkeypatch, brok
 
 def test_without_a_home_it_is_compiled_and_no_directory_is_made_in_place_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "UserWideCacheLocator")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME")
