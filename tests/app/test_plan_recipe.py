@@ -193,7 +193,7 @@ def test_drives_hold_as_much_as_a_plan_says(policy: str, tmp_path: Path) -> None
             CausalLoss(model)(tokens, tokens).backward()
             optimizer.step()
         held = optimizer.runtime.peak_nbytes()["nvme"]
-    # Backward wants the last tensor at once: its store is called off, or its room given back in the next step.
+    # Backward wants the last tensor at once: its store is called off, or its room given back a step later.
     late = 0 if policy == "keep" else max(each.nbytes for each in planned.run.trace.stored)
     assert abs(held - planned.disk_nbytes()) <= late
 
