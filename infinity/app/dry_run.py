@@ -717,7 +717,7 @@ class _Planner:
             made.times.measure(map(Candidate, operations, expected_s, nbytes.tolist()))
             trace = replace(trace, measured_s=np.array([made.times.of(each) for each in operations]))
         seconds = trace.operator_s(self.rates).tolist()
-        return _Recorded(trace, recorded.made.profile(seconds, 0.0), played)
+        return _Recorded(trace, recorded.profiled.profile(seconds, 0.0), played)
 
     def _with_stored(self, trace: StepTrace, played: Played, plan: ActivationPlan) -> StepTrace:
         after = {load.slot: load.after for load in plan.loads}

@@ -120,14 +120,14 @@ class Record:
     """One micro-batch as it was recorded.
 
     Attributes:
-        made: Operators, storages, slots and calls of blocks.
+        profiled: Operators, storages, slots and calls of blocks.
         rows: One for each operator.
         begins: Where the forward of each call of a block begins.
         returns: Where its backward begins; none of a block without one.
         recomputes: Whether a region runs its forward again.
     """
 
-    made: Recording
+    profiled: Recording
     rows: list[Row]
     commands: list[Command]
     recomputes: Callable[[int], bool]
@@ -137,7 +137,7 @@ class Record:
     def peak_nbytes(self) -> int:
         """The most bytes of the step's own storages at one time."""
         changes: dict[int, int] = {}
-        for life in self.made.storages.lives:
+        for life in self.profiled.storages.lives:
             if life.kind.value in ("working", "activation", "gradient"):
                 changes[life.born] = changes.get(life.born, 0) + life.nbytes
                 if life.died is not None:
@@ -152,7 +152,7 @@ class Record:
     def again_flops(self) -> float:
         """Flops of forwards that run again."""
         found: dict[int, float] = {}
-        for call, row in zip(self.made.calls, self.rows, strict=True):
+        for call, row in zip(self.profiled.calls, self.rows, strict=True):
             if row.flops and call.phase is Phase.FORWARD:
                 found[call.region] = found.get(call.region, 0.0) + row.flops
         return sum(flops for region, flops in found.items() if region % 2 and self.recomputes(region))
@@ -653,7 +653,7 @@ def play(made: Record, subject: Subject) -> Played:
     pins = BackwardPins(trainings)
     gradients = _Completions(units, subject.leaf_units, trainings, pins)
     training, streams = trainings.training, trainings.streams
-    position = np.zeros(len(made.made.calls), dtype=np.int64)
+    position = np.zeros(len(made.profiled.calls), dtype=np.int64)
     packs: dict[SlotKey, tuple[int, int]] = {}
     asks: dict[SlotKey, int] = {}
     backward_at = played = 0
