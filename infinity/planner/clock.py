@@ -281,6 +281,10 @@ class _Clock:
         self._then[channel].append(then)
         self._queues.submit(channel, 0, nbytes)
 
+    def serve(self, name: str, time_s: float, then: Callable[[], None], threads: float = 1.0) -> None:
+        """Queue what one of the servers does in ``time_s``."""
+        self.servers[name].submit(Job(time_s, then, threads))
+
     def elapse(self, most_s: float) -> float:
         """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
         share, queues, servers = self._share(), self._queues, self.servers.items()
@@ -439,7 +443,7 @@ class _Player:
         self._carried = False  # one of the micro-batch before was
         self._held: list[tuple[int, int]] = []
         self._storing: set[int] = set()  # units whose held gradient is on its way to NVMe
-        self._expected: deque[_Update] = deque()
+        self._expected: dict[int, _Update] = {}  # whose gradients will come, in that order
         self._unread: deque[_Update] = deque()  # launched, with chunks to read
         self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
         self._weights: dict[int, int] = {}  # device memory of weights that wait for an update
@@ -490,7 +494,7 @@ class _Player:
                 self._ready[unit] = True
             else:
                 rates = self.setup.rates
-                self._clock.servers[DECODE].submit(Job(shape.stored.decode_s(rates), decoded, rates.threads))
+                self._clock.serve(DECODE, shape.stored.decode_s(rates), decoded, rates.threads)
 
         arrived = self._gather(unit, gathered)
 
@@ -531,11 +535,15 @@ class _Player:
 
     # --- gradients -----------------------------------------------------------------------------
 
+    def _shard_nbytes(self, unit: int) -> int:
+        """Bytes of this rank's shard of a gradient."""
+        return self.units[unit].shard_numel * self.setup.reduce_itemsize
+
     def _accumulate(self, unit: int) -> None:
         """A unit has a gradient of earlier micro-batches."""
         shape, setup = self.units[unit], self.setup
         gradients = self._gradients if setup.ranks == 1 else self._reduced
-        gradients[unit] = shape.nbytes if setup.ranks == 1 else shape.shard_numel * setup.reduce_itemsize
+        gradients[unit] = shape.nbytes if setup.ranks == 1 else self._shard_nbytes(unit)
         self._lease(gradients[unit])
 
     def _begin_gradient(self, unit: int) -> None:
@@ -561,7 +569,7 @@ class _Player:
             self._lease(shape.nbytes)
             self._memory.end_turn()
             full = shape.nbytes
-        shard = shape.shard_numel * setup.reduce_itemsize
+        shard = self._shard_nbytes(unit)
         if self._reducing and not setup.on_accelerator:
             self._clock.wait(lambda: not self._reducing, LINKS)
         self._lease(shape.nbytes)
@@ -584,15 +592,13 @@ class _Player:
         self._clock.nbytes[LINKS] += shape.nbytes
         time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
         if setup.on_accelerator:
-            self._clock.servers[LINKS].submit(Job(time_s, reduced))
+            self._clock.serve(LINKS, time_s, reduced)
             return
-        self._clock.servers[LINKS].submit(Job(time_s, lambda: None, setup.rates.link_threads))
+        self._clock.serve(LINKS, time_s, lambda: None, setup.rates.link_threads)
         # The same thread adds up what has arrived, divides it, and takes its norm.
         itemsize = shape.nbytes // (shape.shard_numel * setup.ranks)
         passes = setup.ranks * (itemsize + 2 * setup.reduce_itemsize) + 2 * setup.reduce_itemsize
-        self._clock.servers[LINKS].submit(
-            Job(shape.shard_numel * passes / setup.rates.memory_bytes_per_s, reduced)
-        )
+        self._clock.serve(LINKS, shape.shard_numel * passes / setup.rates.memory_bytes_per_s, reduced)
 
     def _hand_over(self, unit: int, nbytes: int, turn: int) -> None:
         """Give a gradient, complete in ``turn`` and with ``nbytes`` of device memory, to its update."""
@@ -606,13 +612,11 @@ class _Player:
             self._memory.give_back(nbytes)
             self._add(unit, 0, turn)
 
-        self._clock.move(
-            Channel.DEVICE_TO_HOST, self.units[unit].shard_numel * self.setup.reduce_itemsize, arrived
-        )
+        self._clock.move(Channel.DEVICE_TO_HOST, self._shard_nbytes(unit), arrived)
 
     def _add(self, unit: int, nbytes: int, turn: int) -> None:
         spills, early = unit in self.setup.spilled, self.units[unit].on_nvme and self.setup.early
-        gradient_nbytes = self.units[unit].shard_numel * self.setup.reduce_itemsize
+        gradient_nbytes = self._shard_nbytes(unit)
         if early:
             self._launch(unit, nbytes, turn)
             if spills:
@@ -646,7 +650,7 @@ class _Player:
         written = shape.state_nbytes + shape.weight_nbytes
         read = shape.state_nbytes if self._kept.get(unit, False) else written
         if unit in self.setup.spilled and not self.setup.early:
-            read += shape.shard_numel * self.setup.reduce_itemsize
+            read += self._shard_nbytes(unit)
         return _Update(unit, shape.shard_numel // chunks, chunks, read, written)
 
     def _expect(self) -> None:
@@ -656,7 +660,7 @@ class _Player:
             ended = set(order)
             order = [unit for unit in self._first_uses if unit in ended]
         units = self.units
-        self._expected = deque(self._job(u) for u in order if units[u].on_nvme and units[u].trainable)
+        self._expected = {u: self._job(u) for u in order if units[u].on_nvme and units[u].trainable}
 
     @property
     def _on_training_thread(self) -> bool:
@@ -664,11 +668,7 @@ class _Player:
         return self.setup.ranks == 1 and not self.setup.on_accelerator
 
     def _launch(self, unit: int, nbytes: int, turn: int = -1) -> None:
-        job = next((each for each in self._expected if each.unit == unit), None)
-        if job is None:
-            job = self._job(unit)
-        else:
-            self._expected.remove(job)
+        job = self._expected.pop(unit, None) or self._job(unit)
         job.nbytes, job.weights_nbytes, job.launched = nbytes, self._weights.pop(unit, 0), True
         job.turn = turn
         self._clock.count(Channel.NVME_READ, job.nbytes_read)
@@ -690,7 +690,7 @@ class _Player:
         while self._slots > 0:
             job = self._unread[0] if self._unread else None
             if job is None and self._slots > _RESERVE:
-                job = next((each for each in self._expected if each.unread), None)
+                job = next((each for each in self._expected.values() if each.unread), None)
                 if job is not None:
                     before = self._updates.get(job.unit)
                     if before is not None and before.unwritten:
@@ -714,9 +714,7 @@ class _Player:
         nbytes = 2 * job.nbytes_written / job.chunks + gradient
         rates = self.setup.rates
         time_s = nbytes / rates.background_bytes_per_s
-        self._clock.servers[UPDATE].submit(
-            Job(time_s, partial(self._computed, job), rates.background_threads)
-        )
+        self._clock.serve(UPDATE, time_s, partial(self._computed, job), rates.background_threads)
 
     def _computed(self, job: _Update) -> None:
         job.uncomputed -= 1
@@ -824,7 +822,7 @@ class _Player:
         """All that the rest of a step follows from, besides what is played; equal up to rounding."""
         updates = [
             (job.unit, job.launched, job.unread, job.waiting, job.uncomputed, job.unwritten)
-            for job in (*self._expected, *self._updates.values())
+            for job in (*self._expected.values(), *self._updates.values())
             if job.unwritten
         ]
         return (
@@ -933,8 +931,7 @@ class _Player:
                 self._clock.wait(lambda unit=unit: unit not in self._storing, "write")  # type: ignore[misc]
                 self._launch(unit, nbytes)
             else:
-                moved = 2 * (shape.weight_nbytes + shape.state_nbytes)
-                moved += shape.shard_numel * self.setup.reduce_itemsize
+                moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self._shard_nbytes(unit)
                 rates = self.setup.rates
                 there = unit in self._on_device
                 time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
