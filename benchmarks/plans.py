@@ -119,7 +119,7 @@ def missing(planned: PlannedRun) -> Iterator[str]:
     run, drives = planned.run, planned.run.machine.drives
     if (over := planned.over_nbytes()) > 0:
         yield f"{format_nbytes(over)} of device memory"
-    if (over := run.host_nbytes * planned.local - run.machine.host.memory) > 0:
+    if (over := run.host_nbytes * run.local - run.machine.host.memory) > 0:
         yield f"{format_nbytes(over)} of host memory"
     if (over := planned.disk_nbytes() - drives.per_node * drives.memory) > 0:
         yield f"{format_nbytes(over)} on the drives of a node"
@@ -148,7 +148,7 @@ def row(page: Page) -> list[str]:
         "no" if page.missing else "yes",
         f"lacks {page.missing}" if page.missing else "",
         f"{format_nbytes(run.division.total)} + {format_nbytes(run.trace.peak_nbytes)}",
-        format_nbytes(run.host_nbytes * planned.local),
+        format_nbytes(run.host_nbytes * run.local),
         format_nbytes(planned.disk_nbytes()) if planned.disk_nbytes() else "0",
         seconds(cost.step_s),
         rounded(planned.tokens_per_s),

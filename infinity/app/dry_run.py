@@ -33,18 +33,18 @@ from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
 from infinity.app.repeats import record_model
 from infinity.checkpoint.conversions import Part
-from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
 from infinity.checkpoint.load import CheckpointValues, make_part
 from infinity.checkpoint.model import build_model, is_ours, read_config
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.comm.ranks import Ranks
-from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes, rounded
+from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
 from infinity.core.extent import aligned
 from infinity.core.lifecycle import Tier
-from infinity.core.plan import ActivationPlan, Place
+from infinity.core.plan import ActivationPlan, Hardware, Place
 from infinity.core.profile import Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
@@ -70,7 +70,65 @@ _MOMENTS_ITEMSIZE = 8
 
 
 @dataclass(frozen=True)
-class DryRun:
+class Target:
+    """A recipe on one of the ranks of a machine; what a rank has follows from that.
+
+    Attributes:
+        dtype: In which the model computes.
+    """
+
+    recipe: Recipe
+    machine: Machine
+    ranks: int
+    dtype: Dtype
+
+    @property
+    def local(self) -> int:
+        """Ranks of a node."""
+        return max(1, self.ranks // self.machine.nodes.count)
+
+    @property
+    def host_nbytes(self) -> int:
+        """``memory.host``."""
+        return self.recipe.memory.host or self.machine.host.memory // self.local // 2
+
+    @property
+    def device_nbytes(self) -> int:
+        """Memory of the device that budgets may have."""
+        if not self.machine.on_accelerator:
+            return self.machine.host.memory // self.local
+        return (self.machine.devices.memory or 0) - CONTEXT_NBYTES
+
+    @property
+    def rates(self) -> RankRates:
+        return rank_rates(self.machine, self.ranks, self.dtype, self.recipe.train.threads)
+
+    @property
+    def layered(self) -> bool:
+        """Whether each block takes all micro-batches before the next one."""
+        return self.recipe.train.schedule == "layer"
+
+    @property
+    def policy(self) -> str:
+        """What happens to activations."""
+        memory = self.recipe.memory
+        if self.layered:
+            return "recompute"
+        return memory.activations or ("keep" if memory.device is None else "plan")
+
+    @property
+    def micro_batches(self) -> int:
+        """Times that a step goes through the trace; a layer schedule takes all micro-batches at once."""
+        return 1 if self.layered else self.recipe.train.accumulate
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the gradient reduction, if there are several ranks."""
+        return reduction_dtype(EngineConfig(partition=self.recipe.partition), DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class DryRun(Target):
     """All that a plan is made from.
 
     Attributes:
@@ -78,31 +136,19 @@ class DryRun:
         division: Of the device budget.
         resident_nbytes: Host memory that shards may take, of ``host_nbytes``.
         chunk_numel: Elements that an update stages at one time; ``staged_chunks`` of them.
-        reduce_itemsize: Bytes per element of a reduced gradient.
         spilled: Units whose gradients wait on NVMe.
-        policy: What happens to activations; ``activations`` is the plan that follows.
-        notes: Lines for people about what the plan takes for granted.
+        activations: The plan that follows from ``policy``.
     """
 
-    recipe: Recipe
-    machine: Machine
-    ranks: int
-    dtype: Dtype
-    rates: RankRates
     units: tuple[UnitShape, ...]
     trace: StepTrace
     division: DeviceBudget
-    host_nbytes: int
     resident_nbytes: int
     chunk_numel: int
     staged_chunks: int
-    device_nbytes: int
-    reduce_itemsize: int
     spilled: frozenset[int]
-    policy: str
     profile: Profile
     activations: ActivationPlan
-    notes: Sequence[str]
     _model: "_Model"
 
     def changed(
@@ -118,8 +164,8 @@ class DryRun:
         Raises:
             BudgetError: A budget is too small for it.
         """
-        recipe, machine = recipe or self.recipe, machine or self.machine
-        planner = _Planner(recipe, machine, self.ranks, self.dtype, self._model)
+        target = Target(recipe or self.recipe, machine or self.machine, self.ranks, self.dtype)
+        planner = _Planner(target, self._model)
         if [unit.streams for unit in planner.units] != [unit.streams for unit in self.units]:
             return planner.result()
         planner.divide_beside(self.profile, self.activations)
@@ -136,7 +182,7 @@ class DryRun:
             memory = replace(self.recipe.memory, host=max(1, middle), resident=False)
             try:
                 recipe = replace(self.recipe, memory=memory)
-                _Planner(recipe, self.machine, self.ranks, self.dtype, self._model)
+                _Planner(Target(recipe, self.machine, self.ranks, self.dtype), self._model)
             except BudgetError:
                 low = middle
             else:
@@ -168,10 +214,14 @@ class DryRun:
         return sum(aligned(each.nbytes) for each in self.trace.stored if each.on_nvme)
 
     @property
-    def micro_batches(self) -> int:
-        """Times that a step goes through the trace; a layer schedule takes all micro-batches at once."""
-        train = self.recipe.train
-        return 1 if train.schedule == "layer" else train.accumulate
+    def reduce_itemsize(self) -> int:
+        """Bytes per element of a reduced gradient."""
+        return (self.reduce_dtype if self.ranks > 1 else DTYPES[self.dtype]).itemsize
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines for people about what the plan takes for granted."""
+        return self._model.notes
 
     @property
     def params(self) -> int:
@@ -211,19 +261,18 @@ def _planner(
     recipe: Recipe, machine: Machine, ranks: int, like: DryRun | None, here: bool, built: Recipe
 ) -> "_Planner":
     dtype = machine.choose_dtype() if recipe.train.dtype == "auto" else recipe.train.dtype
-    made, sizes = None, _cut_sizes(built, machine, ranks)
-    if like is not None and (like.ranks, like.dtype, like.machine.on_accelerator) == (
-        ranks, dtype, machine.on_accelerator
-    ):  # fmt: skip
-        same = ("model", "lora", "partition")
-        alike = all(getattr(recipe, part) == getattr(like.recipe, part) for part in same)
-        if alike and sizes == like._model.sizes:
-            made = like._model
-    if made is None:
-        local = max(1, ranks // machine.nodes.count)
-        times = OperatorTimes.of_rank(local, recipe.train.threads) if here else None
-        made = _Model(recipe, machine, ranks, DTYPES[dtype], sizes, times)
-    return _Planner(recipe, machine, ranks, dtype, made)
+    target, sizes = Target(recipe, machine, ranks, dtype), _cut_sizes(built, machine, ranks)
+    if like is not None and like._model.sizes == sizes and _model_of(like) == _model_of(target):
+        return _Planner(target, like._model)
+    times = OperatorTimes.of_rank(target.local, recipe.train.threads) if here else None
+    return _Planner(target, _Model(target, sizes, times))
+
+
+def _model_of(target: Target) -> tuple[object, ...]:
+    """All that a model follows from, besides the sizes of units."""
+    recipe = target.recipe
+    where = target.ranks, target.dtype, target.machine.on_accelerator
+    return recipe.model, recipe.lora, recipe.partition, *where
 
 
 def _cut_sizes(recipe: Recipe, machine: Machine, ranks: int) -> CutSizes:
@@ -246,7 +295,7 @@ class _NoMasters:
         return torch.empty(unit.numel, device="meta")
 
 
-class _Moved(TorchDispatchMode):
+class _Traffic(TorchDispatchMode):
     """Counts the bytes that operators read and write, and the operators; views are none."""
 
     def __init__(self) -> None:
@@ -293,9 +342,9 @@ class DecodingCosts:
 
         with self._mode if self._device == "cpu" else nullcontext():
             out = torch.empty(part.numel, dtype=dtype, device=self._device)
-            with _Moved() as moved:
+            with _Traffic() as traffic:
                 make_part(part, out, view)
-        return moved.nbytes, moved.operators
+        return traffic.nbytes, traffic.operators
 
 
 class _NoValues:
@@ -356,17 +405,15 @@ class _Model:
     """A recipe's model on the meta device, cut into units.
 
     Attributes:
-        model: With adapters, if the recipe has them.
+        module: With adapters, if the recipe has them.
         notes: Lines for people about what is taken for granted.
         values: Know what of the model travels in its stored form.
         sizes: How large its units and tiles are.
         times: Of operators on this machine; None: another one is planned for.
     """
 
-    def __init__(
-        self, recipe: Recipe, machine: Machine, ranks: int, dtype: torch.dtype, sizes: CutSizes,
-        times: OperatorTimes | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, target: Target, sizes: CutSizes, times: OperatorTimes | None) -> None:
+        recipe, ranks, dtype = target.recipe, target.ranks, DTYPES[target.dtype]
         self.notes: list[str] = []
         self.times = times
         self.sizes = sizes
@@ -374,13 +421,7 @@ class _Model:
         self.values = _NoValues(self._mode)
         self.construction = Construction(
             lambda close: UnitBuilder(
-                dtype,
-                0,
-                ranks,
-                close,
-                recipe.partition.leaf,
-                sizes=sizes,
-                without_values=True,
+                dtype, 0, ranks, close, recipe.partition.leaf, sizes=sizes, without_values=True
             ),
             _NoMasters(),
             lambda module: lambda module: None,
@@ -389,18 +430,18 @@ class _Model:
         with torch.device("meta"):
             if recipe.model.path is None:
                 with self.construction:
-                    self.model: Any = GPT(recipe.model)
+                    self.module: Any = GPT(recipe.model)
             else:
                 self.construction.late = self.values
                 with self.construction:
-                    self.model = self._of_checkpoint(Path(recipe.model.path), recipe, dtype)
+                    self.module = self._of_checkpoint(Path(recipe.model.path), recipe, dtype)
             if recipe.lora.rank is not None:
-                self.model.requires_grad_(False)
+                self.module.requires_grad_(False)
                 settings = asdict(recipe.lora)
-                self.model = make_adapters(self.model, self.construction, **settings)
+                self.module = make_adapters(self.module, self.construction, **settings)
         self.units = self.construction.builder.units
         self.leaves = self.construction.builder.leaves if ranks > 1 else {}
-        self.model.train()
+        self.module.train()
         if any(unit.routed for unit in self.units):
             self.notes.append("experts are computed in tiles: planned as if each step used all of them")
         self._records: dict[object, Record] = {}
@@ -452,7 +493,7 @@ class _Model:
         with self._mode:
             if not self._is_fake:
                 self._fake()
-            yield self.model
+            yield self.module
 
     def _fake(self) -> None:
         self._is_fake = True
@@ -465,7 +506,7 @@ class _Model:
             )
             if segment.whole is param:
                 segment.whole = fakes[id(param)] = segment.param
-        for module in self.model.modules():
+        for module in self.module.modules():
             own = {n: p if p is None else fakes.get(id(p), p) for n, p in module._parameters.items()}
             module.__dict__["_parameters"] = own
             for name, buffer in module._buffers.items():
@@ -478,8 +519,6 @@ class _Model:
 
 
 def _quantization(path: Path) -> str | None:
-    from infinity.checkpoint.directory import read_json_object
-
     given = read_json_object(path / "config.json").get("quantization_config")
     return None if not isinstance(given, dict) else str(given.get("quant_method", "by its config"))
 
@@ -499,35 +538,64 @@ class _Recorded:
 class _Planner:
     """Divides budgets and records, as the runtime does.
 
-    It has more attributes than other classes: what each step of the division finds, and the next one needs.
+    Attributes:
+        units: With their homes.
+        budget: Divided anew when more is known of a step.
     """
 
-    def __init__(self, recipe: Recipe, machine: Machine, ranks: int, dtype: Dtype, made: _Model) -> None:
-        self.recipe, self.machine, self.ranks, self.dtype, self.made = recipe, machine, ranks, dtype, made
-        memory, local = recipe.memory, max(1, ranks // machine.nodes.count)
-        device = torch.device("cuda" if machine.on_accelerator else "cpu")
-        self._ranks = Ranks(0, ranks, device)
-        self.host_nbytes = memory.host or machine.host.memory // local // 2
-        self.storage = Storage(memory, self.host_nbytes, DTYPES[dtype], device)
-        self.storage.close()  # only its arithmetic is wanted
-        self.free_nbytes = (machine.devices.memory or 0) - CONTEXT_NBYTES
-        if not machine.on_accelerator:
-            self.free_nbytes = machine.host.memory // local
-        layered = recipe.train.schedule == "layer"
-        self.policy = memory.activations or ("keep" if memory.device is None or layered else "plan")
-        if layered:
-            self.policy = "recompute"
-        self.rates = rank_rates(machine, ranks, dtype, recipe.train.threads)
-        self.reduce_dtype = reduction_dtype(EngineConfig(partition=recipe.partition), DTYPES[dtype])
-        self.tiers = Tiers(self.storage, self._ranks, self.reduce_dtype)
-        self._buffers = BaseBuffers.within(self.host_nbytes)
+    def __init__(self, target: Target, model: _Model) -> None:
+        self._target, self._model = target, model
+        device = torch.device("cuda" if target.machine.on_accelerator else "cpu")
+        self._ranks = Ranks(0, target.ranks, device)
+        self._storage = Storage(target.recipe.memory, target.host_nbytes, DTYPES[target.dtype], device)
+        self._storage.close()  # only its arithmetic is wanted
+        self._tiers = Tiers(self._storage, self._ranks, target.reduce_dtype)
         self.units = self._place_units()
         self.budget = self._divide()
 
+    def result(self) -> DryRun:
+        """Record a step, and plan its activations."""
+        target = self._target
+        plan = ActivationPlan("recompute" if target.policy == "recompute" else "keep")
+        with self._model.faked() as module:
+            recorded = self._record(module, plan)
+            profile = recorded.profile
+            if target.policy in ("plan", "offload"):
+                plan = self._choose(profile)
+                self.divide_beside(profile, plan)
+                if plan.recomputed:
+                    recorded = self._record(module, plan)
+        trace = recorded.trace
+        if plan.places:
+            peak = play(profile, plan, self._channels()).peak_nbytes  # without what has left
+            trace = replace(self._with_stored(trace, recorded.played, plan), peak_nbytes=peak)
+        if target.layered:
+            trace = replace(trace.scaled(target.recipe.train.accumulate), peak_nbytes=trace.peak_nbytes)
+        return self.result_of(trace, profile, plan)
+
+    def result_of(self, trace: StepTrace, profile: Profile, plan: ActivationPlan) -> DryRun:
+        """Return the dry run with this trace."""
+        target, budget, storage = self._target, self.budget, self._storage
+        if budget.asks_what_a_step_leaves:
+            left = target.device_nbytes - budget.division.total - trace.peak_nbytes
+            budget.divide_after_step(left_for_states(left, target.device_nbytes, trace.peak_nbytes))
+        room = 0
+        if not target.machine.on_accelerator:
+            room = target.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
+        return DryRun(
+            target.recipe, target.machine, target.ranks, target.dtype,
+            units=self.read_where_they_lie(), trace=trace, division=budget.division,
+            resident_nbytes=storage.resident_nbytes, chunk_numel=storage.chunk_numel,
+            staged_chunks=max(STAGED_CHUNKS, room // storage.chunk_nbytes), spilled=budget.spilled,
+            profile=profile, activations=plan, _model=self._model,
+        )  # fmt: skip
+
+    # --- units and budgets -------------------------------------------------------------------
+
     def _place_units(self) -> tuple[UnitShape, ...]:
-        layout = self.storage.layout
-        stored = self.made.values.stored if self.recipe.memory.nvme else {}
-        for unit in self.made.units:
+        model, layout, drives = self._model, self._storage.layout, bool(self._target.recipe.memory.nvme)
+        stored = model.values.stored if drives else {}
+        for unit in model.units:
             unit.stored = stored[unit.index][0] if unit.index in stored else None
         shapes = [
             UnitShape(
@@ -537,187 +605,93 @@ class _Planner:
                 weight_nbytes=layout.weight_nbytes(unit.shard_numel),
                 state_nbytes=layout.state_nbytes(unit.shard_numel),
                 moments_nbytes=_MOMENTS_ITEMSIZE * unit.shard_numel,
-                host_gradient_nbytes=self.tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
+                host_gradient_nbytes=self._tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
                 stored=self._stored_shape(unit),
             )
-            for unit in self.made.units
+            for unit in model.units
         ]
-        resident_nbytes = self.storage.resident_nbytes
+        resident_nbytes = self._storage.resident_nbytes
         if self._has_base:
-            resident_nbytes = max(0, resident_nbytes - self._buffers.all_nbytes)
-        placed = choose_homes(
-            shapes, resident_nbytes, drives=bool(self.recipe.memory.nvme),
-            alone_on_cpu=self._ranks.alone_on_cpu,
-        )  # fmt: skip
-        for unit, shape in zip(self.made.units, placed, strict=True):
+            resident_nbytes = max(0, resident_nbytes - self._base_buffers.all_nbytes)
+        placed = choose_homes(shapes, resident_nbytes, drives=drives, alone_on_cpu=self._ranks.alone_on_cpu)
+        for unit, shape in zip(model.units, placed, strict=True):
             unit.home = Tier.NVME if shape.on_nvme else Tier.HOST
         return placed
 
+    def _stored_shape(self, unit: Unit) -> StoredShape | None:
+        form, values = unit.stored, self._model.values
+        if form is None:
+            return None
+        decode = values.decoding(unit.index, on_accelerator=self._ranks.on_accelerator)
+        return StoredShape(form.nbytes, form.shard_nbytes, values.stored[unit.index][1], *decode)
+
     @property
     def _has_base(self) -> bool:
-        return self.made.values.base is not None and bool(self.recipe.memory.nvme)
+        return self._model.values.base is not None and bool(self._target.recipe.memory.nvme)
+
+    @property
+    def _base_buffers(self) -> BaseBuffers:
+        return BaseBuffers.within(self._target.host_nbytes)
 
     def read_where_they_lie(self) -> tuple[UnitShape, ...]:
         """The units, and what is read of those that lie in a checkpoint."""
-        values, host = self.made.values, self.budget.host
-        if not self._has_base:
-            return self.units
+        model, host = self._model, self.budget.host
         found = list(self.units)
-        for index in values.mapped:
-            unit = self.made.units[index]
+        for index in model.values.mapped if self._has_base else ():
+            unit = model.units[index]
             if unit.home is Tier.NVME and not unit.trainable:
                 piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
-                found[index] = replace(
-                    found[index], base_nbytes=values.read_nbytes(unit, piece, self._buffers)
-                )
+                nbytes = model.values.read_nbytes(unit, piece, self._base_buffers)
+                found[index] = replace(found[index], base_nbytes=nbytes)
         return tuple(found)
 
-    def _stored_shape(self, unit: Unit) -> StoredShape | None:
-        form, values = unit.stored, self.made.values
-        if form is None:
-            return None
-        decode = values.decoding(unit.index, on_accelerator=self.machine.on_accelerator)
-        return StoredShape(form.nbytes, form.shard_nbytes, values.stored[unit.index][1], *decode)
-
     def _divide(self) -> UnitBudget:
-        memory, clips = self.recipe.memory, self.recipe.optim.max_grad_norm is not None
-        layered = self.recipe.train.schedule == "layer"  # its window is for whole blocks
-        recomputes = self.policy in ("recompute", "plan") and not layered
-        in_use = UnitsInUse([self.made.model], self.made.units, recomputes=recomputes)
-        made = UnitBudget(
-            self.made.units, self.made.leaves, in_use, self._ranks, self.tiers, memory.device,
-            self.free_nbytes // 2,
-            shared=self.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
+        target, model = self._target, self._model
+        memory, clips = target.recipe.memory, target.recipe.optim.max_grad_norm is not None
+        recomputes = target.policy in ("recompute", "plan") and not target.layered  # that has whole blocks
+        budget = UnitBudget(
+            model.units, model.leaves, UnitsInUse([model.module], model.units, recomputes=recomputes),
+            self._ranks, self._tiers, memory.device, target.device_nbytes // 2,
+            shared=target.policy == "plan", early=not clips and memory.versions == 2, updates_nbytes=0,
             states=memory.updates != "host",
         )  # fmt: skip
-        if self.recipe.train.accumulate > 1 and self.recipe.train.schedule == "step":
-            made.divide_again(accumulates=True)
-        return made
-
-    def result(self) -> DryRun:
-        made = self.made
-        policy, plan = self.policy, ActivationPlan("keep")
-        if policy == "recompute":
-            plan = ActivationPlan("recompute")
-        with made.faked() as model:
-            recorded = self._record(model, plan)
-            profile = recorded.profile
-            if policy in ("plan", "offload"):
-                plan = self._choose(profile)
-                self.divide_beside(profile, plan)
-                if plan.recomputed:
-                    recorded = self._record(model, plan)
-        trace = recorded.trace
-        if plan.places:
-            peak = play(profile, plan, self._channels()).peak_nbytes  # without what has left
-            trace = replace(self._with_stored(trace, recorded.played, plan), peak_nbytes=peak)
-        if self.recipe.train.schedule == "layer":  # each block takes all micro-batches before the next
-            peak = trace.peak_nbytes
-            trace = replace(trace.scaled(self.recipe.train.accumulate), peak_nbytes=peak)
-        return self.result_of(trace, profile, plan)
+        if target.micro_batches > 1:
+            budget.divide_again(accumulates=True)
+        return budget
 
     def divide_beside(self, profile: Profile, plan: ActivationPlan) -> None:
         """Give units what planned activations leave of ``memory.device``."""
-        if self.budget.device_nbytes is not None and self.policy == "plan":
+        if self.budget.device_nbytes is not None and self._target.policy == "plan":
             self.budget.divide_beside(play(profile, plan, self._channels()).peak_nbytes)
 
-    def result_of(self, trace: StepTrace, profile: Profile, plan: ActivationPlan) -> DryRun:
-        """Return the dry run with this trace."""
-        if self.budget.asks_what_a_step_leaves:
-            left = self.free_nbytes - self.budget.division.total - trace.peak_nbytes
-            self.budget.divide_after_step(left_for_states(left, self.free_nbytes, trace.peak_nbytes))
-        division = self.budget.division
-        staged = rounded(self.storage.chunk_numel * (self._itemsize()))
-        room = 0
-        if not self.machine.on_accelerator:
-            room = self.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
-        return DryRun(
-            recipe=self.recipe, machine=self.machine, ranks=self.ranks, dtype=self.dtype, rates=self.rates,
-            units=self.read_where_they_lie(), trace=trace, division=division, host_nbytes=self.host_nbytes,
-            resident_nbytes=self.storage.resident_nbytes, chunk_numel=self.storage.chunk_numel,
-            staged_chunks=max(STAGED_CHUNKS, room // staged), device_nbytes=self.free_nbytes,
-            reduce_itemsize=self.reduce_dtype.itemsize if self.ranks > 1 else DTYPES[self.dtype].itemsize,
-            spilled=self.budget.spilled, policy=self.policy, profile=profile, activations=plan,
-            notes=self.made.notes,
-            _model=self.made,
-        )  # fmt: skip
+    # --- activations -------------------------------------------------------------------------
 
-    def _itemsize(self) -> int:
-        layout = self.storage.layout
-        return layout.weight_nbytes(1) + layout.state_nbytes(1)
-
-    def _channels(self) -> Any:
-        given = self.rates.channels
-        if not self.recipe.memory.nvme:
+    def _channels(self) -> Hardware:
+        """The channels of activations, and the host memory that they may take."""
+        target, given = self._target, self._target.rates.channels
+        if not target.recipe.memory.nvme:
             given = replace(given, read_bytes_per_s=0.0, write_bytes_per_s=0.0, mixed_bytes_per_s=0.0)
-        host = max(0, self.host_nbytes - self.storage.resident_nbytes) if self.machine.on_accelerator else 0
-        return replace(given, host_nbytes=host)
+        host_nbytes = target.host_nbytes - self._storage.resident_nbytes if self._ranks.on_accelerator else 0
+        return replace(given, host_nbytes=max(0, host_nbytes))
 
     def _choose(self, profile: Profile) -> ActivationPlan:
         """The plan that the runtime would make from this profile."""
-        hardware = self._channels()
-        if self.policy == "offload":
-            if not self.recipe.memory.nvme:
+        hardware, budget = self._channels(), self.budget
+        if self._target.policy == "offload":
+            if not self._target.recipe.memory.nvme:
                 wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
                 raise SettingError("memory.activations", "offload", wanted)
             return POLICIES["offload"](profile, hardware, None)
-        capacities: Sequence[int | None] = [None]
-        if self.budget.device_nbytes is not None:
-            totals = dict.fromkeys((self.budget.division.total, self.budget.division.least))
-            capacities = [self.budget.device_nbytes - total for total in totals]
-        refused: BudgetError | None = None
-        for capacity in capacities:
-            try:
-                return POLICIES["plan"](profile, hardware, capacity)
-            except BudgetError as error:
-                refused = error
-        assert refused is not None
-        raise refused
-
-    def _pass_nbytes(self) -> int:
-        """Return what a pass may take beside units, as the runtime's executor does."""
-        if self.policy != "plan" or self.budget.device_nbytes is None:
-            return self.free_nbytes
-        return self.budget.device_nbytes - self.budget.division.least
-
-    def _logits(self, model: Any, rows: int) -> Mode:
-        """Return how the logits of a micro-batch are computed, where the recipe leaves it to memory."""
-        mode, head = self.recipe.memory.logits, find_head(model)
-        if mode != "auto" or head is None:
-            return mode
-        width = cast(int, head.out_features)
-        fit = least_nbytes(rows, width, DTYPES[self.dtype].itemsize) <= self._pass_nbytes()
-        return "whole" if fit else "slices"
-
-    def _record(self, model: Any, plan: ActivationPlan) -> _Recorded:
-        recipe, made = self.recipe, self.made
-        tokens = recipe.train.batch_size, recipe.model.seq_len
-        subject = Subject(
-            model=model, units=made.units, leaves=made.leaves, dtype=DTYPES[self.dtype],
-            nbytes={u.index: u.gathered_nbytes for u, s in zip(made.units, self.units) if s.streams},
-            window_nbytes=self.budget.division.window, tokens=tokens,
-            logits=self._logits(model, math.prod(tokens)), packing=recipe.data.packing,
-        )  # fmt: skip
-        recorded = made.record(subject, plan)
-        played = play_record(recorded, subject)
-        rows = recorded.rows
-        flops, nbytes = (np.array(column, dtype=float) for column in zip(*(row[:2] for row in rows)))
-        fp32 = np.array([row.fp32 for row in rows], dtype=bool)
-        trace = StepTrace(
-            events=played.events, begun=played.begun, completed=played.completed,
-            position=played.position, flops=flops, nbytes=nbytes, fp32=fp32,
-            model_flops=float(flops.sum()) - recorded.again_flops,
-            tokens=recipe.train.batch_size * recipe.model.seq_len,
-            peak_nbytes=recorded.peak_nbytes(),
-        )  # fmt: skip
-        if made.times is not None:
-            operations, expected_s = [row.operation for row in rows], trace.operator_s(self.rates).tolist()
-            made.times.measure(map(Candidate, operations, expected_s, nbytes.tolist()))
-            trace = replace(trace, measured_s=np.array([made.times.of(each) for each in operations]))
-        seconds = trace.operator_s(self.rates).tolist()
-        return _Recorded(trace, recorded.made.profile(seconds, 0.0), played)
+        if budget.device_nbytes is None:
+            return POLICIES["plan"](profile, hardware, None)
+        try:
+            return POLICIES["plan"](profile, hardware, budget.device_nbytes - budget.division.total)
+        except BudgetError:
+            if budget.division.least == budget.division.total:
+                raise
+        return POLICIES["plan"](profile, hardware, budget.device_nbytes - budget.division.least)
 
     def _with_stored(self, trace: StepTrace, played: Played, plan: ActivationPlan) -> StepTrace:
         after = {load.slot: load.after for load in plan.loads}
@@ -726,9 +700,53 @@ class _Planner:
             if place is Place.KEEP or key not in played.packs or key not in played.asks:
                 continue
             packed_at, nbytes = played.packs[key]
-            if place is Place.NVME and not self.machine.on_accelerator:
+            if place is Place.NVME and not self._ranks.on_accelerator:
                 nbytes = directly_moved_nbytes(nbytes)
             tied = after.get(key, key)
             load_at = played.backward_at if tied is None else played.asks.get(tied, played.backward_at)
             stored.append(Stored(nbytes, packed_at, load_at, played.asks[key], place is Place.NVME))
         return replace(trace, stored=tuple(stored))
+
+    # --- the record --------------------------------------------------------------------------
+
+    def _record(self, module: Any, plan: ActivationPlan) -> _Recorded:
+        target, model, train = self._target, self._model, self._target.recipe.train
+        tokens = train.batch_size, target.recipe.model.seq_len
+        subject = Subject(
+            model=module, units=model.units, leaves=model.leaves, dtype=DTYPES[target.dtype],
+            nbytes={u.index: u.gathered_nbytes for u, s in zip(model.units, self.units) if s.streams},
+            window_nbytes=self.budget.division.window, tokens=tokens,
+            logits=self._logits(module, math.prod(tokens)), packing=target.recipe.data.packing,
+        )  # fmt: skip
+        record = model.record(subject, plan)
+        played = play_record(record, subject)
+        flops, nbytes = (np.array(column, dtype=float) for column in zip(*(row[:2] for row in record.rows)))
+        trace = StepTrace(
+            events=played.events, begun=played.begun, completed=played.completed,
+            position=played.position, flops=flops, nbytes=nbytes,
+            fp32=np.array([row.fp32 for row in record.rows], dtype=bool),
+            model_flops=float(flops.sum()) - record.again_flops, tokens=math.prod(tokens),
+            peak_nbytes=record.peak_nbytes(),
+        )  # fmt: skip
+        times = trace.operator_s(target.rates).tolist()
+        if model.times is not None:
+            operations = [row.operation for row in record.rows]
+            model.times.measure(map(Candidate, operations, times, nbytes.tolist()))
+            trace = replace(trace, measured_s=np.array([model.times.of(each) for each in operations]))
+            times = trace.operator_s(target.rates).tolist()
+        return _Recorded(trace, record.profiled.profile(times, 0.0), played)
+
+    def _logits(self, module: Any, rows: int) -> Mode:
+        """Return how the logits of a micro-batch are computed, where the recipe leaves it to memory."""
+        mode, head = self._target.recipe.memory.logits, find_head(module)
+        if mode != "auto" or head is None:
+            return mode
+        width = cast(int, head.out_features)
+        fit = least_nbytes(rows, width, DTYPES[self._target.dtype].itemsize) <= self._pass_nbytes()
+        return "whole" if fit else "slices"
+
+    def _pass_nbytes(self) -> int:
+        """Return what a pass may take beside units, as the runtime's executor does."""
+        if self._target.policy != "plan" or self.budget.device_nbytes is None:
+            return self._target.device_nbytes
+        return self.budget.device_nbytes - self.budget.division.least

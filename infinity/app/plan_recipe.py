@@ -74,11 +74,6 @@ class PlannedRun:
         """Time of a step with all states in device memory."""
         return self.cost.busy_s.get(COMPUTE, 0.0)
 
-    @property
-    def local(self) -> int:
-        """Ranks of a node."""
-        return max(1, self.run.ranks // self.run.machine.nodes.count)
-
     def disk_nbytes(self) -> int:
         """Bytes on a node's drives: versions, commits of host memory; gradients and activations that wait."""
         memory, units = self.run.recipe.memory, self.run.units
@@ -96,11 +91,11 @@ class PlannedRun:
                 total += places * (unit.weight_nbytes + unit.state_nbytes)
             elif memory.versions == 2:
                 total += 2 * (unit.weight_nbytes + unit.state_nbytes)
-        return total * self.local
+        return total * self.run.local
 
     def written_per_day(self) -> float:
         """Bytes written to the drives of a node in a day of training."""
-        return self.cost.nbytes.get("NVMe write", 0) * self.local * _DAY_S / self.cost.step_s
+        return self.cost.nbytes.get("NVMe write", 0) * self.run.local * _DAY_S / self.cost.step_s
 
     def drives_last_s(self) -> float | None:
         """Time until the drives' endurance is used up; None: nothing is written, or it is not known."""
@@ -363,12 +358,12 @@ def _tier_table(planned: PlannedRun) -> Table:
         (
             "host", f"{len(homes[False])}", count(sum(u.params for u in homes[False])),
             f"{_size(resident)} of states", _size(run.least_host_nbytes()), _size(run.host_nbytes),
-            _size(machine.host.memory // planned.local),
+            _size(machine.host.memory // planned.run.local),
         ),
         (
             "NVMe", f"{len(homes[True])}", count(sum(u.params for u in homes[True])),
-            _size(planned.disk_nbytes() // planned.local), "", "",
-            _size(machine.drives.per_node * machine.drives.memory // planned.local),
+            _size(planned.disk_nbytes() // planned.run.local), "", "",
+            _size(machine.drives.per_node * machine.drives.memory // planned.run.local),
         ),
     ]  # fmt: skip
     for row in rows:

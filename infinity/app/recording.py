@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -64,9 +65,9 @@ class Do(Enum):
     COMPLETE = auto()  # gradients of units that are complete together
     END = auto()  # of backward
     DROP = auto()
-    PACK = auto()
-    ASK = auto()
-    BACKWARD = auto()
+    PACK = auto()  # a slot
+    ASK = auto()  # for a slot
+    BACKWARD = auto()  # has begun
 
 
 class Command(NamedTuple):
@@ -120,14 +121,14 @@ class Record:
     """One micro-batch as it was recorded.
 
     Attributes:
-        made: Operators, storages, slots and calls of blocks.
+        profiled: Operators, storages, slots and calls of blocks.
         rows: One for each operator.
         begins: Where the forward of each call of a block begins.
         returns: Where its backward begins; none of a block without one.
         recomputes: Whether a region runs its forward again.
     """
 
-    made: Recording
+    profiled: Recording
     rows: list[Row]
     commands: list[Command]
     recomputes: Callable[[int], bool]
@@ -137,7 +138,7 @@ class Record:
     def peak_nbytes(self) -> int:
         """The most bytes of the step's own storages at one time."""
         changes: dict[int, int] = {}
-        for life in self.made.storages.lives:
+        for life in self.profiled.storages.lives:
             if life.kind.value in ("working", "activation", "gradient"):
                 changes[life.born] = changes.get(life.born, 0) + life.nbytes
                 if life.died is not None:
@@ -152,7 +153,7 @@ class Record:
     def again_flops(self) -> float:
         """Flops of forwards that run again."""
         found: dict[int, float] = {}
-        for call, row in zip(self.made.calls, self.rows, strict=True):
+        for call, row in zip(self.profiled.calls, self.rows, strict=True):
             if row.flops and call.phase is Phase.FORWARD:
                 found[call.region] = found.get(call.region, 0.0) + row.flops
         return sum(flops for region, flops in found.items() if region % 2 and self.recomputes(region))
@@ -260,7 +261,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 
-class _Kept:
+class _Packed:
     """Stands in autograd's graph for a saved tensor: of ``unit``, or of slot ``key``."""
 
     __slots__ = ("key", "tensor", "unit")
@@ -290,10 +291,10 @@ class _Cache:
         self._keys: dict[int, tuple[weakref.ref[Any], SlotKey]] = {}
         self._backward = -1
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor) -> _Packed:
         storage = tensor.untyped_storage()
         if storage.nbytes() < LEAST_NBYTES or storage._cdata in self._exempt:
-            return _Kept(tensor)
+            return _Packed(tensor)
         known = self._keys.get(storage._cdata)
         if known is None or known[0]() is not storage:
             key = self.record.next_key()
@@ -302,18 +303,18 @@ class _Cache:
             self.profiler.tell(Do.PACK, key=key, nbytes=storage.nbytes())
         else:
             key = known[1]
-        return _Kept(tensor, key=key)
+        return _Packed(tensor, key=key)
 
-    def unpack(self, kept: _Kept) -> Tensor:
+    def unpack(self, packed: _Packed) -> Tensor:
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             self._backward = backward
             self.profiler.tell(Do.BACKWARD)
             self.profiler.backward_begins()
-        if kept.key is not None:
-            self.profiler.unpacked(kept.key)
-            self.profiler.tell(Do.ASK, key=kept.key)
-        return kept.tensor
+        if packed.key is not None:
+            self.profiler.unpacked(packed.key)
+            self.profiler.tell(Do.ASK, key=packed.key)
+        return packed.tensor
 
 
 class _Activations:
@@ -413,7 +414,7 @@ class _RecordedHooks(Hooks):
 
     def pack(self, tensor: Tensor) -> Any:
         unit = self.unit_of(tensor)
-        return cast(Any, self.activations.cache).pack(tensor) if unit is None else _Kept(tensor, unit)
+        return cast(Any, self.activations.cache).pack(tensor) if unit is None else _Packed(tensor, unit)
 
     def unpack(self, packed: Any) -> Tensor:
         cache = cast(Any, self.activations.cache)
@@ -647,60 +648,52 @@ class Played:
     backward_at: int
 
 
-def play(made: Record, subject: Subject) -> Played:
+def play(record: Record, subject: Subject) -> Played:
     """Ask the runtime's own prefetcher for what the commands of a record say."""
-    units, trainings = subject.units, Prefetcher(_Mover(), subject.nbytes, subject.window_nbytes)
-    pins = BackwardPins(trainings)
-    gradients = _Completions(units, subject.leaf_units, trainings, pins)
-    training, streams = trainings.training, trainings.streams
-    position = np.zeros(len(made.made.calls), dtype=np.int64)
+    units, prefetcher = subject.units, Prefetcher(_Mover(), subject.nbytes, subject.window_nbytes)
+    pins, training = BackwardPins(prefetcher), prefetcher.training
+    gradients = _Completions(units, subject.leaf_units, prefetcher, pins)
+    #: What is asked of a unit, if it streams; and of all.
+    of_unit: dict[Do, Callable[[int, int | None], object]] = {
+        Do.USE: lambda unit, node: prefetcher.use(unit),
+        Do.UNPIN: lambda unit, node: prefetcher.unpin(unit),
+        Do.KEEP: pins.keep,
+        Do.KEEP_FOR: lambda unit, node: pins.keep_for(node, unit),
+        Do.KEEP_TO_THE_END: partial(pins.keep, to_the_end=True),
+        Do.MAKE_ROOM: pins.make_room,
+        Do.LET_GO: lambda unit, node: pins.unpin(unit),
+    }
+    of_all: dict[Do, Callable[[], object]] = {
+        Do.BEGIN_VISIT: prefetcher.begin_visit,
+        Do.END_VISIT: prefetcher.end_inference,
+        Do.END: gradients.end_backward,
+        Do.DROP: pins.drop,
+    }
+    position = np.zeros(len(record.profiled.calls), dtype=np.int64)
     packs: dict[SlotKey, tuple[int, int]] = {}
     asks: dict[SlotKey, int] = {}
     backward_at = played = 0
-    for at, do, given, segment, node, key, nbytes in made.commands:
+    for at, do, given, segment, node, key, nbytes in record.commands:
         if at > played:
             position[played:at] = training.position
             played = at
-        unit = given[0] if given else -1
-        if do in _OF_STREAMS and not streams(unit):
-            continue
-        if do is Do.USE:
-            trainings.use(unit)
-        elif do is Do.UNPIN:
-            trainings.unpin(unit)
-        elif do is Do.KEEP:
-            pins.keep(unit, node)
-        elif do is Do.KEEP_TO_THE_END:
-            pins.keep(unit, node, to_the_end=True)
-        elif do is Do.KEEP_FOR:
-            pins.keep_for(node, unit)
-        elif do is Do.MAKE_ROOM:
-            pins.make_room(unit, node)
-        elif do is Do.LET_GO:
-            pins.unpin(unit)
+        if do in of_unit:
+            if prefetcher.streams(given[0]):
+                of_unit[do](given[0], node)
+        elif do in of_all:
+            of_all[do]()
         elif do is Do.RECEIVE:
-            gradients.receive(units[unit], segment)
+            gradients.receive(units[given[0]], segment)
         elif do is Do.COMPLETE:
             gradients.complete_together([units[each] for each in given])
-        elif do is Do.END:
-            gradients.end_backward()
-        elif do is Do.DROP:
-            pins.drop()
         elif do is Do.PACK and key is not None:
             packs[key] = training.position, nbytes
         elif do is Do.ASK and key is not None:
             asks.setdefault(key, training.position)
-        elif do is Do.BACKWARD:
-            backward_at = training.position
-        elif do is Do.BEGIN_VISIT:
-            trainings.begin_visit()
         else:
-            trainings.end_inference()
+            backward_at = training.position
     position[played:] = training.position
     return Played(
         tuple(training.trace), tuple(gradients.begun), tuple(gradients.completed), position, packs, asks,
         backward_at,
     )  # fmt: skip
-
-
-_OF_STREAMS = frozenset({Do.USE, Do.UNPIN, Do.KEEP, Do.KEEP_TO_THE_END, Do.KEEP_FOR, Do.MAKE_ROOM, Do.LET_GO})

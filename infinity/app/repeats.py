@@ -13,11 +13,12 @@ and the blocks beside it. So masks that alternate are seen, whoever chooses them
 
 [Note: derived, and checked]
 A record is cut where the forward of a block begins, and where its backward does. Every number in it (an
-operator's index, a storage's, an autograd node's, a unit's) is either the block's own or a neighbour's, and
-moves with the block, or belongs to the model's beginning or end, and stays. Which of both it is, two recorded
-blocks of one place tell, whose records must agree in everything. Where they do not, or where something refers
-to blocks in another way (an operator that reads the output of every layer), more blocks are recorded, and in
-the end all of them.
+operator's index, a storage's, an autograd node's, a parameter's, a unit's, a region's) means something in a
+block, or outside all blocks. It is either the block's own or a neighbour's, and moves with the block, or it
+is always the same, and stays. Which of both it is, two recorded blocks of one place tell (*twins*), whose
+records must agree in everything. A block from which no other follows is its own twin. Where twins do not
+agree, or where something refers to blocks in another way (an operator that reads the output of every layer),
+more blocks are recorded, and in the end all of them.
 """
 
 from bisect import bisect_right
@@ -25,17 +26,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from infinity.activations.blocks import NamedBlock, recomputable_blocks
-from infinity.activations.profiler import NO_NODE, Call, Life, Recording, RegionMark, SlotMark
+from infinity.activations.profiler import NO_NODE, Recording, RegionMark, SlotMark
 from infinity.app.recording import Command, Cut, Do, Record, Recorder, Subject, record
 from infinity.core.errors import CheckpointError
 from infinity.core.profile import Phase, SlotKey
@@ -45,12 +46,15 @@ MARGINS = (0, 1)
 #: Quarters of all blocks that are recorded at most, or all are.
 _MOST = 3
 #: Coordinates of a record, as in :class:`Cut`.
-_CALLS, _LIVES, _NODES = 0, 2, 3
+_CALLS, _COMMANDS, _LIVES, _NODES = range(4)
 _FORWARD, _BACKWARD = 0, 1
 #: Autograd gives this number to nodes that accumulate gradients, or larger ones.
 _NO_ORDINARY_NODE = 2**62
 #: What every module has.
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+
+
+_T = TypeVar("_T")
 
 
 class UnderivableError(Exception):
@@ -82,24 +86,20 @@ def record_model(subject: Subject, recomputes: Callable[[int], bool]) -> Record:
 def _record_some(
     subject: Subject, blocks: Sequence[NamedBlock], chosen: "Chosen", recomputes: Callable[[int], bool]
 ) -> Record:
-    moved = _Moved(subject, blocks, chosen)
+    params, stand_ins = _Parameters(subject, blocks, chosen), _StandIns(blocks, chosen)
     kept = [blocks[at] for at in chosen.kept]
     left_out = [blocks[at].module for at in chosen.sources]
-    watch: list[_StandIns] = []
-
-    def watched(recorder: Recorder) -> Any:
-        watch.append(_StandIns(blocks, chosen, recorder))
-        return watch[0].installed()
 
     def region_recomputes(region: int) -> bool:
         return recomputes(2 * chosen.kept[region // 2] + 1)
 
     try:
-        made = record(subject, kept, region_recomputes, left_out, watched)
+        some = record(subject, kept, region_recomputes, left_out, stand_ins.installed)
     except CheckpointError as error:  # with all blocks it may do, or says why not
         raise UnderivableError(str(error)) from error
-    watch[0].check()
-    return replace(moved.derive(made), recomputes=recomputes)
+    stand_ins.check()
+    whole = derive(some, chosen, params, [block.name for block in blocks])
+    return replace(whole, recomputes=recomputes)
 
 
 # --- which blocks are recorded -----------------------------------------------------------------------
@@ -118,6 +118,25 @@ class Chosen:
     kept: tuple[int, ...]
     sources: dict[int, int]
     twins: dict[int, int]
+
+    @cached_property
+    def blocks(self) -> int:
+        """Of the model."""
+        return len(self.kept) + len(self.sources)
+
+    @cached_property
+    def indices(self) -> dict[int, int]:
+        """Where in ``kept`` each recorded block is; what comes before all blocks, block -1, is at -1."""
+        return {at: index for index, at in enumerate((-1, *self.kept), -1)}
+
+    def source(self, at: int) -> int:
+        """The index of the recorded block that a block is, or follows from."""
+        return self.indices[self.sources.get(at, at)]
+
+    def twin(self, at: int) -> int:
+        """The index of that block's twin, or its own."""
+        source = self.sources.get(at, at)
+        return self.indices[self.twins.get(source, source)]
 
 
 def choose(kinds: Sequence[int], margin: int) -> Chosen | None:
@@ -281,8 +300,8 @@ def _layer_settings(config: Any, count: int, index: int) -> Iterator[object]:
 class _StandIns:
     """Watches the calls of recorded blocks, and stands for the others; see [Note: left out]."""
 
-    def __init__(self, blocks: Sequence[NamedBlock], chosen: Chosen, recorder: Recorder) -> None:
-        self._blocks, self._chosen, self._recorder = blocks, chosen, recorder
+    def __init__(self, blocks: Sequence[NamedBlock], chosen: Chosen) -> None:
+        self._blocks, self._chosen = blocks, chosen
         #: Of recorded blocks: how they were called, and what they returned.
         self._seen: dict[int, tuple[object, object, object]] = {}
         self._order: list[int] = []
@@ -291,7 +310,7 @@ class _StandIns:
         self._why: str | None = None
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self, recorder: Recorder) -> Iterator[None]:
         """Inside, the blocks' forwards are replaced."""
         before = [module.__dict__.get("forward") for _, module in self._blocks]
         try:
@@ -299,7 +318,9 @@ class _StandIns:
                 own = module.forward
                 left_out = at in self._chosen.sources
                 module.__dict__["forward"] = (
-                    partial(self._stand_in, at) if left_out else partial(self._observe, at, own)
+                    partial(self._stand_in, recorder, at)
+                    if left_out
+                    else partial(self._observe, recorder, at, own)
                 )
             yield
         finally:
@@ -315,11 +336,13 @@ class _StandIns:
         if self._why is not None:
             raise UnderivableError(self._why)
 
-    def _observe(self, at: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _observe(
+        self, recorder: Recorder, at: int, own: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if torch._C._current_graph_task_id() != -1:  # recomputed
             return own(*args, **kwargs)
         self._order.append(at)
-        if self._place is not None and self._place[0] != self._recorder.operators:
+        if self._place is not None and self._place[0] != recorder.operators:
             self._why = "operators run between blocks"
         self._place = None
         called, _ = self._describe(args, kwargs)
@@ -332,10 +355,10 @@ class _StandIns:
         self._seen[at] = called, _facts(hidden), others
         return result
 
-    def _stand_in(self, at: int, *args: Any, **kwargs: Any) -> Any:
+    def _stand_in(self, recorder: Recorder, at: int, *args: Any, **kwargs: Any) -> Any:
         self._order.append(at)
         called, hidden = self._describe(args, kwargs)
-        place = self._recorder.operators, len(self._recorder.record.commands)
+        place = recorder.operators, len(recorder.record.commands)
         seen = self._seen.get(self._chosen.sources[at])
         if hidden is None:
             self._why = "a block is not given what the one before it returned"
@@ -371,420 +394,394 @@ def _facts(tensor: Tensor) -> tuple[object, ...]:
 # --- the record of the whole model -------------------------------------------------------------------
 
 
-class _Parameters:
-    """Parameters of blocks by their position there, and units by the parameters that they have."""
+def derive(some: Record, chosen: Chosen, params: "_Parameters", names: Sequence[str]) -> Record:
+    """Return the record of the whole model; see [Note: derived, and checked].
 
-    def __init__(self, subject: Subject, blocks: Sequence[NamedBlock]) -> None:
-        self._units = subject.units
-        leaf_units = subject.leaf_units
-        #: By block: unit and segment of each parameter.
+    Args:
+        some: The record of the blocks that were chosen.
+        names: Of all blocks.
+
+    Raises:
+        UnderivableError: It does not follow from ``some``.
+    """
+    before = _Stretches.of(some, len(chosen.kept))
+    whole = Record(Recording(), [], [], some.recomputes)
+    derived = _Derived(some, whole, before, before.repeated(chosen), chosen, params, names)
+    for way, at in _order(chosen.blocks):
+        _Stretch(derived, way, at).copy()
+    profiled = whole.profiled
+    profiled.phase, profiled.region = Phase.BACKWARD, 2 * chosen.blocks
+    last, ended = _Stretch(derived, _FORWARD, chosen.blocks - 1), some.profiled.forward_end_node
+    profiled.forward_end_node = last.ended(_NODES, ended, ended)
+    profiled.backward_end = len(profiled.calls)
+    profiled.alive_after = frozenset(
+        index for index, life in enumerate(profiled.storages.lives) if life.died is None
+    )
+    return whole
+
+
+def _order(blocks: int) -> Iterator[tuple[int, int]]:
+    """The stretches of a record: their way, and their block; -1: before all blocks."""
+    yield from ((_FORWARD, block) for block in range(-1, blocks))
+    yield from ((_BACKWARD, block) for block in reversed(range(blocks)))
+
+
+class _Stretches:
+    """Where the stretches of a record begin; each of them reaches to the next one.
+
+    Args:
+        starts: In :func:`_order`, and where the last one ends.
+    """
+
+    def __init__(self, blocks: int, starts: Sequence[Cut]) -> None:
+        self._blocks, self._starts = blocks, starts
+        self._columns = list(zip(*starts[:-1], strict=True))
+
+    @classmethod
+    def of(cls, record: Record, blocks: int) -> "_Stretches":
+        if len(record.begins) != blocks or set(record.returns) != set(range(blocks)):
+            raise UnderivableError("not every block has a backward")
+        profiled = record.profiled
+        lives = len(profiled.storages.lives)
+        ends = Cut(len(profiled.calls), len(record.commands), lives, _NO_ORDINARY_NODE)
+        backward = (record.returns[index] for index in reversed(range(blocks)))
+        starts = [Cut(0, 0, 0, 0), *record.begins, *backward, ends]
+        if any(one > other for pair in pairwise(starts) for one, other in zip(*pair, strict=True)):
+            raise UnderivableError("the backward of blocks is not in their order")
+        return cls(blocks, starts)
+
+    def repeated(self, chosen: Chosen) -> "_Stretches":
+        """Those of the whole model's record, each as long as the one that it follows from."""
+        starts = [Cut(0, 0, 0, 0)]
+        for way, at in _order(chosen.blocks):
+            begin, end = self.bounds(way, chosen.source(at))
+            starts.append(Cut(*(new + e - b for new, b, e in zip(starts[-1], begin, end, strict=True))))
+        return _Stretches(chosen.blocks, starts)
+
+    def bounds(self, way: int, block: int) -> tuple[Cut, Cut]:
+        """Where a stretch begins and ends."""
+        number = 1 + block if way == _FORWARD else 2 * self._blocks - block
+        return self._starts[number], self._starts[number + 1]
+
+    def find(self, coordinate: int, value: int) -> tuple[int, tuple[int, int]]:
+        """In which block's stretch a number is; in which way, and how far behind the stretch's beginning."""
+        column = self._columns[coordinate]
+        number = bisect_right(column, value) - 1
+        if number <= self._blocks:
+            return number - 1, (_FORWARD, value - column[number])
+        return 2 * self._blocks - number, (_BACKWARD, value - column[number])
+
+
+class _Parameters:
+    """Parameters of blocks by their position there, which is the same in all blocks that are alike.
+
+    Attributes:
+        segments: The index of each segment among all, by its unit and its index there.
+        places: By block of the model and position: unit and segment of a parameter, or of a tile.
+    """
+
+    def __init__(self, subject: Subject, blocks: Sequence[NamedBlock], chosen: Chosen) -> None:
+        self.segments = {
+            (unit.index, segment.index): at for at, (unit, segment) in enumerate(subject.units.segments())
+        }
         self.places: list[list[tuple[int, int]]] = []
-        #: By unit: block and position of its parameters that are in blocks.
-        self.of_unit: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        #: The same for each parameter.
-        self.of_segment: dict[tuple[int, int], tuple[int, int]] = {}
+        self._chosen = chosen
+        #: Block and position of a segment; and the first position that a unit has in a block.
+        self._positions: dict[tuple[int, int], tuple[int, int]] = {}
+        self._firsts: dict[tuple[int, int], int] = {}
         for at, block in enumerate(blocks):
-            own: list[tuple[int, int]] = []
+            self.places.append([])
             for param in block.module.parameters():
                 found = subject.units.places(param)
                 if not found:
                     raise UnderivableError("a parameter is in no unit")
-                for place in ((unit.index, segment.index) for unit, segment in found):
-                    if place in self.of_segment:
-                        raise UnderivableError("blocks share a parameter")
-                    self.of_segment[place] = at, len(own)
-                    self.of_unit[place[0]].append((at, len(own)))
-                    own.append(place)
-            self.places.append(own)
-        self._leaf_units = leaf_units
+                for unit, segment in found:
+                    self._add(at, (unit.index, segment.index))
+        for at, other in (*chosen.sources.items(), *chosen.twins.items()):
+            if self._division(at, subject) != self._division(other, subject):
+                raise UnderivableError("units divide blocks of one kind in different ways")
 
-    def check_alike(self, one: int, other: int) -> None:
-        """Check that units divide two blocks alike."""
-        if self._division(one) != self._division(other):
-            raise UnderivableError("units divide blocks of one kind in different ways")
+    def _add(self, at: int, place: tuple[int, int]) -> None:
+        own = self.places[at]
+        if place in self._positions:
+            raise UnderivableError("blocks share a parameter")
+        self._positions[place] = at, len(own)
+        self._firsts.setdefault((place[0], at), len(own))
+        own.append(place)
 
-    def _division(self, block: int) -> list[object]:
-        numbers: dict[int, int] = {}
-        found: list[object] = []
-        for index, _ in self.places[block]:
-            unit = self._units[index]
-            is_whole = all(at == block for at, _ in self.of_unit[index])
-            is_whole &= len(self.of_unit[index]) == len(unit.segments)
-            # of a frozen unit hooks count the calls that read it
-            whole = bool(unit.trainable) or is_whole
-            number = numbers.setdefault(index, len(numbers))
-            found.append((number, bool(unit.trainable), whole, index in self._leaf_units))
-        return found
+    def _division(self, at: int, subject: Subject) -> list[object]:
+        """How units divide a block."""
+        units = [subject.units[index] for index, _ in self.places[at]]
+        here = Counter(unit.index for unit in units)
+        number = {index: order for order, index in enumerate(here)}
+        leaves = subject.leaf_units
+        return [
+            (
+                number[unit.index],
+                bool(unit.trainable),
+                # of a frozen unit hooks count the calls that read it
+                bool(unit.trainable) or here[unit.index] == len(unit.segments),
+                unit.index in leaves,
+            )
+            for unit in units
+        ]
+
+    def find(self, place: tuple[int, int]) -> tuple[int, int]:
+        """The recorded block that a segment is in, and its position there; -1: none."""
+        at, position = self._positions.get(place, (-1, -1))
+        return self._chosen.indices.get(at, -1), position
+
+    def find_unit(self, unit: int, near: int) -> tuple[int, int]:
+        """Recorded block ``near``, or one beside it, that has a unit; and the unit's first position there."""
+        kept = self._chosen.kept
+        for index in (near, near + 1, near - 1):
+            if 0 <= index < len(kept) and (unit, kept[index]) in self._firsts:
+                return index, self._firsts[unit, kept[index]]
+        return -1, -1
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """A record that is being derived.
+
+    Attributes:
+        before: Stretches of the record of ``some`` blocks; ``after`` those of the ``whole`` one.
+        names: Of all blocks.
+    """
+
+    some: Record
+    whole: Record
+    before: _Stretches
+    after: _Stretches
+    chosen: Chosen
+    params: _Parameters
+    names: Sequence[str]
+
+    @cached_property
+    def weights(self) -> list[tuple[int, int]]:
+        """Unit and segment of the storages that were there first: the parameters' own."""
+        return list(self.params.segments)
+
+
+class _Stretch:
+    """Copies a stretch of a record to where it is in that of the whole model.
+
+    Whatever is numbered goes through :meth:`_block`: both twins' numbers are looked up, as the index of a
+    recorded block and what they mean there, and the same of the right block is the number in the copy.
+
+    Args:
+        at: Block of the whole model; -1: before all blocks.
+    """
+
+    def __init__(self, derived: _Derived, way: int, at: int) -> None:
+        self._derived, self._way, self._at = derived, way, at
+        self._index, self._twin = derived.chosen.source(at), derived.chosen.twin(at)
+        self._own = derived.before.bounds(way, self._index)
+        self._other = derived.before.bounds(way, self._twin)
+
+    def copy(self) -> None:
+        """Copy all that is recorded there.
+
+        Raises:
+            UnderivableError: It differs from its twin, or refers to blocks in another way.
+        """
+        own, other = ([e - b for b, e in zip(*bounds, strict=True)] for bounds in (self._own, self._other))
+        self._agree(own, other)
+        self._copy_calls()
+        self._copy_lives()
+        self._copy_commands()
+        if self._way == _FORWARD and self._at >= 0:
+            self._copy_mark()
+
+    # --- numbers -----------------------------------------------------------------------------
+
+    def _block(self, index: int, twin: int, *, alike: bool, same: bool) -> int:
+        """The block of the whole model that recorded block ``index`` stands for; -1: none.
+
+        Args:
+            twin: The recorded block that the twin refers to.
+            alike: Both refer to the same thing in their blocks.
+            same: They refer to the same thing.
+        """
+        chosen, distance = self._derived.chosen, index - self._index
+        if index >= 0 and alike and -1 <= distance <= 1 and distance == twin - self._twin:
+            at = self._at + distance
+            if 0 <= at < chosen.blocks:
+                return at
+        if not same:
+            raise UnderivableError("blocks of one place refer to different things")
+        if index < 0:
+            return -1
+        at = chosen.kept[index]
+        beside = self._index >= 0 and at - self._at == distance
+        if self._index == self._twin and at in chosen.twins and not beside:
+            raise UnderivableError("something refers to a block in the middle")
+        return at
+
+    def _number(self, coordinate: int, value: int, twin: int) -> int:
+        index, inside = self._derived.before.find(coordinate, value)
+        other, other_inside = self._derived.before.find(coordinate, twin)
+        at = self._block(index, other, alike=inside == other_inside, same=value == twin)
+        way, offset = inside
+        return self._derived.after.bounds(way, at)[0][coordinate] + offset
+
+    def ended(self, coordinate: int, value: int, twin: int) -> int:
+        """The same for a number of operators, or nodes, that have ended: the last of them decides."""
+        if value == 0 or twin == 0:
+            self._agree(value, twin)
+            return 0
+        return self._number(coordinate, value - 1, twin - 1) + 1
+
+    def _node(self, value: int, twin: int) -> int:
+        if _is_ordinary(value) and _is_ordinary(twin):
+            return self._number(_NODES, value, twin)
+        self._agree(value, twin)
+        return value
+
+    def _storage(self, value: int, twin: int) -> int:
+        weights = self._derived.weights
+        self._agree(value < len(weights), twin < len(weights))
+        if value < len(weights):
+            return self._derived.params.segments[self._segment(weights[value], weights[twin])]
+        return self._number(_LIVES, value, twin)
+
+    def _storages(self, values: Sequence[int], twins: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(self._storage, values, twins))
+
+    def _segment(self, value: tuple[int, int], twin: tuple[int, int]) -> tuple[int, int]:
+        """A unit and its segment."""
+        params = self._derived.params
+        (index, position), (other, twin_position) = params.find(value), params.find(twin)
+        at = self._block(index, other, alike=position == twin_position, same=value == twin)
+        return value if at < 0 else params.places[at][position]
+
+    def _unit(self, value: int, twin: int) -> int:
+        params = self._derived.params
+        index, position = params.find_unit(value, self._index)
+        other, twin_position = params.find_unit(twin, self._twin)
+        at = self._block(index, other, alike=position == twin_position, same=value == twin)
+        return value if at < 0 else params.places[at][position][0]
+
+    def _region(self, value: int, twin: int) -> int:
+        """Regions 2b + 1 and 2b + 2 are those of block b."""
+        (index, inside), (other, twin_inside) = divmod(value - 1, 2), divmod(twin - 1, 2)
+        at = self._block(index, other, alike=inside == twin_inside, same=value == twin)
+        return 2 * at + 1 + inside
+
+    def _key(self, value: SlotKey, twin: SlotKey) -> SlotKey:
+        self._agree(value.ordinal, twin.ordinal)
+        return SlotKey(self._region(value.region, twin.region), value.ordinal)
+
+    # --- what is recorded --------------------------------------------------------------------
+
+    def _agree(self, own: object, twin: object) -> None:
+        if own != twin:
+            raise UnderivableError("records of blocks of one place differ")
+
+    def _pairs(self, items: Sequence[_T], coordinate: int) -> Iterator[tuple[_T, _T]]:
+        """What is in this stretch, each with its twin."""
+        own, twin = (slice(begin[coordinate], end[coordinate]) for begin, end in (self._own, self._other))
+        return zip(items[own], items[twin], strict=True)
+
+    def _copy_calls(self) -> None:
+        some, whole = self._derived.some, self._derived.whole
+        pairs = self._pairs(some.profiled.calls, _CALLS), self._pairs(some.rows, _CALLS)
+        for (call, twin), (row, twin_row) in zip(*pairs, strict=True):
+            self._agree(
+                (call.name, call.phase, len(call.inputs), len(call.outputs), row.cost),
+                (twin.name, twin.phase, len(twin.inputs), len(twin.outputs), twin_row.cost),
+            )
+            whole.profiled.calls.append(
+                call._replace(
+                    inputs=self._storages(call.inputs, twin.inputs),
+                    outputs=self._storages(call.outputs, twin.outputs),
+                    region=self._region(call.region, twin.region),
+                    node=self._node(call.node, twin.node),
+                )
+            )
+            whole.rows.append(row)
+
+    def _copy_lives(self) -> None:
+        lives = self._derived.whole.profiled.storages.lives
+        for life, twin in self._pairs(self._derived.some.profiled.storages.lives, _LIVES):
+            self._agree(
+                (life.name, life.nbytes, life.kind, life.held, life.died is None),
+                (twin.name, twin.nbytes, twin.kind, twin.held, twin.died is None),
+            )
+            born = self._number(_CALLS, life.born, twin.born)
+            died = life.died
+            if died is not None and twin.died is not None:
+                died = self.ended(_CALLS, died, twin.died)
+            lives.append(replace(life, born=born, died=died))
+
+    def _copy_commands(self) -> None:
+        begin, twin_begin = self._own[0].calls, self._other[0].calls
+        new_begin = self._derived.after.bounds(self._way, self._at)[0].calls
+        for command, twin in self._pairs(self._derived.some.commands, _COMMANDS):
+            at = command.at - begin
+            self._agree(
+                (command.do, at, len(command.units), command.nbytes, command.node is None),
+                (twin.do, twin.at - twin_begin, len(twin.units), twin.nbytes, twin.node is None),
+            )
+            self._derived.whole.commands.append(self._command(command, twin, new_begin + at))
+
+    def _command(self, command: Command, twin: Command, at: int) -> Command:
+        _, do, units, segment, node, key, nbytes = command
+        if key is not None and twin.key is not None:
+            new_key = self._key(key, twin.key)
+            if do is Do.PACK:
+                self._copy_slot(key, twin.key, new_key)
+            key = new_key
+        if do is Do.RECEIVE:
+            unit, segment = self._segment((units[0], segment), (twin.units[0], twin.segment))
+            units = (unit,)
+        else:
+            units = tuple(map(self._unit, units, twin.units))
+        if node is not None and twin.node is not None:
+            node = self._node(node, twin.node)
+        return Command(at, do, units, segment, node, key, nbytes)
+
+    def _copy_slot(self, key: SlotKey, twin_key: SlotKey, new_key: SlotKey) -> None:
+        slots = self._derived.some.profiled.slots
+        mark, twin = slots[key], slots[twin_key]
+        self._agree((mark.unpacked is None, len(mark.nodes)), (twin.unpacked is None, len(twin.nodes)))
+        nodes = []
+        for number, pair in enumerate(zip(mark.nodes, twin.nodes, strict=True)):
+            try:
+                nodes.append(self._node(*pair))
+            except UnderivableError:
+                # All blocks may unpack a slot of the model's beginning: those in the middle come before the
+                # last node, which decides how long the slot is needed.
+                if self._index != self._twin or number + 1 == len(mark.nodes):
+                    raise
+        unpacked = mark.unpacked
+        if unpacked is not None and twin.unpacked is not None:
+            unpacked = self._number(_CALLS, unpacked, twin.unpacked)
+        self._derived.whole.profiled.slots[new_key] = SlotMark(
+            self._storage(mark.storage, twin.storage),
+            self.ended(_CALLS, mark.packed, twin.packed),
+            unpacked,
+            nodes,
+        )
+
+    def _copy_mark(self) -> None:
+        """Copy the mark of a block's call."""
+        marks = self._derived.some.profiled.regions
+        mark, twin = marks[self._index], marks[self._twin]
+        self._agree(len(mark.inputs), len(twin.inputs))
+        self._derived.whole.profiled.regions.append(
+            RegionMark(
+                2 * self._at + 1,
+                self._derived.names[self._at],
+                self._number(_CALLS, mark.begin, twin.begin),
+                self._number(_NODES, mark.first_node, twin.first_node),
+                self.ended(_CALLS, mark.end, twin.end),
+                self.ended(_NODES, mark.end_node, twin.end_node),
+                self._storages(mark.inputs, twin.inputs),
+            )
+        )
 
 
 def _is_ordinary(node: int) -> bool:
     """Whether it is a node, and none that accumulates gradients."""
     return NO_NODE < node < _NO_ORDINARY_NODE
-
-
-class _Moved:
-    """Derives the record of a whole model; see [Note: derived, and checked].
-
-    It has more attributes than other classes: maps from what is in a record to what takes its place.
-    """
-
-    def __init__(self, subject: Subject, blocks: Sequence[NamedBlock], chosen: Chosen) -> None:
-        self._blocks, self._chosen = blocks, chosen
-        self._count, self._kept = len(blocks), chosen.kept
-        self._weights = [(unit.index, segment.index) for unit, segment in subject.units.segments()]
-        self._weight_of = {place: index for index, place in enumerate(self._weights)}
-        self._params = _Parameters(subject, blocks)
-        for at, source in chosen.sources.items():
-            self._params.check_alike(at, source)
-        for at, twin in chosen.twins.items():
-            self._params.check_alike(at, twin)
-        number = {at: index for index, at in enumerate(chosen.kept)}
-        #: Of each block: the index of the recorded one that it follows from; of a recorded one its twin's.
-        self._source = [number[chosen.sources.get(at, at)] for at in range(self._count)]
-        self._twin = {number[at]: number[twin] for at, twin in chosen.twins.items()}
-
-    def derive(self, made: Record) -> Record:
-        """Return the record of the whole model.
-
-        Raises:
-            UnderivableError: It does not follow from ``made``.
-        """
-        kept = self._kept
-        if len(made.begins) != len(kept) or set(made.returns) != set(range(len(kept))):
-            raise UnderivableError("not every block has a backward")
-        self._old = made
-        ends = Cut(len(made.made.calls), len(made.commands), len(made.made.storages.lives), _NO_ORDINARY_NODE)
-        backward = [made.returns[index] for index in reversed(range(len(kept)))]
-        starts = [Cut(0, 0, 0, 0), *made.begins, *backward, ends]
-        if any(before[c] > after[c] for before, after in pairwise(starts) for c in range(4)):
-            raise UnderivableError("the backward of blocks is not in their order")
-        self._starts = starts
-        self._firsts = [[start[c] for start in starts[:-1]] for c in range(4)]
-        self._lay_out()
-        self._made = Record(Recording(), [], [], made.recomputes)
-        for segment in self._segments:
-            self._emit(*segment)
-        return self._finish()
-
-    def _lay_out(self) -> None:
-        """Find where each stretch of the new record begins: forward of all blocks, then backward."""
-        count = self._count
-        order = [(_FORWARD, -1), *((_FORWARD, at) for at in range(count))]
-        order += [(_BACKWARD, at) for at in reversed(range(count))]
-        self._segments = order
-        self._new: dict[tuple[int, int], Cut] = {}
-        begin = [0, 0, 0, 0]
-        for way, at in order:
-            self._new[way, at] = Cut(*begin)
-            number = self._number(way, -1 if at < 0 else self._source[at])
-            for c in range(4):
-                begin[c] += self._starts[number + 1][c] - self._starts[number][c]
-        # of nodes all but the first stretch are shifted alike, so the first begins where it did: at 0
-
-    def _number(self, way: int, index: int) -> int:
-        """The number of the stretch of recorded block ``index`` (-1: before all blocks)."""
-        return 1 + index if way == _FORWARD else 2 * len(self._kept) - index
-
-    def _place(self, coordinate: int, value: int) -> tuple[int, int, int]:
-        """The way, the recorded block, and the distance from where its stretch begins."""
-        number = bisect_right(self._firsts[coordinate], value) - 1
-        offset = value - self._starts[number][coordinate]
-        kept = len(self._kept)
-        if number <= kept:
-            return _FORWARD, number - 1, offset
-        return _BACKWARD, 2 * kept - number, offset
-
-    # --- numbers -----------------------------------------------------------------------------
-
-    def _moved(self, coordinate: int, value: int, twin: int | None) -> int:
-        """The number in the new record; ``twin`` is what the other recorded block has in its place."""
-        way, index, offset = self._place(coordinate, value)
-        shifted = False
-        if twin is not None and self._other is not None:
-            other_way, other_index, other_offset = self._place(coordinate, twin)
-            distance = index - self._index, other_index - self._other
-            shifted = distance[0] == distance[1] and (way, offset) == (other_way, other_offset)
-        at = self._at_of(index, same=value == twin, shifted=shifted)
-        return self._new[way, at][coordinate] + offset
-
-    def _at_of(self, index: int, *, same: bool, shifted: bool) -> int:
-        """The block of the whole model that stands where recorded block ``index`` does.
-
-        Args:
-            same: Both recorded blocks mean the same thing.
-            shifted: Each of them means that of its own, or of its own neighbour.
-        """
-        if index < 0:
-            if self._other is not None and not same:
-                raise UnderivableError("blocks of one place refer to different things")
-            return -1
-        at = self._kept[index]
-        if self._other is None:
-            self._check_named(index)
-            return at
-        distance = index - self._index
-        if shifted and abs(distance) <= 1 and 0 <= self._at + distance < self._count:
-            return self._at + distance
-        if same:
-            return at
-        raise UnderivableError("blocks of one place refer to different things")
-
-    def _check_named(self, index: int) -> None:
-        """Check that the model's beginning or end means this very block, and not all of its place."""
-        at = self._kept[index]
-        beside = self._index >= 0 and at - self._kept[self._index] == index - self._index
-        if index in self._twin and not beside:
-            raise UnderivableError("something refers to a block in the middle")
-
-    def _ended(self, coordinate: int, value: int, twin: int | None) -> int:
-        """The same for a number of operators, or nodes, that have ended: the last of them decides."""
-        if value == 0:
-            return 0
-        return self._moved(coordinate, value - 1, None if twin is None else twin - 1) + 1
-
-    def _node(self, value: int, twin: int | None) -> int:
-        ordinary = _is_ordinary(value)
-        if twin is not None and (ordinary != _is_ordinary(twin) or (not ordinary and value != twin)):
-            raise UnderivableError("autograd nodes differ")
-        return self._moved(_NODES, value, twin) if ordinary else value
-
-    def _storage(self, value: int, twin: int | None) -> int:
-        if value < len(self._weights):
-            if twin is not None and twin >= len(self._weights):
-                raise UnderivableError("storages differ")
-            return self._weight_of[
-                self._segment(self._weights[value], None if twin is None else self._weights[twin])
-            ]
-        if twin is not None and twin < len(self._weights):
-            raise UnderivableError("storages differ")
-        return self._moved(_LIVES, value, twin)
-
-    def _segment(self, value: tuple[int, int], twin: tuple[int, int] | None) -> tuple[int, int]:
-        """A unit and its segment: of the new block, or of the block beside it, or outside blocks."""
-        place = self._params.of_segment.get(value)
-        if twin is None:
-            if place is not None:
-                self._check_named(self._source[place[0]])
-            return value
-        other = self._params.of_segment.get(twin)
-        if place is not None and other is not None:
-            relative, position = self._relative(self._index, place[0]), place[1]
-            if relative is not None and (relative, position) == (
-                self._relative(self._other, other[0]), other[1]
-            ):  # fmt: skip
-                return self._params.places[self._at + relative][position]
-        if value == twin:
-            return value
-        raise UnderivableError("blocks of one place use different parameters")
-
-    def _unit(self, value: int, twin: int | None) -> int:
-        if twin is None:
-            return value
-        place, other = self._nearest(self._index, value), self._nearest(self._other, twin)
-        if place is not None and place == other and 0 <= self._at + place[0] < self._count:
-            return self._params.places[self._at + place[0]][place[1]][0]
-        if value == twin:
-            return value
-        raise UnderivableError("blocks of one place use different units")
-
-    def _nearest(self, index: int | None, unit: int) -> tuple[int, int] | None:
-        """Which parameter of a recorded block, or of one beside it, is the first that a unit has."""
-        assert index is not None
-        places = self._params.of_unit.get(unit, [])
-        for distance in (0, 1, -1):
-            if 0 <= index + distance < len(self._kept):
-                at = self._kept[index + distance]
-                own = [position for block, position in places if block == at]
-                if own:
-                    return distance, own[0]
-        return None
-
-    def _relative(self, index: int | None, at: int) -> int | None:
-        """The distance of block ``at`` from recorded block ``index``, if it is recorded and beside it."""
-        assert index is not None
-        for distance in (0, 1, -1):
-            if 0 <= index + distance < len(self._kept) and self._kept[index + distance] == at:
-                return distance if 0 <= self._at + distance < self._count else None
-        return None
-
-    def _region(self, value: int, twin: int | None) -> int:
-        """Regions 2b + 1 and 2b + 2 are those of block b."""
-        if value <= 0:
-            if twin is not None and twin != value:
-                raise UnderivableError("regions differ")
-            return value
-        index, inside = divmod(value - 1, 2)
-        shifted = False
-        if twin is not None:
-            assert self._other is not None
-            other, other_inside = divmod(twin - 1, 2)
-            shifted = (index - self._index, inside) == (other - self._other, other_inside)
-        return 2 * self._at_of(index, same=value == twin, shifted=shifted) + 1 + inside
-
-    def _key(self, value: SlotKey, twin: SlotKey | None) -> SlotKey:
-        if twin is not None and value.ordinal != twin.ordinal:
-            raise UnderivableError("slots differ")
-        return SlotKey(self._region(value.region, None if twin is None else twin.region), value.ordinal)
-
-    # --- stretches ---------------------------------------------------------------------------
-
-    def _emit(self, way: int, at: int) -> None:
-        """Add the stretch of a block to the new record."""
-        self._at, self._index = at, -1 if at < 0 else self._source[at]
-        self._other = self._twin.get(self._index)
-        number = self._number(way, self._index)
-        old, until = self._starts[number], self._starts[number + 1]
-        twin = None if self._other is None else self._number(way, self._other)
-        other = old if twin is None else self._starts[twin]
-        if twin is not None:
-            after = self._starts[twin + 1]
-            if any(until[c] - old[c] != after[c] - other[c] for c in range(4)):
-                raise UnderivableError("records of blocks of one place differ in length")
-        self._emit_calls(old, until, other)
-        self._emit_lives(old, until, other)
-        self._emit_commands(old, until, other, self._new[way, at].calls)
-        if way == _FORWARD and at >= 0:
-            self._emit_block()
-
-    def _twin_of(self, sequence: Sequence[Any], index: int) -> Any:
-        return None if self._other is None else sequence[index]
-
-    def _emit_calls(self, old: Cut, until: Cut, other: Cut) -> None:
-        calls, rows = self._old.made.calls, self._old.rows
-        for index in range(old.calls, until.calls):
-            twin_index = other.calls + index - old.calls
-            call, row = calls[index], rows[index]
-            twin: Call | None = self._twin_of(calls, twin_index)
-            if twin is not None and (
-                (call.name, call.phase, len(call.inputs), len(call.outputs), row.cost)
-                != (twin.name, twin.phase, len(twin.inputs), len(twin.outputs), rows[twin_index].cost)
-            ):
-                raise UnderivableError("operators of blocks of one place differ")
-            self._made.made.calls.append(
-                call._replace(
-                    inputs=self._storages(call.inputs, None if twin is None else twin.inputs),
-                    outputs=self._storages(call.outputs, None if twin is None else twin.outputs),
-                    region=self._region(call.region, None if twin is None else twin.region),
-                    node=self._node(call.node, None if twin is None else twin.node),
-                )
-            )
-            self._made.rows.append(row)
-
-    def _storages(self, values: Sequence[int], twins: Sequence[int] | None) -> tuple[int, ...]:
-        if twins is None:
-            return tuple(self._storage(value, None) for value in values)
-        return tuple(self._storage(value, twin) for value, twin in zip(values, twins, strict=True))
-
-    def _emit_lives(self, old: Cut, until: Cut, other: Cut) -> None:
-        lives = self._old.made.storages.lives
-        for index in range(old.lives, until.lives):
-            life = lives[index]
-            twin: Life | None = self._twin_of(lives, other.lives + index - old.lives)
-            if twin is not None and (
-                (life.name, life.nbytes, life.kind, life.held, life.died is None)
-                != (twin.name, twin.nbytes, twin.kind, twin.held, twin.died is None)
-            ):
-                raise UnderivableError("storages of blocks of one place differ")
-            born = self._moved(_CALLS, life.born, None if twin is None else twin.born)
-            died = life.died
-            if died is not None:
-                died = self._ended(_CALLS, died, None if twin is None else twin.died)
-            self._made.made.storages.lives.append(replace(life, born=born, died=died))
-
-    def _emit_commands(self, old: Cut, until: Cut, other: Cut, calls: int) -> None:
-        commands = self._old.commands
-        for index in range(old.commands, until.commands):
-            command = commands[index]
-            twin: Command | None = self._twin_of(commands, other.commands + index - old.commands)
-            if twin is not None and (
-                (command.do, command.at - old.calls, len(command.units), command.nbytes)
-                != (twin.do, twin.at - other.calls, len(twin.units), twin.nbytes)
-            ):
-                raise UnderivableError("blocks of one place ask for different things")
-            self._made.commands.append(self._command(command, twin, command.at - old.calls + calls))
-
-    def _command(self, command: Command, twin: Command | None, at: int) -> Command:
-        key = command.key
-        if key is not None:
-            other = None if twin is None else twin.key
-            key = self._key(key, other)
-            if command.do is Do.PACK and command.key is not None:
-                self._emit_slot(command.key, other, key)
-        units, segment = command.units, command.segment
-        if command.do is Do.RECEIVE:
-            given = None if twin is None else (twin.units[0], twin.segment)
-            unit, segment = self._segment((units[0], segment), given)
-            units = (unit,)
-        elif units:
-            twins: Sequence[int | None] = [None] * len(units) if twin is None else twin.units
-            units = tuple(self._unit(unit, each) for unit, each in zip(units, twins, strict=True))
-        node = command.node
-        if twin is not None and (node is None) != (twin.node is None):
-            raise UnderivableError("autograd nodes differ")
-        if node is not None:
-            node = self._node(node, None if twin is None else twin.node)
-        return Command(at, command.do, units, segment, node, key, command.nbytes)
-
-    def _emit_slot(self, key: SlotKey, twin_key: SlotKey | None, new_key: SlotKey) -> None:
-        slots = self._old.made.slots
-        mark, twin = slots[key], None if twin_key is None else slots[twin_key]
-        if twin is None:
-            nodes = self._nodes_of(mark)
-        else:
-            if (mark.unpacked is None) != (twin.unpacked is None) or len(mark.nodes) != len(twin.nodes):
-                raise UnderivableError("slots of blocks of one place differ")
-            nodes = [self._node(*pair) for pair in zip(mark.nodes, twin.nodes, strict=True)]
-        unpacked = mark.unpacked
-        if unpacked is not None:
-            unpacked = self._moved(_CALLS, unpacked, None if twin is None else twin.unpacked)
-        self._made.made.slots[new_key] = SlotMark(
-            self._storage(mark.storage, None if twin is None else twin.storage),
-            self._ended(_CALLS, mark.packed, None if twin is None else twin.packed),
-            unpacked,
-            nodes,
-        )
-
-    def _nodes_of(self, mark: SlotMark) -> list[int]:
-        """The nodes that unpack a slot of the model's beginning or end.
-
-        All blocks may: those in the middle come before the last one, which decides how long the slot is
-        needed.
-        """
-        found: list[int] = []
-        for number, node in enumerate(mark.nodes):
-            try:
-                found.append(self._node(node, None))
-            except UnderivableError:
-                if number + 1 == len(mark.nodes):
-                    raise
-        return found
-
-    def _emit_block(self) -> None:
-        """Add the mark of a call of a block."""
-        marks = self._old.made.regions
-        mark = marks[self._index]
-        twin: RegionMark | None = self._twin_of(marks, self._other or 0)
-        if twin is not None and len(mark.inputs) != len(twin.inputs):
-            raise UnderivableError("inputs of blocks of one place differ")
-        self._made.made.regions.append(
-            RegionMark(
-                2 * self._at + 1,
-                self._blocks[self._at].name,
-                self._moved(_CALLS, mark.begin, None if twin is None else twin.begin),
-                self._moved(_NODES, mark.first_node, None if twin is None else twin.first_node),
-                self._ended(_CALLS, mark.end, None if twin is None else twin.end),
-                self._ended(_NODES, mark.end_node, None if twin is None else twin.end_node),
-                self._storages(mark.inputs, None if twin is None else twin.inputs),
-            )
-        )
-
-    def _finish(self) -> Record:
-        old, made = self._old.made, self._made.made
-        self._at = self._index = len(self._kept) - 1
-        self._other = None
-        self._at = self._count - 1
-        made.phase, made.region = Phase.BACKWARD, 2 * self._count
-        made.forward_end_node = self._ended(_NODES, old.forward_end_node, None)
-        made.backward_end = len(made.calls)
-        made.alive_after = frozenset(i for i, life in enumerate(made.storages.lives) if life.died is None)
-        return self._made

@@ -41,7 +41,6 @@ from functools import partial
 from itertools import pairwise
 
 from infinity.core.budget import DeviceBudget, rounded
-from infinity.core.lifecycle import Tier
 from infinity.planner.channels import Channel
 from infinity.planner.machines import COLLECTIVE_S, RankRates
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
@@ -137,7 +136,7 @@ class StepCost:
 
 def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
     """Predict what a training step costs; see [Note: what is played]."""
-    return _Clock(_Script.of(trace, setup), setup).run()
+    return _Player(_Script.of(trace, setup), setup).run()
 
 
 # --- the script --------------------------------------------------------------------------------------
@@ -227,6 +226,158 @@ def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] 
 # --- the clock ---------------------------------------------------------------------------------------
 
 
+class _Clock:
+    """Lets time pass for a rank's channels, collectives, cores and device, and keeps account of it.
+
+    Attributes:
+        servers: What does one thing after the other beside compute, by name.
+        busy_s: As in :class:`StepCost`, since the beginning; likewise ``nbytes`` and ``stall_s``.
+        skipped_s: Seconds of micro-batches that were not played.
+    """
+
+    def __init__(self, rates: RankRates) -> None:
+        self._rates, self._computing = rates, False
+        self._queues = TransferQueues(rates.channels)
+        self._then: tuple[deque[Callable[[], None]], ...] = tuple(deque() for _ in Channel)
+        self.servers = {LINKS: Server(), UPDATE: Server(), DECODE: Server()}
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
+        self.nbytes: Counter[str] = Counter()
+        self.stall_s: defaultdict[str, float] = defaultdict(float)
+        self.skipped_s = 0.0
+
+    def wait(self, until: Callable[[], bool], cause: str) -> None:
+        """Let time pass until something has happened."""
+        began_s = self._queues.now_s
+        while not until():
+            if self.elapse(_NEVER_S) == _NEVER_S:
+                break  # a lease beyond the budget: the runtime would give back what is kept in vain
+        self.stall_s[cause] += self._queues.now_s - began_s
+
+    def compute(self, work_s: float) -> None:
+        """Let the training thread compute what takes ``work_s`` if nothing else runs."""
+        self.busy_s[COMPUTE] += work_s
+        self._computing = True
+        while work_s > 1e-12:
+            speed = self._queues.speed() * self._share()
+            if not self._rates.cores and self.servers[DECODE].busy:
+                speed *= 0.5  # they share the device
+            work_s -= speed * self.elapse(work_s / speed)
+        self._computing = False
+
+    def move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        """Count and send bytes."""
+        self.count(channel, nbytes)
+        self.send(channel, nbytes, then)
+
+    def count(self, channel: Channel, nbytes: int) -> None:
+        """Count bytes of this step, whenever they move."""
+        self.nbytes[_LABELS[channel]] += nbytes
+
+    def send(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
+        """Queue the transfer of bytes that were counted."""
+        if not self._queues.rates[channel] > 0 or nbytes <= 0:
+            then()
+            return
+        self._then[channel].append(then)
+        self._queues.submit(channel, 0, nbytes)
+
+    def serve(self, name: str, time_s: float, then: Callable[[], None], threads: float = 1.0) -> None:
+        """Queue what one of the servers does in ``time_s``."""
+        self.servers[name].submit(Job(time_s, then, threads))
+
+    def elapse(self, most_s: float) -> float:
+        """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
+        share, queues, servers = self._share(), self._queues, self.servers.items()
+        passed_s = min(most_s, queues.next_s())
+        for _, server in servers:
+            if server.left_s < share * passed_s:
+                passed_s = server.left_s / share
+        if passed_s == _NEVER_S:
+            return passed_s
+        busy_s, ends = self.busy_s, False
+        for channel, _, _ in queues.moving():
+            busy_s[_LABELS[channel]] += passed_s
+        for name, server in servers:
+            if server.left_s < _NEVER_S:
+                busy_s[name] += passed_s
+                server.left_s -= share * passed_s
+                ends = ends or server.left_s <= 1e-12
+        ended = queues.advance(passed_s)
+        for _, server in servers if ends else ():  # what ends may submit to another one
+            while server.left_s <= 1e-12:
+                server.end()()
+        for channel, _, _ in ended:
+            self._then[channel].popleft()()
+        return passed_s
+
+    def _share(self) -> float:
+        """The share of its speed that each part has which runs now: see [Note: shared cores]."""
+        rates = self._rates
+        if not rates.cores:
+            return 1.0
+        threads = sum(server.threads for server in self.servers.values()) + rates.threads * self._computing
+        return min(1.0, rates.cores / threads) if threads else 1.0
+
+    def mark(self, device_peak_nbytes: int) -> StepCost:
+        """What has passed until now."""
+        passed_s, busy_s = self._queues.now_s + self.skipped_s, dict(self.busy_s)
+        return StepCost(passed_s, busy_s, dict(self.nbytes), dict(self.stall_s), device_peak_nbytes)
+
+    def skip(self, each: StepCost, times: int) -> None:
+        """Let the same pass some times more."""
+        self.skipped_s += times * each.step_s
+        for name, time_s in each.busy_s.items():
+            self.busy_s[name] += times * time_s
+        for name, nbytes in each.nbytes.items():
+            self.nbytes[name] += times * nbytes
+        for cause, time_s in each.stall_s.items():
+            self.stall_s[cause] += times * time_s
+
+    def state(self) -> tuple[object, ...]:
+        """All that is under way, equal up to rounding."""
+        return self._queues.state(), *(server.state() for server in self.servers.values())
+
+
+class _DeviceMemory:
+    """Counts what is leased of the device budget, as the pools do.
+
+    Attributes:
+        turn: Of gradients: another one begins with each of them; see [Note: gradients that pass].
+    """
+
+    def __init__(self, division: DeviceBudget, *, on_accelerator: bool) -> None:
+        self._total_nbytes, self._on_accelerator = division.total, on_accelerator
+        self._leased_nbytes = self.peak_nbytes = division.states
+        self._passing_nbytes = self.turn = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._leased_nbytes + self._passing_nbytes + rounded(nbytes) <= self._total_nbytes
+
+    def take(self, nbytes: int) -> None:
+        self._leased_nbytes += rounded(nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self._leased_nbytes + self._passing_nbytes)
+
+    def give_back(self, nbytes: int) -> None:
+        self._leased_nbytes -= rounded(nbytes)
+
+    def give_back_late(self, nbytes: int, turn: int) -> None:
+        """Give back a gradient's memory; it counts until the ``turn`` in which it was complete has ended."""
+        self.give_back(nbytes)
+        if turn == self.turn and not self._on_accelerator:
+            self._passing_nbytes += rounded(nbytes)
+
+    def end_turn(self) -> None:
+        """The next gradient has begun."""
+        self.turn += 1
+        self._passing_nbytes = 0
+
+    def state(self) -> tuple[int, int]:
+        return self._leased_nbytes, self._passing_nbytes
+
+
+# --- the player --------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True, eq=False)
 class _Update:
     """The update of a unit's shard in one step.
@@ -269,7 +420,7 @@ def _are_alike(marks: Sequence[StepCost]) -> bool:
     return len(last) == _LEAST_STEPS and max(last) <= (1 + _ALIKE) * min(last)
 
 
-class _Clock:
+class _Player:
     """Plays a script for some steps; see [Note: what is played].
 
     It has more attributes than other classes: one for each queue and each memory that the runtime has, since
@@ -278,21 +429,10 @@ class _Clock:
 
     def __init__(self, script: _Script, setup: StepSetup) -> None:
         self.script, self.setup, self.units = script, setup, setup.units
+        self._clock = _Clock(setup.rates)
+        self._memory = _DeviceMemory(setup.division, on_accelerator=setup.on_accelerator)
         self._many = len(script.plan.events) > _MANY_EVENTS
-        self._skipped_s = 0.0  # micro-batches that were not played
-        self._chunks = 1 if self._many else _CHUNKS
-        self.queues = TransferQueues(setup.rates.channels)
-        self.links, self.updater, self.decoder = Server(), Server(), Server()
-        self._servers = {LINKS: self.links, UPDATE: self.updater, DECODE: self.decoder}
-        self._computing = False
-        self.now_s = 0.0
-        self._calls: dict[int, Callable[[], None]] = {}
-        self._transfers = 0
-        self.busy_s: defaultdict[str, float] = defaultdict(float)
-        self.nbytes: Counter[str] = Counter()
-        self.stall_s: defaultdict[str, float] = defaultdict(float)
         self._on_device = frozenset(setup.division.on_device)
-        self.leased_nbytes = self.peak_nbytes = setup.division.states
         self._ready: dict[int, bool] = {}  # units on their way, or there
         self._updates: dict[int, _Update] = {}  # the latest of each unit
         self._next: set[int] = set()  # units whose update belongs to a step that is not committed yet
@@ -301,10 +441,9 @@ class _Clock:
         self._arriving = 0  # gradients on their way to updates
         self._reducing = 0  # those of them that are being reduced
         self._carried = False  # one of the micro-batch before was
-        self._turn = self._passing_nbytes = 0  # see [Note: gradients that pass]
         self._held: list[tuple[int, int]] = []
         self._storing: set[int] = set()  # units whose held gradient is on its way to NVMe
-        self._expected: deque[_Update] = deque()
+        self._expected: dict[int, _Update] = {}  # whose gradients will come, in that order
         self._unread: deque[_Update] = deque()  # launched, with chunks to read
         self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
         self._weights: dict[int, int] = {}  # device memory of weights that wait for an update
@@ -312,103 +451,14 @@ class _Clock:
         self._away: dict[int, bool] = {}
         self._staying: set[int] = set()
 
-    # --- time ----------------------------------------------------------------------------------
-
-    def _pass(self, most_s: float) -> float:
-        """Let time pass until something ends, at most ``most_s``; return the seconds; infinite: none will."""
-        share, queues, servers = self._share(), self.queues, self._servers.items()
-        passed_s = min(most_s, queues.next_s())
-        for _, server in servers:
-            if server.left_s < share * passed_s:
-                passed_s = server.left_s / share
-        if passed_s == _NEVER_S:
-            return passed_s
-        busy_s, ends = self.busy_s, False
-        for channel, _, _ in queues.moving():
-            busy_s[_LABELS[channel]] += passed_s
-        for name, server in servers:
-            if server.left_s < _NEVER_S:
-                busy_s[name] += passed_s
-                server.left_s -= share * passed_s
-                ends = ends or server.left_s <= 1e-12
-        self.now_s += passed_s
-        ended = queues.advance(passed_s)
-        for _, server in servers if ends else ():  # what ends may submit to another one
-            while server.left_s <= 1e-12:
-                server.end()()
-        for _, index, _ in ended:
-            assert index is not None
-            self._calls.pop(index)()
-        return passed_s
-
-    def _share(self) -> float:
-        """The share of its speed that each part has which runs now: see [Note: shared cores]."""
-        rates = self.setup.rates
-        if not rates.cores:
-            return 1.0
-        threads = sum(server.threads for server in self._servers.values())
-        threads += rates.threads * self._computing
-        return min(1.0, rates.cores / threads) if threads else 1.0
-
-    def _wait(self, until: Callable[[], bool], cause: str) -> None:
-        began_s = self.now_s
-        while not until():
-            if self._pass(_NEVER_S) == _NEVER_S:
-                break  # a lease beyond the budget: the runtime would give back what is kept in vain
-        self.stall_s[cause] += self.now_s - began_s
-
-    def _compute(self, work_s: float) -> None:
-        self.busy_s[COMPUTE] += work_s
-        self._computing = True
-        while work_s > 1e-12:
-            speed = self.queues.speed() * self._share()
-            if self.setup.on_accelerator and self.decoder.busy:
-                speed *= 0.5  # they share the device
-            work_s -= speed * self._pass(work_s / speed)
-        self._computing = False
-
-    # --- memory --------------------------------------------------------------------------------
+    # --- units ---------------------------------------------------------------------------------
 
     def _lease(self, nbytes: int) -> None:
-        nbytes = rounded(nbytes)
-        if self.leased_nbytes + self._passing_nbytes + nbytes > self.setup.division.total:
-            self._end_turn()
-            self._wait(lambda: self.leased_nbytes + nbytes <= self.setup.division.total, "memory")
-        self.leased_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes + self._passing_nbytes)
-
-    def _give_back(self, nbytes: int) -> None:
-        self.leased_nbytes -= rounded(nbytes)
-
-    def _give_back_late(self, nbytes: int, turn: int) -> None:
-        """Give back a gradient's memory; it counts until the ``turn`` in which it was complete has ended."""
-        self._give_back(nbytes)
-        if turn == self._turn and not self.setup.on_accelerator:
-            self._passing_nbytes += rounded(nbytes)
-
-    def _end_turn(self) -> None:
-        """The next gradient has begun; see [Note: gradients that pass]."""
-        self._turn += 1
-        self._passing_nbytes = 0
-
-    # --- transfers -----------------------------------------------------------------------------
-
-    def _count(self, channel: Channel, nbytes: int) -> None:
-        """Count bytes of this step, whenever they move."""
-        self.nbytes[_LABELS[channel]] += nbytes
-
-    def _move(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
-        self._count(channel, nbytes)
-        self._send(channel, nbytes, then)
-
-    def _send(self, channel: Channel, nbytes: int, then: Callable[[], None]) -> None:
-        """Move bytes that were counted."""
-        if not self.queues.rates[channel] > 0 or nbytes <= 0:
-            then()
-            return
-        self._transfers += 1
-        self._calls[self._transfers] = then
-        self.queues.submit(channel, self._transfers, nbytes)
+        """Take device memory; wait until there is room."""
+        if not self._memory.has_room(nbytes):
+            self._memory.end_turn()
+            self._clock.wait(lambda: self._memory.has_room(nbytes), "memory")
+        self._memory.take(nbytes)
 
     def _gather(self, unit: int, then: Callable[[], None]) -> Callable[[], None]:
         """Queue a unit's gather; return what says that this rank's shard is there."""
@@ -416,13 +466,11 @@ class _Clock:
             return then
         shape = self.units[unit]
         nbytes = shape.nbytes if shape.stored is None else shape.stored.nbytes
-        self.nbytes[LINKS] += nbytes
+        self._clock.nbytes[LINKS] += nbytes
         rates = self.setup.rates
         job = Job(nbytes / rates.gather_bytes_per_s + COLLECTIVE_S, then, rates.link_threads, ready=False)
-        self.links.submit(job)
-        return partial(self.links.ready, job)
-
-    # --- units ---------------------------------------------------------------------------------
+        self._clock.servers[LINKS].submit(job)
+        return partial(self._clock.servers[LINKS].ready, job)
 
     def _start(self, unit: int) -> None:
         """Begin to bring a unit's full values."""
@@ -438,7 +486,7 @@ class _Clock:
         self._ready[unit] = False
 
         def decoded() -> None:
-            self._give_back(stored_nbytes)
+            self._memory.give_back(stored_nbytes)
             self._ready[unit] = True
 
         def gathered() -> None:
@@ -446,13 +494,13 @@ class _Clock:
                 self._ready[unit] = True
             else:
                 rates = self.setup.rates
-                self.decoder.submit(Job(shape.stored.decode_s(rates), decoded, rates.threads))
+                self._clock.serve(DECODE, shape.stored.decode_s(rates), decoded, rates.threads)
 
         arrived = self._gather(unit, gathered)
 
         def upload() -> None:
             if self.setup.on_accelerator and unit not in self._on_device:
-                self._move(Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
+                self._clock.move(Channel.HOST_TO_DEVICE, shape.moved_nbytes, arrived)
             else:
                 arrived()
 
@@ -465,8 +513,8 @@ class _Clock:
         elif not shape.on_nvme:
             upload()
         else:
-            self._count(Channel.NVME_READ, shape.read_nbytes)
-            read = partial(self._send, Channel.NVME_READ, shape.read_nbytes, upload)
+            self._clock.count(Channel.NVME_READ, shape.read_nbytes)
+            read = partial(self._clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
             if update is not None and update.unwritten and unit not in self._next:
                 update.landed.append(read)
             else:
@@ -474,7 +522,7 @@ class _Clock:
 
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:
-            self._give_back(self.units[unit].nbytes)
+            self._memory.give_back(self.units[unit].nbytes)
 
     def _use(self, unit: int) -> None:
         if unit not in self._ready:
@@ -482,72 +530,75 @@ class _Clock:
         if not self._ready[unit]:
             update = self._updates.get(unit)
             waits = update is not None and bool(update.unwritten) and unit not in self._next
-            home = Tier.NVME if self.units[unit].on_nvme else Tier.HOST
-            cause = "update" if waits else "read" if home is Tier.NVME else "upload"
-            self._wait(lambda: self._ready[unit], cause)
+            cause = "update" if waits else "read" if self.units[unit].on_nvme else "upload"
+            self._clock.wait(lambda: self._ready[unit], cause)
 
     # --- gradients -----------------------------------------------------------------------------
+
+    def _shard_nbytes(self, unit: int) -> int:
+        """Bytes of this rank's shard of a gradient."""
+        return self.units[unit].shard_numel * self.setup.reduce_itemsize
 
     def _accumulate(self, unit: int) -> None:
         """A unit has a gradient of earlier micro-batches."""
         shape, setup = self.units[unit], self.setup
         gradients = self._gradients if setup.ranks == 1 else self._reduced
-        gradients[unit] = shape.nbytes if setup.ranks == 1 else shape.shard_numel * setup.reduce_itemsize
+        gradients[unit] = shape.nbytes if setup.ranks == 1 else self._shard_nbytes(unit)
         self._lease(gradients[unit])
 
     def _begin_gradient(self, unit: int) -> None:
         if unit not in self._gradients:
             if self._carried:
-                self._wait(lambda: not self._reducing, LINKS)
+                self._clock.wait(lambda: not self._reducing, LINKS)
                 self._carried = False
             self._gradients[unit] = self.units[unit].nbytes
             self._lease(self.units[unit].nbytes)
-            self._end_turn()
+            self._memory.end_turn()
 
     def _end_gradient(self, unit: int, ends: bool) -> None:
         """A unit's gradient of a micro-batch is complete."""
         shape, setup = self.units[unit], self.setup
         # It has been copied to the unit's buffer, and its norm is taken.
-        self._compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
+        self._clock.compute((3 if ends else 2) * shape.nbytes / setup.rates.memory_bytes_per_s)
         if setup.ranks == 1:
             if ends:
-                self._hand_over(unit, self._gradients.pop(unit, 0), self._turn)
+                self._hand_over(unit, self._gradients.pop(unit, 0), self._memory.turn)
             return
         full = self._gradients.pop(unit, 0)
         if not full:
             self._lease(shape.nbytes)
-            self._end_turn()
+            self._memory.end_turn()
             full = shape.nbytes
-        shard = shape.shard_numel * setup.reduce_itemsize
+        shard = self._shard_nbytes(unit)
         if self._reducing and not setup.on_accelerator:
-            self._wait(lambda: not self._reducing, LINKS)
+            self._clock.wait(lambda: not self._reducing, LINKS)
         self._lease(shape.nbytes)
         self._lease(shard)
         self._arriving += 1
         self._reducing += 1
-        turn = self._turn
+        turn = self._memory.turn
 
         def reduced() -> None:
             self._arriving -= 1
             self._reducing -= 1
-            self._give_back_late(full, turn)
-            self._give_back_late(shape.nbytes, turn)
+            self._memory.give_back_late(full, turn)
+            self._memory.give_back_late(shape.nbytes, turn)
             if unit in self._reduced:  # it was added to that of earlier micro-batches
-                self._give_back_late(shard, turn)
+                self._memory.give_back_late(shard, turn)
             self._reduced[unit] = shard
             if ends:
                 self._hand_over(unit, self._reduced.pop(unit), turn)
 
-        self.nbytes[LINKS] += shape.nbytes
+        self._clock.nbytes[LINKS] += shape.nbytes
         time_s = shape.nbytes / setup.rates.reduce_bytes_per_s + COLLECTIVE_S
         if setup.on_accelerator:
-            self.links.submit(Job(time_s, reduced))
+            self._clock.serve(LINKS, time_s, reduced)
             return
-        self.links.submit(Job(time_s, lambda: None, setup.rates.link_threads))
+        self._clock.serve(LINKS, time_s, lambda: None, setup.rates.link_threads)
         # The same thread adds up what has arrived, divides it, and takes its norm.
         itemsize = shape.nbytes // (shape.shard_numel * setup.ranks)
         passes = setup.ranks * (itemsize + 2 * setup.reduce_itemsize) + 2 * setup.reduce_itemsize
-        self.links.submit(Job(shape.shard_numel * passes / setup.rates.memory_bytes_per_s, reduced))
+        self._clock.serve(LINKS, shape.shard_numel * passes / setup.rates.memory_bytes_per_s, reduced)
 
     def _hand_over(self, unit: int, nbytes: int, turn: int) -> None:
         """Give a gradient, complete in ``turn`` and with ``nbytes`` of device memory, to its update."""
@@ -558,29 +609,29 @@ class _Clock:
 
         def arrived() -> None:
             self._arriving -= 1
-            self._give_back(nbytes)
+            self._memory.give_back(nbytes)
             self._add(unit, 0, turn)
 
-        self._move(Channel.DEVICE_TO_HOST, self.units[unit].shard_numel * self.setup.reduce_itemsize, arrived)
+        self._clock.move(Channel.DEVICE_TO_HOST, self._shard_nbytes(unit), arrived)
 
     def _add(self, unit: int, nbytes: int, turn: int) -> None:
         spills, early = unit in self.setup.spilled, self.units[unit].on_nvme and self.setup.early
-        gradient_nbytes = self.units[unit].shard_numel * self.setup.reduce_itemsize
+        gradient_nbytes = self._shard_nbytes(unit)
         if early:
             self._launch(unit, nbytes, turn)
             if spills:
                 job = self._updates[unit]
                 job.storing = True
-                self._move(Channel.NVME_WRITE, gradient_nbytes, lambda: self._stored(job))
+                self._clock.move(Channel.NVME_WRITE, gradient_nbytes, lambda: self._stored(job))
         elif spills:
             self._held.append((unit, 0))
             self._storing.add(unit)
 
             def stored() -> None:
                 self._storing.discard(unit)
-                self._give_back_late(nbytes, turn)
+                self._memory.give_back_late(nbytes, turn)
 
-            self._move(Channel.NVME_WRITE, gradient_nbytes, stored)
+            self._clock.move(Channel.NVME_WRITE, gradient_nbytes, stored)
         else:
             self._held.append((unit, nbytes))
 
@@ -588,18 +639,18 @@ class _Clock:
         """A gradient is on NVMe; memory of it is given back when its update has read it, too."""
         job.storing = False
         if not job.uncomputed:
-            self._give_back_late(job.nbytes, job.turn)
+            self._memory.give_back_late(job.nbytes, job.turn)
             job.nbytes = 0
 
     # --- updates -------------------------------------------------------------------------------
 
     def _job(self, unit: int) -> _Update:
         shape = self.units[unit]
-        chunks = min(self._chunks, -(-shape.shard_numel // self.setup.chunk_numel))
+        chunks = min(1 if self._many else _CHUNKS, -(-shape.shard_numel // self.setup.chunk_numel))
         written = shape.state_nbytes + shape.weight_nbytes
         read = shape.state_nbytes if self._kept.get(unit, False) else written
         if unit in self.setup.spilled and not self.setup.early:
-            read += shape.shard_numel * self.setup.reduce_itemsize
+            read += self._shard_nbytes(unit)
         return _Update(unit, shape.shard_numel // chunks, chunks, read, written)
 
     def _expect(self) -> None:
@@ -608,10 +659,8 @@ class _Clock:
         if not self.setup.early:
             ended = set(order)
             order = [unit for unit in self._first_uses if unit in ended]
-        self._expected = deque(self._job(unit) for unit in order if self._trains(unit))
-
-    def _trains(self, unit: int) -> bool:
-        return self.units[unit].on_nvme and self.units[unit].trainable
+        units = self.units
+        self._expected = {u: self._job(u) for u in order if units[u].on_nvme and units[u].trainable}
 
     @property
     def _on_training_thread(self) -> bool:
@@ -619,18 +668,14 @@ class _Clock:
         return self.setup.ranks == 1 and not self.setup.on_accelerator
 
     def _launch(self, unit: int, nbytes: int, turn: int = -1) -> None:
-        job = next((each for each in self._expected if each.unit == unit), None)
-        if job is None:
-            job = self._job(unit)
-        else:
-            self._expected.remove(job)
+        job = self._expected.pop(unit, None) or self._job(unit)
         job.nbytes, job.weights_nbytes, job.launched = nbytes, self._weights.pop(unit, 0), True
         job.turn = turn
-        self._count(Channel.NVME_READ, job.nbytes_read)
-        self._count(Channel.NVME_WRITE, job.nbytes_written)
+        self._clock.count(Channel.NVME_READ, job.nbytes_read)
+        self._clock.count(Channel.NVME_WRITE, job.nbytes_written)
         before = self._updates.get(unit)
         if before is not None and before.unwritten and self._on_training_thread:
-            self._wait(lambda: not before.unwritten, "update")
+            self._clock.wait(lambda: not before.unwritten, "update")
         self._updates[unit] = job
         self._next.add(unit)
         if job.unread:
@@ -645,7 +690,7 @@ class _Clock:
         while self._slots > 0:
             job = self._unread[0] if self._unread else None
             if job is None and self._slots > _RESERVE:
-                job = next((each for each in self._expected if each.unread), None)
+                job = next((each for each in self._expected.values() if each.unread), None)
                 if job is not None:
                     before = self._updates.get(job.unit)
                     if before is not None and before.unwritten:
@@ -656,36 +701,35 @@ class _Clock:
             job.unread -= 1
             if self._unread and not self._unread[0].unread:
                 self._unread.popleft()
-            self._send(Channel.NVME_READ, round(job.nbytes_read / job.chunks), self._reader(job))
+            self._clock.send(Channel.NVME_READ, round(job.nbytes_read / job.chunks), partial(self._read, job))
 
-    def _reader(self, job: _Update) -> Callable[[], None]:
-        def read() -> None:
-            if job.launched:
-                self._update_chunk(job)
-            else:
-                job.waiting += 1
-
-        return read
+    def _read(self, job: _Update) -> None:
+        if job.launched:
+            self._update_chunk(job)
+        else:
+            job.waiting += 1
 
     def _update_chunk(self, job: _Update) -> None:
         gradient = job.chunk_numel * self.setup.reduce_itemsize
         nbytes = 2 * job.nbytes_written / job.chunks + gradient
         rates = self.setup.rates
         time_s = nbytes / rates.background_bytes_per_s
-        self.updater.submit(Job(time_s, partial(self._computed, job), rates.background_threads))
+        self._clock.serve(UPDATE, time_s, partial(self._computed, job), rates.background_threads)
 
     def _computed(self, job: _Update) -> None:
         job.uncomputed -= 1
         if not job.uncomputed:
-            self._give_back(job.weights_nbytes)
+            self._memory.give_back(job.weights_nbytes)
             waits = self.setup.clips and job.unit in self._next and job.unit not in self.setup.spilled
             if not (waits or job.storing):
-                self._give_back_late(job.nbytes, job.turn)
+                self._memory.give_back_late(job.nbytes, job.turn)
                 job.nbytes = 0
             for then in job.then:
                 then()
             job.then.clear()
-        self._send(Channel.NVME_WRITE, round(job.nbytes_written / job.chunks), lambda: self._written(job))
+        self._clock.send(
+            Channel.NVME_WRITE, round(job.nbytes_written / job.chunks), lambda: self._written(job)
+        )
 
     def _written(self, job: _Update) -> None:
         job.unwritten -= 1
@@ -714,15 +758,10 @@ class _Clock:
         while len(marks) <= (1 if self._many else _MOST_STEPS) and not _are_alike(marks):
             self._play(self.script.micro_batches, self.script.more)
             marks.append(self._mark())
-        return self._since(marks[-2])
+        return marks[-1].plus(marks[-2], -1.0)
 
     def _mark(self) -> StepCost:
-        """What has passed until now."""
-        passed_s, busy_s = self.now_s + self._skipped_s, dict(self.busy_s)
-        return StepCost(passed_s, busy_s, dict(self.nbytes), dict(self.stall_s), self.peak_nbytes)
-
-    def _since(self, mark: StepCost) -> StepCost:
-        return self._mark().plus(mark, -1.0)
+        return self._clock.mark(self._memory.peak_nbytes)
 
     def _walk_plan(self, begin: int) -> tuple[dict[int, bool], set[int]]:
         """What the plan has in memory.
@@ -764,7 +803,7 @@ class _Clock:
                 self._repeat(micro_batch, 1 + more)
             else:
                 self._play_one(micro_batch)
-        self._wait(lambda: not self._arriving, LINKS)
+        self._clock.wait(lambda: not self._arriving, LINKS)
         self._commit()
 
     def _repeat(self, micro_batch: _MicroBatch, times: int) -> None:
@@ -775,32 +814,23 @@ class _Clock:
             self._play_one(micro_batch)
             after = self._state()
             if before == after or times - left >= most:
-                self._skip(self._since(mark), left)
+                self._clock.skip(self._mark().plus(mark, -1.0), left)
                 return
             before = after
-
-    def _skip(self, each: StepCost, times: int) -> None:
-        self._skipped_s += times * each.step_s
-        for name, time_s in each.busy_s.items():
-            self.busy_s[name] += times * time_s
-        for name, nbytes in each.nbytes.items():
-            self.nbytes[name] += times * nbytes
-        for cause, time_s in each.stall_s.items():
-            self.stall_s[cause] += times * time_s
 
     def _state(self) -> tuple[object, ...]:
         """All that the rest of a step follows from, besides what is played; equal up to rounding."""
         updates = [
             (job.unit, job.launched, job.unread, job.waiting, job.uncomputed, job.unwritten)
-            for job in (*self._expected, *self._updates.values())
+            for job in (*self._expected.values(), *self._updates.values())
             if job.unwritten
         ]
         return (
-            self.leased_nbytes, self._passing_nbytes, self._slots, self._arriving, dict(self._ready),
+            self._memory.state(), self._slots, self._arriving, dict(self._ready),
             self._staying.copy(),
             dict(self._gradients), dict(self._reduced), dict(self._weights), dict(self._away),
             self._held.copy(), self._storing.copy(), updates,
-            self.queues.state(), *(server.state() for server in self._servers.values()),
+            self._clock.state(),
         )  # fmt: skip
 
     def _play_one(self, micro_batch: _MicroBatch) -> None:
@@ -809,7 +839,7 @@ class _Clock:
         for position, compute_s in enumerate(micro_batch.compute_s):
             self._before(micro_batch, position)
             if compute_s:
-                self._compute(compute_s)
+                self._clock.compute(compute_s)
             self._after(micro_batch, position)
             if position < last:
                 self._event(plan.events[micro_batch.begin + position])
@@ -819,7 +849,7 @@ class _Clock:
                 for unit in actions.fetch:
                     if unit not in self._ready:
                         self._start(unit)
-        self._end_turn()
+        self._memory.end_turn()
         self._carried = bool(self._reducing) and not self.setup.on_accelerator
 
     def _before(self, micro_batch: _MicroBatch, position: int) -> None:
@@ -827,7 +857,7 @@ class _Clock:
             self._load(stored)
         for stored in micro_batch.asks.get(position, ()):
             if not self._away.get(id(stored), True):
-                self._wait(partial(self._away.__getitem__, id(stored)), "activation")
+                self._clock.wait(partial(self._away.__getitem__, id(stored)), "activation")
             self._away.pop(id(stored), None)
 
     def _load(self, stored: Stored) -> None:
@@ -838,12 +868,12 @@ class _Clock:
 
         def upload() -> None:
             if self.setup.on_accelerator:
-                self._move(Channel.HOST_TO_DEVICE, stored.nbytes, there)
+                self._clock.move(Channel.HOST_TO_DEVICE, stored.nbytes, there)
             else:
                 there()
 
         if stored.on_nvme:
-            self._move(Channel.NVME_READ, stored.nbytes, upload)
+            self._clock.move(Channel.NVME_READ, stored.nbytes, upload)
         else:
             upload()
 
@@ -852,10 +882,10 @@ class _Clock:
 
             def write(stored: Stored = stored) -> None:
                 if stored.on_nvme:
-                    self._move(Channel.NVME_WRITE, stored.nbytes, lambda: None)
+                    self._clock.move(Channel.NVME_WRITE, stored.nbytes, lambda: None)
 
             if self.setup.on_accelerator:
-                self._move(Channel.DEVICE_TO_HOST, stored.nbytes, write)
+                self._clock.move(Channel.DEVICE_TO_HOST, stored.nbytes, write)
             else:
                 write()
         for unit in micro_batch.begun.get(position, ()):
@@ -882,7 +912,7 @@ class _Clock:
                         self._weights[unit] = shape.weight_nbytes
                     self._release(unit)
                 if kept and self.setup.on_accelerator:
-                    self._move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
+                    self._clock.move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
             if shape.trainable:
                 self._end_gradient(unit, True)
 
@@ -891,25 +921,24 @@ class _Clock:
         self._next.clear()
         for job in self._updates.values():
             if job.nbytes and not job.uncomputed and not job.storing:
-                self._give_back(job.nbytes)
+                self._memory.give_back(job.nbytes)
                 job.nbytes = 0
         held, self._held = self._held, []
         rank = {unit: at for at, unit in enumerate(self._first_uses)}
         for unit, nbytes in sorted(held, key=lambda each: rank.get(each[0], each[0])):
             shape = self.units[unit]
             if shape.on_nvme:
-                self._wait(lambda unit=unit: unit not in self._storing, "write")  # type: ignore[misc]
+                self._clock.wait(lambda unit=unit: unit not in self._storing, "write")  # type: ignore[misc]
                 self._launch(unit, nbytes)
             else:
-                moved = 2 * (shape.weight_nbytes + shape.state_nbytes)
-                moved += shape.shard_numel * self.setup.reduce_itemsize
+                moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self._shard_nbytes(unit)
                 rates = self.setup.rates
                 there = unit in self._on_device
                 time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
-                self.busy_s[UPDATE] += time_s
-                self.stall_s[UPDATE] += time_s
+                self._clock.busy_s[UPDATE] += time_s
+                self._clock.stall_s[UPDATE] += time_s
                 left_s = time_s
                 while left_s > 1e-12:
-                    left_s -= self._pass(left_s)
-                self._give_back(nbytes)
+                    left_s -= self._clock.elapse(left_s)
+                self._memory.give_back(nbytes)
         self._next.clear()

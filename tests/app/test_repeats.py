@@ -13,6 +13,7 @@ from infinity.app import repeats
 from infinity.app.dry_run import DryRun, dry_run
 from infinity.app.machines import load_machine
 from infinity.app.recipe import Recipe, load_recipe
+from infinity.app.recording import Record
 from infinity.planner.clock import play_step
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -76,19 +77,19 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.recorded, self.derived, self.why = [], 0, ""
-        derive = repeats._Moved.derive
+        derive = repeats.derive
 
-        def spied(moved: Any, made: Any) -> Any:
+        def spied(some: Record, chosen: repeats.Chosen, *rest: Any) -> Record:
             try:
-                found = derive(moved, made)
+                found = derive(some, chosen, *rest)
             except repeats.UnderivableError as error:
                 self.why = str(error)
                 raise
-            self.recorded.append(len(moved._kept))
-            self.derived += moved._count - len(moved._kept)
+            self.recorded.append(len(chosen.kept))
+            self.derived += len(chosen.sources)
             return found
 
-        monkeypatch.setattr(repeats._Moved, "derive", spied)
+        monkeypatch.setattr(repeats, "derive", spied)
 
 
 def assert_same(some: DryRun, every: DryRun) -> None:

@@ -170,7 +170,7 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
     cost = play_step(*step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "make_plan", lambda *a, **k: replace(make_plan(*a, **k), repeats=None))
-        patch.setattr(clock._Clock, "_state", lambda self: object())
+        patch.setattr(clock._Player, "_state", lambda self: object())
         every = play_step(*step)
     assert cost.step_s == pytest.approx(every.step_s, rel=1e-6)
     assert cost.busy_s == pytest.approx(every.busy_s, rel=1e-6)
@@ -181,9 +181,9 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
 @pytest.mark.parametrize("units", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_64_micro_batches_are_planned_by_playing_a_few(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played = []
-    event = clock._Clock._event
+    event = clock._Player._event
     monkeypatch.setattr(clock, "_MANY_EVENTS", 1000)
-    monkeypatch.setattr(clock._Clock, "_event", lambda self, one: played.append(1) or event(self, one))
+    monkeypatch.setattr(clock._Player, "_event", lambda self, one: played.append(1) or event(self, one))
     made = setup(units, ranks=2, window=units // 10, micro_batches=64)
     cost = play_step(trace(units), made)
     assert cost.step_s >= 64 * 4 * units * 1e12 / made.rates.flops_per_s
