@@ -531,9 +531,10 @@ class Prefetcher:
         if running.begun or running.plan is None or running.position:
             return
         running.begun = True
+        if running is not self.training:  # between backward and step the committed version is wanted
+            for unit in [unit for unit in self.present if unit in self.staying]:
+                self._release(unit)  # also the one whose use begins the pass
         wanted = set(running.plan.begin)
-        if running is not self.training:
-            wanted -= self.staying  # between backward and step the committed version is wanted
         self._release_all([unit for unit in self.present if unit not in wanted])
         for unit in running.plan.begin:
             if unit not in self.present:

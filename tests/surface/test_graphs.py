@@ -352,6 +352,25 @@ def test_evaluation_between_steps(tmp_path, place, mode):
 
 
 @NVME
+def test_evaluation_before_a_step_is_dropped_uses_committed_weights_and_leaves_them(tmp_path, place):
+    """The unit that the evaluation uses first stays while it is updated, like others."""
+
+    def evaluate():
+        with torch.no_grad():
+            assert torch.equal(pair.model(**batch(9)).loss, pair.plain.model(**batch(9)).loss)
+
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=None)) as pair:
+        pair.step()
+        evaluate()
+        pair.model(**batch(8)).loss.backward()
+        evaluate()
+        pair.optimizer.zero_grad()
+        evaluate()
+        pair.step(2)
+        pair.check()
+
+
+@NVME
 def test_submodules_can_be_called_alone(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
