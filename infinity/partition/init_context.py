@@ -420,7 +420,9 @@ class Construction:
         for name, param in (*own, *replaced):
             if id(param) not in names:
                 numbered = (f"{name} ({n})" for n in itertools.count(2))
-                names[id(param)] = next(each for each in itertools.chain([name], numbered) if each not in taken)
+                names[id(param)] = next(
+                    each for each in itertools.chain([name], numbered) if each not in taken
+                )
                 taken.add(names[id(param)])
         return names
 

@@ -233,9 +233,10 @@ class Prefetcher:
         self.pins[unit] = self.pins.get(unit, 0) + 1
         try:
             self._use(unit, following, recomputed)
-        except Exception:  # the caller does not unpin it; the next use reads it again
+        except BaseException as error:  # the caller does not unpin it
             self.pins[unit] -= 1
-            self._release_all([unit])
+            if isinstance(error, Exception):  # else (Ctrl-C) it comes all the same
+                self._release_all([unit])  # the next use reads it again
             raise
 
     def _use(self, unit: int, following: Sequence[int] | None, recomputed: bool) -> None:

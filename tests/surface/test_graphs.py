@@ -371,6 +371,28 @@ def test_evaluation_before_a_step_is_dropped_uses_committed_weights_and_leaves_t
 
 
 @NVME
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode):
+    """The cell of a notebook that is interrupted, and runs again."""
+    with lockstep(place, tmp_path) as pair:
+        pair.step(2)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = pair.model.blocks[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), mode():
+            pair.model(**batch(7))
+        handle.remove()
+        for step in range(3, 6):
+            loss = pair.backward(step)
+            repr(pair.model)  # asks for every bias
+            pair.optimizer.step()
+            pair.follow(loss, number=step)
+            pair.check()
+
+
+@NVME
 def test_submodules_can_be_called_alone(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step()
