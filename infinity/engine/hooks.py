@@ -510,6 +510,9 @@ class Hooks:
 
     def _abort_backward(self) -> None:
         """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
+        for _, segment in self.units.segments():
+            if type(segment.param.grad) is not ReleasedGradient:
+                segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it
         self.gradients.abort_backward()
         self._leave_backward()
 

@@ -392,6 +392,24 @@ def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode)
             pair.check()
 
 
+@BOTH
+def test_a_backward_that_ctrl_c_ends_leaves_no_gradient_behind(tmp_path, place):
+    interrupts = []
+
+    def interrupt(_):
+        if interrupts:
+            raise interrupts.pop()
+
+    with lockstep(place, tmp_path) as pair:
+        pair.model.last.weight.register_post_accumulate_grad_hook(interrupt)
+        pair.step()
+        interrupts.append(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.backward(7)
+        pair.step(2)  # without zero_grad
+        pair.check()
+
+
 @NVME
 def test_submodules_can_be_called_alone(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
