@@ -38,6 +38,7 @@ model is built the stored values are cast as the placeholder was. Later a cast i
 parameter, in the call itself, before any buffer of the module is cast.
 """
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -185,6 +186,7 @@ class Construction:
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
         self._thread = threading.get_ident()
+        self._normal_mode = contextlib.ExitStack()
 
     @property
     def active(self) -> bool:
@@ -212,6 +214,8 @@ class Construction:
                 "it outside)"
             )
         Construction._open = self
+        if torch.is_inference_mode_enabled():  # whose parameters autograd could not use
+            self._normal_mode.enter_context(torch.inference_mode(False))
         for _, segment in self.builder.units.segments():
             if segment.is_tile:
                 compute_whole(segment.whole)
@@ -229,6 +233,7 @@ class Construction:
                 self._finish()
             self._release_other_modules()
         finally:
+            self._normal_mode.close()
             Construction._open = None
 
     # --- units ---------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from torch import nn
 
 import infinity
 from infinity import StateError
+from tests.helpers import training
 from tests.helpers.cases import few
-from tests.helpers.lockstep import BOTH, NVME, WIDTH, Block, Toy, batch, lockstep, seeded
-from tests.helpers.reference import Rule
+from tests.helpers.lockstep import BOTH, NVME, WIDTH, Block, Toy, batch, lockstep, seeded, toy
+from tests.helpers.lockstep import place as lockstep_place
+from tests.helpers.reference import Reference, Rule
 
 CLIP = pytest.mark.parametrize("clip", [1.0, None])
 
@@ -408,6 +410,20 @@ def test_a_backward_that_ctrl_c_ends_leaves_no_gradient_behind(tmp_path, place):
             pair.backward(7)
         pair.step(2)  # without zero_grad
         pair.check()
+
+
+@BOTH
+def test_a_model_that_is_built_under_inference_mode_trains(tmp_path, place):
+    with torch.inference_mode():
+        model = training.build(toy, "bf16", lockstep_place(place, tmp_path))
+    plain = Reference(toy(), torch.bfloat16, Rule())
+    optimizer = training.optimizer_for(model, Rule())
+    for step in range(3):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(loss.detach(), plain.step([batch(step)]).losses[0])
+    optimizer.close()
 
 
 @NVME
