@@ -46,14 +46,21 @@ look. So such a hook holds neither a parameter nor us; otherwise a model would l
 [Note: the outermost module]
 Submodules are called on their own, and forward runs twice before one backward. The outermost module
 of a call opens the saved-tensor hooks and closes them.
+
+[Note: calls that Ctrl-C ends]
+Torch calls no hook of a forward that ``KeyboardInterrupt`` leaves. The outermost call knows the frame of
+Python's in which it runs: one that has ended can be cleared. Then what the call holds is given back, before
+the next call, visit or step. Units that stayed pinned would keep weights from before their updates.
 """
 
 import functools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -92,6 +99,7 @@ class Frame:
 
     Attributes:
         served: The module's own parameters, if all of them are in memory while it runs.
+        call: What runs the outermost call: see [Note: calls that Ctrl-C ends].
     """
 
     module: nn.Module
@@ -102,6 +110,7 @@ class Frame:
     inference: bool = False
     pending: bool = False  # a head in it has not been computed: its loss may follow the call
     leaf: bool = False  # its units are used as one
+    call: FrameType | None = None
 
 
 class Ended:
@@ -180,11 +189,13 @@ class Hooks:
     def enter(self, module: nn.Module, args: Any = ()) -> None:
         """Use the units of a module whose forward begins, with ``args``."""
         frame = Frame(module, [])
+        self._close_ended()
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         elif not self.stack:
             self._open(frame)
         if not self.stack:
+            frame.call = _running_call()
             frame.logits = ExitStack()
             frame.logits.enter_context(self.logits.opened(module))
         self.stack.append(frame)
@@ -232,8 +243,13 @@ class Hooks:
                 self._unwind(frame, output)
                 return
 
+    def _close_ended(self) -> None:
+        """Close the frames of an outermost call that was left without its hook."""
+        if self.stack and _has_ended(self.stack[0].call):
+            self._unwind(self.stack[0], None)
+
     def _unwind(self, frame: Frame, output: Any) -> None:
-        """Close ``frame``, and those above it, whose calls were left without their hook (Ctrl-C)."""
+        """Close ``frame``, and those above it, whose calls were left without their hook."""
         while (top := self.stack.pop()) is not frame:
             self._close(top, None)
         self._close(frame, output)
@@ -256,6 +272,7 @@ class Hooks:
         unit.check_attached(segment)
 
     def _touch(self, unit: Unit) -> None:
+        self._close_ended()
         if self.stack:
             self._use(unit, self.stack[-1])
         elif torch._C._current_graph_task_id() != -1:
@@ -269,6 +286,7 @@ class Hooks:
 
     def release_unscoped_units(self) -> None:
         """Release the units that were touched outside any forward, and end the pass that goes on there."""
+        self._close_ended()
         if self._unscoped:
             unscoped, self._unscoped = self._unscoped, []
             self._begin_visit()
@@ -492,6 +510,9 @@ class Hooks:
 
     def _abort_backward(self) -> None:
         """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
+        for _, segment in self.units.segments():
+            if type(segment.param.grad) is not ReleasedGradient:
+                segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it
         self.gradients.abort_backward()
         self._leave_backward()
 
@@ -539,6 +560,25 @@ class Hooks:
         whole = segment.whole
         if segment.is_tile and type(whole.grad) is not ReleasedGradient:
             whole.grad = ReleasedGradient.of(segment.whole_shape, unit.dtype, whole.device)
+
+
+def _running_call() -> FrameType | None:
+    """Return Python's frame of the module's call whose hook runs; None: it is called in another way."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def _has_ended(call: FrameType | None) -> bool:
+    """Whether nothing runs in ``call`` any more; None runs."""
+    if call is None:
+        return False
+    try:
+        call.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _reading_node() -> int | None:

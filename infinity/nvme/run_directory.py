@@ -10,6 +10,7 @@ import errno
 import os
 import secrets
 import shlex
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,10 +63,15 @@ class RunDirectory:
             own_directory(self.path)
             self._lock = lock_file(self._lock_path)  # a descriptor; -1 after remove
         except LockedError as error:
-            text = (
-                f"{self.path} is in use by {lock_owner(self._lock_path)}; wait for that run or end it, or "
-                "give this one another run.name or memory.nvme"
-            )
+            owner = lock_owner(self._lock_path)
+            advice = "wait for that run or end it, or give this one another run.name or memory.nvme"
+            if owner.startswith(f"process {os.getpid()} on {socket.gethostname()},"):
+                advice = (
+                    "that is this process, which has a model of the run: before another one is built call "
+                    "infinity.close(model, keep=True), or drop the model and all that holds it (in a "
+                    "notebook also results of its forward passes, and tracebacks)"
+                )
+            text = f"{self.path} is in use by {owner}; {advice}"
             raise LockedError(errno.EWOULDBLOCK, text, str(self._lock_path)) from error
         except UnsafePathError:
             raise

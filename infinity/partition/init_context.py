@@ -38,7 +38,9 @@ model is built the stored values are cast as the placeholder was. Later a cast i
 parameter, in the call itself, before any buffer of the module is cast.
 """
 
+import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -184,6 +186,7 @@ class Construction:
         self._finished = 0  # units of blocks that are over; their placeholders have the compute dtype
         self._whole: dict[Unit, None] = {}  # closed units that are materialized, least recently touched first
         self._thread = threading.get_ident()
+        self._normal_mode = contextlib.ExitStack()
 
     @property
     def active(self) -> bool:
@@ -211,6 +214,8 @@ class Construction:
                 "it outside)"
             )
         Construction._open = self
+        if torch.is_inference_mode_enabled():  # whose parameters autograd could not use
+            self._normal_mode.enter_context(torch.inference_mode(False))
         for _, segment in self.builder.units.segments():
             if segment.is_tile:
                 compute_whole(segment.whole)
@@ -228,6 +233,7 @@ class Construction:
                 self._finish()
             self._release_other_modules()
         finally:
+            self._normal_mode.close()
             Construction._open = None
 
     # --- units ---------------------------------------------------------------------------
@@ -388,7 +394,7 @@ class Construction:
         self._roots = [weakref.ref(root) for root in roots]
         if self.late is not None:
             self._prune(roots)
-        names = {id(p): name for root in roots for name, p in root.named_parameters()}
+        names = self._names(roots)
         for unit in self.builder.units:
             unit.rename(names)
         if self.late is not None:
@@ -405,6 +411,25 @@ class Construction:
         for module in (m for root in roots for m in root.modules()):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
+
+    def _names(self, roots: list[nn.Module]) -> dict[int, str]:
+        """Return a name for every parameter, by its id; no two have the same.
+
+        By its name a run that goes on in other units finds each. Several models may share names, and what was
+        replaced after its unit closed, as tied parameters are, has the name of its class.
+        """
+        own = ((name, param) for root in roots for name, param in root.named_parameters())
+        replaced = ((segment.whole_name, segment.whole) for _, segment in self.builder.units.segments())
+        names: dict[int, str] = {}
+        taken: set[str] = set()
+        for name, param in (*own, *replaced):
+            if id(param) not in names:
+                numbered = (f"{name} ({n})" for n in itertools.count(2))
+                names[id(param)] = next(
+                    each for each in itertools.chain([name], numbered) if each not in taken
+                )
+                taken.add(names[id(param)])
+        return names
 
     def _prune(self, roots: list[nn.Module]) -> None:
         """Leave out parameters that were replaced after their unit closed, as tied ones are.

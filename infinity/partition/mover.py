@@ -443,6 +443,11 @@ class UnitMover:
         arriving = self._arriving.get(index)
         if arriving is not None:  # most uses find the unit here
             self._finish(self.units[index], arriving)
+        elif self.units[index].flat is None:  # better than to compute with the placeholder's NaN
+            raise StateError(
+                f"{self.units[index].name} is not here: Ctrl-C came when it was sent for. Build the model "
+                "again, after infinity.close(model, keep=True); a named run goes on with infinity.resume"
+            )
 
     @_never_inference
     def _finish(self, unit: Unit, arriving: Arriving) -> None:

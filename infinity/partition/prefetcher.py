@@ -233,9 +233,10 @@ class Prefetcher:
         self.pins[unit] = self.pins.get(unit, 0) + 1
         try:
             self._use(unit, following, recomputed)
-        except Exception:  # the caller does not unpin it; the next use reads it again
+        except BaseException as error:  # the caller does not unpin it
             self.pins[unit] -= 1
-            self._release_all([unit])
+            if isinstance(error, Exception):  # else (Ctrl-C) it comes all the same
+                self._release_all([unit])  # the next use reads it again
             raise
 
     def _use(self, unit: int, following: Sequence[int] | None, recomputed: bool) -> None:
@@ -531,9 +532,10 @@ class Prefetcher:
         if running.begun or running.plan is None or running.position:
             return
         running.begun = True
+        if running is not self.training:  # between backward and step the committed version is wanted
+            for unit in [unit for unit in self.present if unit in self.staying]:
+                self._release(unit)  # also the one whose use begins the pass
         wanted = set(running.plan.begin)
-        if running is not self.training:
-            wanted -= self.staying  # between backward and step the committed version is wanted
         self._release_all([unit for unit in self.present if unit not in wanted])
         for unit in running.plan.begin:
             if unit not in self.present:

@@ -239,6 +239,19 @@ def test_a_wait_that_the_keyboard_ends_is_not_the_end_of_the_read(parts):
     assert pool.leased_nbytes == 0
 
 
+def test_a_unit_that_the_keyboard_kept_from_being_sent_for_is_not_computed_with(parts, monkeypatch):
+    mover, _, shards, _, _ = parts
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards, "fetch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mover.start(0)
+    with pytest.raises(StateError, match=r"Ctrl-C .* Build the model"):
+        mover.finish(0)
+
+
 def test_a_unit_is_not_started_twice(parts):
     mover, units, _, _, _ = parts
     mover.start(0)

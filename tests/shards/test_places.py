@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import infinity
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
 from infinity.nvme.run_directory import RunDirectory
 from infinity.optim.pipeline import UpdatePipeline
@@ -15,6 +16,7 @@ from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Net, go_on
 from tests.helpers.launch import holding
 from tests.helpers.limits import bound_by_modes, file_limit
+from tests.helpers.training import build
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,15 @@ def test_a_second_process_of_a_run_is_refused(tmp_path):
     with holding(RunDirectory, tmp_path, "mine", 0), pytest.raises(LockedError, match="is in use by"):
         go_on([tmp_path], 3)
     assert len(go_on([tmp_path], 3)) == 1  # the lock of a dead process
+
+
+def test_a_run_that_has_a_model_in_this_process_says_how_to_build_another_one(tmp_path):
+    """The cell of a notebook that runs again: the name of the model still holds the one before."""
+    model = build(Net, "bf16", [f"memory.nvme=[{tmp_path}]", "run.name=mine"])
+    with pytest.raises(LockedError, match=r"this process.* infinity\.close\(model, keep=True\)"):
+        build(Net, "bf16", [f"memory.nvme=[{tmp_path}]", "run.name=mine"])
+    infinity.close(model, keep=True)
+    infinity.close(build(Net, "bf16", [f"memory.nvme=[{tmp_path}]", "run.name=mine"]))
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, whole):

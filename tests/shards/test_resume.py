@@ -103,6 +103,22 @@ def test_a_run_goes_on_bitwise_in_every_place(tmp_path, before, after, dtype, wh
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_whose_embeddings_were_replaced_goes_on_in_other_units(tmp_path, whole):
+    """T5 replaces those of its encoder and decoder, when their unit has closed, by one that both share."""
+    losses, final = whole("t5", "bf16", Rule(), tmp_path)
+    model, optimizer, batch = start("t5", "bf16", overrides(tmp_path, "host"), Rule())
+    assert infinity.resume(model, optimizer) == 0
+    assert run(model, optimizer, batch, range(3)) == losses[:3]
+    interrupt(model)
+    with infinity.Init(infinity.load_recipe(overrides=["train.dtype=bf16", *overrides(tmp_path, "nvme")])):
+        model = models.build("t5", seed=3)[0]()  # in one unit
+    optimizer = optimizer_for(model, Rule())
+    assert infinity.resume(model, optimizer) == 3
+    assert run(model, optimizer, batch, range(3, STEPS)) == losses[3:]
+    same(state(model, optimizer), final)
+    infinity.close(model)
+
+
 @pytest.mark.parametrize("place", few(("nvme", "both"), PLACES))
 def test_with_fewer_records_a_run_goes_on_from_the_last_one(tmp_path, place, whole):
     rule = Rule(max_grad_norm=None)

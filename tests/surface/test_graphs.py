@@ -9,9 +9,11 @@ from torch import nn
 
 import infinity
 from infinity import StateError
+from tests.helpers import training
 from tests.helpers.cases import few
-from tests.helpers.lockstep import BOTH, NVME, WIDTH, Block, Toy, batch, lockstep, seeded
-from tests.helpers.reference import Rule
+from tests.helpers.lockstep import BOTH, NVME, WIDTH, Block, Toy, batch, lockstep, seeded, toy
+from tests.helpers.lockstep import place as lockstep_place
+from tests.helpers.reference import Reference, Rule
 
 CLIP = pytest.mark.parametrize("clip", [1.0, None])
 
@@ -349,6 +351,79 @@ def test_evaluation_between_steps(tmp_path, place, mode):
             with mode():
                 assert pair.model(**batch(9)).loss.isfinite()
         pair.check()
+
+
+@NVME
+def test_evaluation_before_a_step_is_dropped_uses_committed_weights_and_leaves_them(tmp_path, place):
+    """The unit that the evaluation uses first stays while it is updated, like others."""
+
+    def evaluate():
+        with torch.no_grad():
+            assert torch.equal(pair.model(**batch(9)).loss, pair.plain.model(**batch(9)).loss)
+
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=None)) as pair:
+        pair.step()
+        evaluate()
+        pair.model(**batch(8)).loss.backward()
+        evaluate()
+        pair.optimizer.zero_grad()
+        evaluate()
+        pair.step(2)
+        pair.check()
+
+
+@NVME
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode):
+    """The cell of a notebook that is interrupted, and runs again."""
+    with lockstep(place, tmp_path) as pair:
+        pair.step(2)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = pair.model.blocks[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), mode():
+            pair.model(**batch(7))
+        handle.remove()
+        for step in range(3, 6):
+            loss = pair.backward(step)
+            repr(pair.model)  # asks for every bias
+            pair.optimizer.step()
+            pair.follow(loss, number=step)
+            pair.check()
+
+
+@BOTH
+def test_a_backward_that_ctrl_c_ends_leaves_no_gradient_behind(tmp_path, place):
+    interrupts = []
+
+    def interrupt(_):
+        if interrupts:
+            raise interrupts.pop()
+
+    with lockstep(place, tmp_path) as pair:
+        pair.model.last.weight.register_post_accumulate_grad_hook(interrupt)
+        pair.step()
+        interrupts.append(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.backward(7)
+        pair.step(2)  # without zero_grad
+        pair.check()
+
+
+@BOTH
+def test_a_model_that_is_built_under_inference_mode_trains(tmp_path, place):
+    with torch.inference_mode():
+        model = training.build(toy, "bf16", lockstep_place(place, tmp_path))
+    plain = Reference(toy(), torch.bfloat16, Rule())
+    optimizer = training.optimizer_for(model, Rule())
+    for step in range(3):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(loss.detach(), plain.step([batch(step)]).losses[0])
+    optimizer.close()
 
 
 @NVME
