@@ -40,7 +40,7 @@ def count(scenario: Scenario, folder: str) -> tuple[Counter[Wait], int]:
         train(
             replace(scenario, steps=steps),
             folder,
-            lambda step, model: n_units.append(len(runtime_of(model).units)),
+            lambda step, model, optimizer: n_units.append(len(runtime_of(model).units)),
         )
         waits.append(simulator.waits)
     if torch.distributed.is_initialized():
