@@ -53,11 +53,10 @@ from infinity.engine.executor import reduction_dtype
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
-from infinity.planner.clock import StepSetup
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES
 from infinity.planner.simulator import play
-from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape, choose_homes
+from infinity.planner.step import StepSetup, StepTrace, Stored, StoredShape, UnitShape, choose_homes
 from infinity.shards.mapped import BaseBuffers, stored_step
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers

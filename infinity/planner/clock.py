@@ -43,55 +43,20 @@ from itertools import pairwise
 from infinity.core.budget import DeviceBudget, rounded
 from infinity.planner.channels import Channel
 from infinity.planner.machines import COLLECTIVE_S, RankRates
-from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
+from infinity.planner.prefetch_plan import Event, Kind
 from infinity.planner.simulator import Job, Server, TransferQueues
-from infinity.planner.step import StepTrace, Stored, UnitShape
+from infinity.planner.step import MicroBatch, StepScript, StepSetup, StepTrace, Stored, tries
 
 #: Steps are played until so many take about as long as each other, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
-#: Micro-batches of which it is tried whether they repeat, whatever that takes.
-_LEAST = 3
-#: Of steps with more events fewer are played, and updates in larger chunks.
-_MANY_EVENTS = 20_000
 #: Chunks of staging that are kept for updates whose gradients exist.
 _RESERVE = 2
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
 _NEVER_S = float("inf")
-_USE, _DONE = Kind.USE, Kind.DONE
 #: Names of what moves and computes.
 COMPUTE, LINKS, UPDATE, DECODE = "compute", "links", "update", "decode"
 _LABELS = [channel.label for channel in Channel]
-
-
-@dataclass(frozen=True, slots=True)
-class StepSetup:
-    """Everything that a step follows from, besides its trace.
-
-    Attributes:
-        division: Of the device budget.
-        micro_batches: Of a step.
-        early: Updates start inside backward.
-        clips: Gradients are kept until the step ends.
-        staged_chunks: Of ``chunk_numel`` elements.
-        piece_nbytes: The largest shard that may stay while it is updated; None: any.
-        reduce_itemsize: Bytes per element of a reduced gradient.
-        spilled: Units whose gradients wait on NVMe.
-    """
-
-    units: tuple[UnitShape, ...]
-    rates: RankRates
-    division: DeviceBudget
-    ranks: int
-    on_accelerator: bool
-    micro_batches: int
-    early: bool
-    clips: bool
-    chunk_numel: int
-    staged_chunks: int
-    piece_nbytes: int | None
-    reduce_itemsize: int
-    spilled: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,91 +101,7 @@ class StepCost:
 
 def play_step(trace: StepTrace, setup: StepSetup) -> StepCost:
     """Predict what a training step costs; see [Note: what is played]."""
-    return _Player(_Script.of(trace, setup), setup).run()
-
-
-# --- the script --------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _MicroBatch:
-    """What the training thread does in one micro-batch, by position: before an event, after as many events.
-
-    Attributes:
-        begin: Position of its first event in the step's plan.
-        compute_s: Seconds of compute before each event, and after the last.
-        begun: Units whose first gradient comes before it.
-        completed: Units whose gradient of a micro-batch is complete, and whether that ends the step's: those
-            that the plan's events do not tell.
-        packs: Activations that leave; ``loads`` and ``asks`` likewise those that are loaded and needed.
-    """
-
-    begin: int
-    compute_s: list[float]
-    begun: dict[int, list[int]] = field(default_factory=dict)
-    completed: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
-    packs: dict[int, list[Stored]] = field(default_factory=dict)
-    loads: dict[int, list[Stored]] = field(default_factory=dict)
-    asks: dict[int, list[Stored]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Script:
-    """What the training thread does in one step.
-
-    Attributes:
-        plan: Of the micro-batches below.
-        repeated: Index of the micro-batch of which there are ``more``.
-    """
-
-    plan: Plan
-    micro_batches: Sequence[_MicroBatch]
-    repeated: int
-    more: int
-
-    @classmethod
-    def of(cls, trace: StepTrace, setup: StepSetup) -> "_Script":
-        times = trace.times_s(setup.rates).tolist()
-        earlier, places = trace.accumulated()
-        before = setup.micro_batches - 1
-        planned, most = min(before, 2), max(_LEAST, _MANY_EVENTS // max(1, len(earlier)))
-        plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
-        while plan.repeats is None and planned < min(before, most):
-            planned = min(before, most, 2 * planned)
-            plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
-        repeated = planned - 1 if plan.repeats is None else plan.repeats.start // len(earlier)
-
-        def made(index: int) -> _MicroBatch:
-            ends = index == planned
-            where = range(len(times)) if ends else places
-            part = _MicroBatch(index * len(earlier), [0.0] * (len(trace.events if ends else earlier) + 1))
-            for position, time_s in enumerate(times):
-                part.compute_s[where[position]] += time_s
-            for position, unit in trace.begun:
-                if index == 0 or setup.ranks > 1:
-                    part.begun.setdefault(where[position], []).append(unit)
-            for position, unit in trace.completed:
-                if (not ends and setup.ranks > 1) or (ends and not setup.units[unit].streams):
-                    part.completed.setdefault(where[position], []).append((unit, ends))
-            for each in trace.stored:
-                part.packs.setdefault(where[each.packed_at], []).append(each)
-                part.loads.setdefault(where[each.load_at], []).append(each)
-                part.asks.setdefault(where[each.asked_at], []).append(each)
-            return part
-
-        return cls(plan, [made(i) for i in range(planned + 1)], repeated, before - planned)
-
-
-def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
-    """The plan that the runtime's prefetcher makes from a step's events."""
-    nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(setup.units) if unit.streams}
-    most = setup.piece_nbytes
-    can_stay = {
-        index
-        for index, unit in enumerate(setup.units)
-        if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
-    }
-    return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
+    return _Player(StepScript.of(trace, setup), setup).run()
 
 
 # --- the clock ---------------------------------------------------------------------------------------
@@ -375,7 +256,7 @@ class _DeviceMemory:
         return self._leased_nbytes, self._passing_nbytes
 
 
-# --- the player --------------------------------------------------------------------------------------
+# --- updates -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -414,6 +295,176 @@ class _Update:
         self.unread = self.uncomputed = self.unwritten = self.chunks
 
 
+class _Updates:
+    """Plays the pipeline of updates: chunks are read into staging memory, computed, and written.
+
+    Attributes:
+        weights: Device memory of weights that wait for their unit's update.
+        uncommitted: Units whose update belongs to a step that is not committed yet.
+    """
+
+    def __init__(self, script: StepScript, setup: StepSetup, clock: _Clock, memory: _DeviceMemory) -> None:
+        self._script, self._setup, self._clock, self._memory = script, setup, clock, memory
+        self.weights: dict[int, int] = {}
+        self.uncommitted: set[int] = set()
+        self._latest: dict[int, _Update] = {}  # of each unit
+        self._expected: dict[int, _Update] = {}  # whose gradients will come, in that order
+        self._unread: deque[_Update] = deque()  # launched, with chunks to read
+        self._slots = setup.staged_chunks
+        #: Whether the training thread hands gradients over: with other ranks, or an accelerator, others do.
+        self._waits = setup.ranks == 1 and not setup.on_accelerator
+
+    def expect(self) -> None:
+        """Let the states of this step's updates be read ahead."""
+        script, units = self._script, self._setup.units
+        order = [event.unit for event in script.plan.events if event.kind is Kind.DONE]
+        if not self._setup.early:
+            ended = set(order)
+            order = [unit for unit in script.first_uses if unit in ended]
+        self._expected = {u: self._update(u) for u in order if units[u].on_nvme and units[u].trainable}
+        self._pump()
+
+    def launch(self, unit: int, nbytes: int, turn: int = -1, *, stores: bool = False) -> None:
+        """Start a unit's update: its gradient is there.
+
+        Args:
+            nbytes: Device memory of the gradient, which was complete in ``turn``.
+            stores: The gradient is written to NVMe meanwhile.
+        """
+        update, before = self._expected.pop(unit, None) or self._update(unit), self._latest.get(unit)
+        update.nbytes, update.weights_nbytes, update.launched = nbytes, self.weights.pop(unit, 0), True
+        update.turn = turn
+        self._clock.count(Channel.NVME_READ, update.nbytes_read)
+        self._clock.count(Channel.NVME_WRITE, update.nbytes_written)
+        if before is not None and before.unwritten and self._waits:
+            self._clock.wait(lambda: not before.unwritten, "update")
+        self._latest[unit] = update
+        self.uncommitted.add(unit)
+        if update.unread:
+            self._unread.append(update)
+        for _ in range(update.waiting):
+            self._compute_chunk(update)
+        update.waiting = 0
+        self._pump()
+        if stores:
+            update.storing = True
+            gradient_nbytes = self._setup.gradient_nbytes(unit)
+            self._clock.move(Channel.NVME_WRITE, gradient_nbytes, partial(self._stored, update))
+
+    def is_landing(self, unit: int) -> bool:
+        """Whether an update of a step that is committed is still being written."""
+        update = self._latest.get(unit)
+        return update is not None and update.unwritten > 0 and unit not in self.uncommitted
+
+    def when_landed(self, unit: int, then: Callable[[], None]) -> None:
+        """Call ``then`` as soon as that has been written."""
+        if self.is_landing(unit):
+            self._latest[unit].landed.append(then)
+        else:
+            then()
+
+    def when_computed(self, unit: int, then: Callable[[], None]) -> None:
+        """Call ``then`` as soon as the unit's latest update has been computed."""
+        update = self._latest.get(unit)
+        if update is not None and update.uncomputed:
+            update.then.append(then)
+        else:
+            then()
+
+    def give_back_gradients(self) -> None:
+        """Give back gradients that were kept until the step's commit."""
+        for update in self._latest.values():
+            if update.nbytes and not update.uncomputed and not update.storing:
+                self._memory.give_back(update.nbytes)
+                update.nbytes = 0
+
+    def state(self) -> tuple[object, ...]:
+        """What is expected and under way."""
+        updates = [
+            (each.unit, each.launched, each.unread, each.waiting, each.uncomputed, each.unwritten)
+            for each in (*self._expected.values(), *self._latest.values())
+            if each.unwritten
+        ]
+        return self._slots, self.weights.copy(), updates
+
+    def _update(self, unit: int) -> _Update:
+        shape, setup = self._setup.units[unit], self._setup
+        chunks = min(1 if self._script.is_long else _CHUNKS, -(-shape.shard_numel // setup.chunk_numel))
+        written = shape.state_nbytes + shape.weight_nbytes
+        read = shape.state_nbytes if self._script.kept.get(unit, False) else written
+        if unit in setup.spilled and not setup.early:
+            read += setup.gradient_nbytes(unit)
+        return _Update(unit, shape.shard_numel // chunks, chunks, read, written)
+
+    def _pump(self) -> None:
+        """Start to read chunks for which there is staging memory, those whose gradient exists first."""
+        while self._slots > 0:
+            update = self._unread[0] if self._unread else None
+            if update is None and self._slots > _RESERVE:
+                update = next((each for each in self._expected.values() if each.unread), None)
+                if update is not None:
+                    before = self._latest.get(update.unit)
+                    if before is not None and before.unwritten:
+                        return
+            if update is None:
+                return
+            self._slots -= 1
+            update.unread -= 1
+            if self._unread and not self._unread[0].unread:
+                self._unread.popleft()
+            nbytes = round(update.nbytes_read / update.chunks)
+            self._clock.send(Channel.NVME_READ, nbytes, partial(self._read, update))
+
+    def _read(self, update: _Update) -> None:
+        if update.launched:
+            self._compute_chunk(update)
+        else:
+            update.waiting += 1
+
+    def _compute_chunk(self, update: _Update) -> None:
+        gradient = update.chunk_numel * self._setup.reduce_itemsize
+        nbytes = 2 * update.nbytes_written / update.chunks + gradient
+        rates = self._setup.rates
+        time_s = nbytes / rates.background_bytes_per_s
+        self._clock.serve(UPDATE, time_s, partial(self._computed, update), rates.background_threads)
+
+    def _computed(self, update: _Update) -> None:
+        update.uncomputed -= 1
+        if not update.uncomputed:
+            self._memory.give_back(update.weights_nbytes)
+            setup, unit = self._setup, update.unit
+            waits = setup.clips and unit in self.uncommitted and unit not in setup.spilled
+            if not (waits or update.storing):
+                self._give_back_gradient(update)
+            for then in update.then:
+                then()
+            update.then.clear()
+        nbytes = round(update.nbytes_written / update.chunks)
+        self._clock.send(Channel.NVME_WRITE, nbytes, partial(self._written, update))
+
+    def _written(self, update: _Update) -> None:
+        update.unwritten -= 1
+        self._slots += 1
+        if not update.unwritten:
+            for then in update.landed:
+                then()
+            update.landed.clear()
+        self._pump()
+
+    def _stored(self, update: _Update) -> None:
+        """A gradient is on NVMe; its memory is given back when its update has read it, too."""
+        update.storing = False
+        if not update.uncomputed:
+            self._give_back_gradient(update)
+
+    def _give_back_gradient(self, update: _Update) -> None:
+        self._memory.give_back_late(update.nbytes, update.turn)
+        update.nbytes = 0
+
+
+# --- the player --------------------------------------------------------------------------------------
+
+
 def _are_alike(marks: Sequence[StepCost]) -> bool:
     """Whether steps repeat: the last few took about as long."""
     last = [after.step_s - before.step_s for before, after in pairwise(marks[-_LEAST_STEPS - 1 :])]
@@ -423,33 +474,26 @@ def _are_alike(marks: Sequence[StepCost]) -> bool:
 class _Player:
     """Plays a script for some steps; see [Note: what is played].
 
-    It has more attributes than other classes: one for each queue and each memory that the runtime has, since
-    every event may move them all.
+    It has more attributes than other classes: where each unit, gradient and activation is, since every event
+    may move them all.
     """
 
-    def __init__(self, script: _Script, setup: StepSetup) -> None:
+    def __init__(self, script: StepScript, setup: StepSetup) -> None:
         self.script, self.setup, self.units = script, setup, setup.units
         self._clock = _Clock(setup.rates)
         self._memory = _DeviceMemory(setup.division, on_accelerator=setup.on_accelerator)
-        self._many = len(script.plan.events) > _MANY_EVENTS
+        self._updates = _Updates(script, setup, self._clock, self._memory)
         self._on_device = frozenset(setup.division.on_device)
         self._ready: dict[int, bool] = {}  # units on their way, or there
-        self._updates: dict[int, _Update] = {}  # the latest of each unit
-        self._next: set[int] = set()  # units whose update belongs to a step that is not committed yet
-        self._kept: dict[int, bool] = {}
+        self._staying: set[int] = set()
         self._gradients: dict[int, int] = {}  # device memory of a gradient that waits
+        self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
         self._arriving = 0  # gradients on their way to updates
         self._reducing = 0  # those of them that are being reduced
         self._carried = False  # one of the micro-batch before was
         self._held: list[tuple[int, int]] = []
         self._storing: set[int] = set()  # units whose held gradient is on its way to NVMe
-        self._expected: dict[int, _Update] = {}  # whose gradients will come, in that order
-        self._unread: deque[_Update] = deque()  # launched, with chunks to read
-        self._reduced: dict[int, int] = {}  # device memory of gradient shards that add up
-        self._weights: dict[int, int] = {}  # device memory of weights that wait for an update
-        self._slots = setup.staged_chunks
         self._away: dict[int, bool] = {}
-        self._staying: set[int] = set()
 
     # --- units ---------------------------------------------------------------------------------
 
@@ -504,21 +548,14 @@ class _Player:
             else:
                 arrived()
 
-        update = self._updates.get(unit)
         if stayed:
-            if update is not None and update.uncomputed:
-                update.then.append(upload)
-            else:
-                upload()
+            self._updates.when_computed(unit, upload)
         elif not shape.on_nvme:
             upload()
         else:
             self._clock.count(Channel.NVME_READ, shape.read_nbytes)
             read = partial(self._clock.send, Channel.NVME_READ, shape.read_nbytes, upload)
-            if update is not None and update.unwritten and unit not in self._next:
-                update.landed.append(read)
-            else:
-                read()
+            self._updates.when_landed(unit, read)
 
     def _release(self, unit: int) -> None:
         if self._ready.pop(unit, None) is not None:
@@ -528,22 +565,17 @@ class _Player:
         if unit not in self._ready:
             self._start(unit)
         if not self._ready[unit]:
-            update = self._updates.get(unit)
-            waits = update is not None and bool(update.unwritten) and unit not in self._next
-            cause = "update" if waits else "read" if self.units[unit].on_nvme else "upload"
+            cause = "read" if self.units[unit].on_nvme else "upload"
+            cause = "update" if self._updates.is_landing(unit) else cause
             self._clock.wait(lambda: self._ready[unit], cause)
 
     # --- gradients -----------------------------------------------------------------------------
-
-    def _shard_nbytes(self, unit: int) -> int:
-        """Bytes of this rank's shard of a gradient."""
-        return self.units[unit].shard_numel * self.setup.reduce_itemsize
 
     def _accumulate(self, unit: int) -> None:
         """A unit has a gradient of earlier micro-batches."""
         shape, setup = self.units[unit], self.setup
         gradients = self._gradients if setup.ranks == 1 else self._reduced
-        gradients[unit] = shape.nbytes if setup.ranks == 1 else self._shard_nbytes(unit)
+        gradients[unit] = shape.nbytes if setup.ranks == 1 else setup.gradient_nbytes(unit)
         self._lease(gradients[unit])
 
     def _begin_gradient(self, unit: int) -> None:
@@ -569,7 +601,7 @@ class _Player:
             self._lease(shape.nbytes)
             self._memory.end_turn()
             full = shape.nbytes
-        shard = self._shard_nbytes(unit)
+        shard = setup.gradient_nbytes(unit)
         if self._reducing and not setup.on_accelerator:
             self._clock.wait(lambda: not self._reducing, LINKS)
         self._lease(shape.nbytes)
@@ -612,17 +644,12 @@ class _Player:
             self._memory.give_back(nbytes)
             self._add(unit, 0, turn)
 
-        self._clock.move(Channel.DEVICE_TO_HOST, self._shard_nbytes(unit), arrived)
+        self._clock.move(Channel.DEVICE_TO_HOST, self.setup.gradient_nbytes(unit), arrived)
 
     def _add(self, unit: int, nbytes: int, turn: int) -> None:
-        spills, early = unit in self.setup.spilled, self.units[unit].on_nvme and self.setup.early
-        gradient_nbytes = self._shard_nbytes(unit)
-        if early:
-            self._launch(unit, nbytes, turn)
-            if spills:
-                job = self._updates[unit]
-                job.storing = True
-                self._clock.move(Channel.NVME_WRITE, gradient_nbytes, lambda: self._stored(job))
+        spills = unit in self.setup.spilled
+        if self.units[unit].on_nvme and self.setup.early:
+            self._updates.launch(unit, nbytes, turn, stores=spills)
         elif spills:
             self._held.append((unit, 0))
             self._storing.add(unit)
@@ -631,162 +658,32 @@ class _Player:
                 self._storing.discard(unit)
                 self._memory.give_back_late(nbytes, turn)
 
-            self._clock.move(Channel.NVME_WRITE, gradient_nbytes, stored)
+            self._clock.move(Channel.NVME_WRITE, self.setup.gradient_nbytes(unit), stored)
         else:
             self._held.append((unit, nbytes))
-
-    def _stored(self, job: _Update) -> None:
-        """A gradient is on NVMe; memory of it is given back when its update has read it, too."""
-        job.storing = False
-        if not job.uncomputed:
-            self._memory.give_back_late(job.nbytes, job.turn)
-            job.nbytes = 0
-
-    # --- updates -------------------------------------------------------------------------------
-
-    def _job(self, unit: int) -> _Update:
-        shape = self.units[unit]
-        chunks = min(1 if self._many else _CHUNKS, -(-shape.shard_numel // self.setup.chunk_numel))
-        written = shape.state_nbytes + shape.weight_nbytes
-        read = shape.state_nbytes if self._kept.get(unit, False) else written
-        if unit in self.setup.spilled and not self.setup.early:
-            read += self._shard_nbytes(unit)
-        return _Update(unit, shape.shard_numel // chunks, chunks, read, written)
-
-    def _expect(self) -> None:
-        """Let the states of this step's updates be read ahead."""
-        order = [event.unit for event in self.script.plan.events if event.kind is Kind.DONE]
-        if not self.setup.early:
-            ended = set(order)
-            order = [unit for unit in self._first_uses if unit in ended]
-        units = self.units
-        self._expected = {u: self._job(u) for u in order if units[u].on_nvme and units[u].trainable}
-
-    @property
-    def _on_training_thread(self) -> bool:
-        """Whether gradients are handed over there: with other ranks, or an accelerator, others do."""
-        return self.setup.ranks == 1 and not self.setup.on_accelerator
-
-    def _launch(self, unit: int, nbytes: int, turn: int = -1) -> None:
-        job = self._expected.pop(unit, None) or self._job(unit)
-        job.nbytes, job.weights_nbytes, job.launched = nbytes, self._weights.pop(unit, 0), True
-        job.turn = turn
-        self._clock.count(Channel.NVME_READ, job.nbytes_read)
-        self._clock.count(Channel.NVME_WRITE, job.nbytes_written)
-        before = self._updates.get(unit)
-        if before is not None and before.unwritten and self._on_training_thread:
-            self._clock.wait(lambda: not before.unwritten, "update")
-        self._updates[unit] = job
-        self._next.add(unit)
-        if job.unread:
-            self._unread.append(job)
-        for _ in range(job.waiting):
-            self._update_chunk(job)
-        job.waiting = 0
-        self._pump()
-
-    def _pump(self) -> None:
-        """Start to read chunks for which there is staging memory, those whose gradient exists first."""
-        while self._slots > 0:
-            job = self._unread[0] if self._unread else None
-            if job is None and self._slots > _RESERVE:
-                job = next((each for each in self._expected.values() if each.unread), None)
-                if job is not None:
-                    before = self._updates.get(job.unit)
-                    if before is not None and before.unwritten:
-                        return
-            if job is None:
-                return
-            self._slots -= 1
-            job.unread -= 1
-            if self._unread and not self._unread[0].unread:
-                self._unread.popleft()
-            self._clock.send(Channel.NVME_READ, round(job.nbytes_read / job.chunks), partial(self._read, job))
-
-    def _read(self, job: _Update) -> None:
-        if job.launched:
-            self._update_chunk(job)
-        else:
-            job.waiting += 1
-
-    def _update_chunk(self, job: _Update) -> None:
-        gradient = job.chunk_numel * self.setup.reduce_itemsize
-        nbytes = 2 * job.nbytes_written / job.chunks + gradient
-        rates = self.setup.rates
-        time_s = nbytes / rates.background_bytes_per_s
-        self._clock.serve(UPDATE, time_s, partial(self._computed, job), rates.background_threads)
-
-    def _computed(self, job: _Update) -> None:
-        job.uncomputed -= 1
-        if not job.uncomputed:
-            self._memory.give_back(job.weights_nbytes)
-            waits = self.setup.clips and job.unit in self._next and job.unit not in self.setup.spilled
-            if not (waits or job.storing):
-                self._memory.give_back_late(job.nbytes, job.turn)
-                job.nbytes = 0
-            for then in job.then:
-                then()
-            job.then.clear()
-        self._clock.send(
-            Channel.NVME_WRITE, round(job.nbytes_written / job.chunks), lambda: self._written(job)
-        )
-
-    def _written(self, job: _Update) -> None:
-        job.unwritten -= 1
-        self._slots += 1
-        if not job.unwritten:
-            for then in job.landed:
-                then()
-            job.landed.clear()
-        self._pump()
 
     # --- the step ------------------------------------------------------------------------------
 
     def run(self) -> StepCost:
         """Play some steps and return what the last one took."""
-        plan, last = self.script.plan, self.script.micro_batches[-1]
-        self._first_uses = list(dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE))
-        self._kept, present = self._walk_plan(last.begin)
-        for unit in present if last.begin else ():
+        script, last = self.script, self.script.micro_batches[-1]
+        for unit in script.present if last.begin else ():
             self._lease(self.units[unit].nbytes)
             self._ready[unit] = True
-        for units in self.script.micro_batches[0].begun.values() if last.begin else ():
+        for units in script.micro_batches[0].begun.values() if last.begin else ():
             for unit in units:
                 self._accumulate(unit)
         self._play([last], 0)
         marks = [self._mark()]
-        while len(marks) <= (1 if self._many else _MOST_STEPS) and not _are_alike(marks):
-            self._play(self.script.micro_batches, self.script.more)
+        while len(marks) <= (1 if script.is_long else _MOST_STEPS) and not _are_alike(marks):
+            self._play(script.micro_batches, script.more)
             marks.append(self._mark())
         return marks[-1].plus(marks[-2], -1.0)
 
     def _mark(self) -> StepCost:
         return self._clock.mark(self._memory.peak_nbytes)
 
-    def _walk_plan(self, begin: int) -> tuple[dict[int, bool], set[int]]:
-        """What the plan has in memory.
-
-        Returns:
-            Of each unit whether its weights are there when its gradients are complete, for the update; and
-            the units that are there before position ``begin``.
-        """
-        plan, present, found = self.script.plan, set(self.script.plan.begin), {}
-        before = present.copy()
-        for position, ((kind, unit), actions) in enumerate(zip(plan.events, plan.actions, strict=True)):
-            if position == begin:
-                before = present.copy()
-            if kind is _USE:
-                present.add(unit)
-            elif kind is _DONE:
-                stays = unit in plan.stays
-                found[unit] = unit in present and (self.setup.division.hold_weights or stays)
-                if not stays:
-                    present.discard(unit)
-            present.difference_update(actions.release)
-            present.update(actions.fetch)
-        return found, before
-
-    def _play(self, micro_batches: Sequence[_MicroBatch], more: int) -> None:
+    def _play(self, micro_batches: Sequence[MicroBatch], more: int) -> None:
         """One step, from its first fetch to its commit.
 
         Args:
@@ -796,8 +693,7 @@ class _Player:
         for unit in script.plan.begin if micro_batches[0].begin == 0 else ():
             if unit not in self._ready or unit in self._staying:
                 self._start(unit)
-        self._expect()
-        self._pump()
+        self._updates.expect()
         for index, micro_batch in enumerate(micro_batches):
             if more and index == script.repeated:
                 self._repeat(micro_batch, 1 + more)
@@ -806,9 +702,9 @@ class _Player:
         self._clock.wait(lambda: not self._arriving, LINKS)
         self._commit()
 
-    def _repeat(self, micro_batch: _MicroBatch, times: int) -> None:
+    def _repeat(self, micro_batch: MicroBatch, times: int) -> None:
         """Play a micro-batch so many times; see [Note: micro-batches that repeat]."""
-        before, most = self._state(), max(_LEAST, _MANY_EVENTS // len(micro_batch.compute_s))
+        before, most = self._state(), tries(len(micro_batch.compute_s))
         for left in reversed(range(times)):
             mark = self._mark()
             self._play_one(micro_batch)
@@ -820,20 +716,13 @@ class _Player:
 
     def _state(self) -> tuple[object, ...]:
         """All that the rest of a step follows from, besides what is played; equal up to rounding."""
-        updates = [
-            (job.unit, job.launched, job.unread, job.waiting, job.uncomputed, job.unwritten)
-            for job in (*self._expected.values(), *self._updates.values())
-            if job.unwritten
-        ]
         return (
-            self._memory.state(), self._slots, self._arriving, dict(self._ready),
-            self._staying.copy(),
-            dict(self._gradients), dict(self._reduced), dict(self._weights), dict(self._away),
-            self._held.copy(), self._storing.copy(), updates,
-            self._clock.state(),
+            self._memory.state(), self._clock.state(), self._updates.state(), self._arriving,
+            dict(self._ready), self._staying.copy(), dict(self._gradients), dict(self._reduced),
+            dict(self._away), self._held.copy(), self._storing.copy(),
         )  # fmt: skip
 
-    def _play_one(self, micro_batch: _MicroBatch) -> None:
+    def _play_one(self, micro_batch: MicroBatch) -> None:
         plan = self.script.plan
         last = len(micro_batch.compute_s) - 1
         for position, compute_s in enumerate(micro_batch.compute_s):
@@ -852,7 +741,7 @@ class _Player:
         self._memory.end_turn()
         self._carried = bool(self._reducing) and not self.setup.on_accelerator
 
-    def _before(self, micro_batch: _MicroBatch, position: int) -> None:
+    def _before(self, micro_batch: MicroBatch, position: int) -> None:
         for stored in micro_batch.loads.get(position, ()):
             self._load(stored)
         for stored in micro_batch.asks.get(position, ()):
@@ -877,7 +766,7 @@ class _Player:
         else:
             upload()
 
-    def _after(self, micro_batch: _MicroBatch, position: int) -> None:
+    def _after(self, micro_batch: MicroBatch, position: int) -> None:
         for stored in micro_batch.packs.get(position, ()):
 
             def write(stored: Stored = stored) -> None:
@@ -900,16 +789,16 @@ class _Player:
             unit = event.unit
             shape = self.units[unit]
             if unit in self._ready:
-                stays, kept = unit in self.script.plan.stays, self._kept[unit] and shape.on_nvme
+                stays, kept = unit in self.script.plan.stays, self.script.kept[unit] and shape.on_nvme
                 if stays:
                     self._staying.add(unit)
                 elif kept and self.setup.ranks == 1 and not self.setup.on_accelerator:
                     del self._ready[unit]  # the update has the full buffer
-                    self._weights[unit] = shape.nbytes
+                    self._updates.weights[unit] = shape.nbytes
                 else:
                     if kept and not self.setup.on_accelerator:
                         self._lease(shape.weight_nbytes)
-                        self._weights[unit] = shape.weight_nbytes
+                        self._updates.weights[unit] = shape.weight_nbytes
                     self._release(unit)
                 if kept and self.setup.on_accelerator:
                     self._clock.move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
@@ -918,20 +807,16 @@ class _Player:
 
     def _commit(self) -> None:
         """``optimizer.step()``: publish updates, start those that waited, update what is in memory."""
-        self._next.clear()
-        for job in self._updates.values():
-            if job.nbytes and not job.uncomputed and not job.storing:
-                self._memory.give_back(job.nbytes)
-                job.nbytes = 0
+        self._updates.uncommitted.clear()
+        self._updates.give_back_gradients()
         held, self._held = self._held, []
-        rank = {unit: at for at, unit in enumerate(self._first_uses)}
-        for unit, nbytes in sorted(held, key=lambda each: rank.get(each[0], each[0])):
+        for unit, nbytes in sorted(held, key=lambda each: self.script.first_uses.get(each[0], each[0])):
             shape = self.units[unit]
             if shape.on_nvme:
                 self._clock.wait(lambda unit=unit: unit not in self._storing, "write")  # type: ignore[misc]
-                self._launch(unit, nbytes)
+                self._updates.launch(unit, nbytes)
             else:
-                moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self._shard_nbytes(unit)
+                moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self.setup.gradient_nbytes(unit)
                 rates = self.setup.rates
                 there = unit in self._on_device
                 time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
@@ -941,4 +826,4 @@ class _Player:
                 while left_s > 1e-12:
                     left_s -= self._clock.elapse(left_s)
                 self._memory.give_back(nbytes)
-        self._next.clear()
+        self._updates.uncommitted.clear()

@@ -2,19 +2,24 @@
 
 A :class:`StepTrace` is one micro-batch as the hooks of a model see it, recorded without values. With the
 sizes of its units and a division of the memory budgets it is everything that the runtime's own plan follows
-from, and that :mod:`infinity.planner.clock` needs to play it.
+from: a :class:`StepScript`, which :mod:`infinity.planner.clock` plays.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from infinity.core.budget import rounded
+from infinity.core.budget import DeviceBudget, rounded
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
 from infinity.planner.machines import RankRates
-from infinity.planner.prefetch_plan import Event, Kind
+from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
+
+#: Micro-batches of which it is tried whether they repeat, whatever that takes.
+_LEAST = 3
+#: Of steps with more events fewer micro-batches and steps are played, and updates in larger chunks.
+_MANY_EVENTS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +242,160 @@ class StepTrace:
             stored=tuple(replace(each, nbytes=round(each.nbytes * factor)) for each in self.stored),
             measured_s=None if self.measured_s is None else self.measured_s * factor,
         )
+
+
+# --- the script of a step -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepSetup:
+    """Everything that a step follows from, besides its trace.
+
+    Attributes:
+        division: Of the device budget.
+        micro_batches: Of a step.
+        early: Updates start inside backward.
+        clips: Gradients are kept until the step ends.
+        staged_chunks: Of ``chunk_numel`` elements.
+        piece_nbytes: The largest shard that may stay while it is updated; None: any.
+        reduce_itemsize: Bytes per element of a reduced gradient.
+        spilled: Units whose gradients wait on NVMe.
+    """
+
+    units: tuple[UnitShape, ...]
+    rates: RankRates
+    division: DeviceBudget
+    ranks: int
+    on_accelerator: bool
+    micro_batches: int
+    early: bool
+    clips: bool
+    chunk_numel: int
+    staged_chunks: int
+    piece_nbytes: int | None
+    reduce_itemsize: int
+    spilled: frozenset[int] = frozenset()
+
+    def gradient_nbytes(self, unit: int) -> int:
+        """Bytes of this rank's shard of a unit's gradient."""
+        return self.units[unit].shard_numel * self.reduce_itemsize
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What the training thread does in one micro-batch, by position: before an event, after as many events.
+
+    Attributes:
+        begin: Position of its first event in the step's plan.
+        compute_s: Seconds of compute before each event, and after the last.
+        begun: Units whose first gradient comes before it.
+        completed: Units whose gradient of a micro-batch is complete, and whether that ends the step's: those
+            that the plan's events do not tell.
+        packs: Activations that leave; ``loads`` and ``asks`` likewise those that are loaded and needed.
+    """
+
+    begin: int
+    compute_s: list[float]
+    begun: dict[int, list[int]] = field(default_factory=dict)
+    completed: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
+    packs: dict[int, list[Stored]] = field(default_factory=dict)
+    loads: dict[int, list[Stored]] = field(default_factory=dict)
+    asks: dict[int, list[Stored]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepScript:
+    """What the training thread does in one step.
+
+    Attributes:
+        plan: Of the micro-batches below.
+        repeated: Index of the micro-batch of which there are ``more``.
+        first_uses: Units in the order in which they are first used, each with its rank there.
+        kept: Of each unit whether its weights are there when its gradients are complete, for the update.
+        present: Units that are there when the last micro-batch begins.
+    """
+
+    plan: Plan
+    micro_batches: Sequence[MicroBatch]
+    repeated: int
+    more: int
+    first_uses: dict[int, int]
+    kept: dict[int, bool]
+    present: frozenset[int]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether fewer steps are played, and updates in larger chunks."""
+        return len(self.plan.events) > _MANY_EVENTS
+
+    @classmethod
+    def of(cls, trace: StepTrace, setup: StepSetup) -> "StepScript":
+        times = trace.times_s(setup.rates).tolist()
+        earlier, places = trace.accumulated()
+        before = setup.micro_batches - 1
+        planned, most = min(before, 2), tries(len(earlier))
+        plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
+        while plan.repeats is None and planned < min(before, most):
+            planned = min(before, most, 2 * planned)
+            plan = plan_of(earlier * planned + trace.events, setup, (len(earlier), planned))
+        repeated = planned - 1 if plan.repeats is None else plan.repeats.start // len(earlier)
+
+        def made(index: int) -> MicroBatch:
+            ends = index == planned
+            where = range(len(times)) if ends else places
+            part = MicroBatch(index * len(earlier), [0.0] * (len(trace.events if ends else earlier) + 1))
+            for position, time_s in enumerate(times):
+                part.compute_s[where[position]] += time_s
+            for position, unit in trace.begun:
+                if index == 0 or setup.ranks > 1:
+                    part.begun.setdefault(where[position], []).append(unit)
+            for position, unit in trace.completed:
+                if (not ends and setup.ranks > 1) or (ends and not setup.units[unit].streams):
+                    part.completed.setdefault(where[position], []).append((unit, ends))
+            for each in trace.stored:
+                part.packs.setdefault(where[each.packed_at], []).append(each)
+                part.loads.setdefault(where[each.load_at], []).append(each)
+                part.asks.setdefault(where[each.asked_at], []).append(each)
+            return part
+
+        micro_batches = [made(index) for index in range(planned + 1)]
+        uses = dict.fromkeys(event.unit for event in plan.events if event.kind is Kind.USE)
+        first_uses = {unit: rank for rank, unit in enumerate(uses)}
+        walked = _walk_plan(plan, micro_batches[-1].begin, hold_weights=setup.division.hold_weights)
+        return cls(plan, micro_batches, repeated, before - planned, first_uses, *walked)
+
+
+def tries(events: int) -> int:
+    """Micro-batches of so many events of which it is tried whether they repeat, before they are taken to."""
+    return max(_LEAST, _MANY_EVENTS // max(1, events))
+
+
+def plan_of(events: Sequence[Event], setup: StepSetup, repeats: tuple[int, int] | None = None) -> Plan:
+    """The plan that the runtime's prefetcher makes from a step's events."""
+    nbytes = {index: unit.gathered_nbytes for index, unit in enumerate(setup.units) if unit.streams}
+    most = setup.piece_nbytes
+    can_stay = {
+        index
+        for index, unit in enumerate(setup.units)
+        if unit.on_nvme and (most is None or unit.weight_nbytes <= most)
+    }
+    return make_plan(events, nbytes, setup.division.window, can_stay=can_stay, repeats=repeats)
+
+
+def _walk_plan(plan: Plan, begin: int, *, hold_weights: bool) -> tuple[dict[int, bool], frozenset[int]]:
+    """Return ``kept`` and ``present`` of a script whose last micro-batch has begun at position ``begin``."""
+    present, kept = set(plan.begin), {}
+    before = frozenset(present)
+    for position, ((kind, unit), actions) in enumerate(zip(plan.events, plan.actions, strict=True)):
+        if position == begin:
+            before = frozenset(present)
+        if kind is Kind.USE:
+            present.add(unit)
+        elif kind is Kind.DONE:
+            stays = unit in plan.stays
+            kept[unit] = unit in present and (hold_weights or stays)
+            if not stays:
+                present.discard(unit)
+        present.difference_update(actions.release)
+        present.update(actions.fetch)
+    return kept, before

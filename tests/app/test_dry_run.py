@@ -21,7 +21,8 @@ from infinity.app.views import Views
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.partition.builder import LEAST_SHARD_NBYTES
-from infinity.planner.clock import DECODE, plan_of, play_step
+from infinity.planner.clock import DECODE, play_step
+from infinity.planner.step import plan_of
 from tests.helpers import quantized
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
 from infinity.planner import clock
-from infinity.planner.clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost, StepSetup, play_step
+from infinity.planner.clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost, play_step
 from infinity.planner.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -21,7 +21,7 @@ from infinity.planner.machines import (
 )
 from infinity.planner.prefetch_plan import Event, Kind, make_plan
 from infinity.planner.simulator import Job, Server
-from infinity.planner.step import StepTrace, Stored, StoredShape, UnitShape
+from infinity.planner.step import StepSetup, StepTrace, Stored, StoredShape, UnitShape
 
 NUMEL = 2048 * 4096
 MACHINE = Machine(
@@ -169,7 +169,9 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
 ) -> None:
     cost = play_step(*step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "make_plan", lambda *a, **k: replace(make_plan(*a, **k), repeats=None))
+        patch.setattr(
+            "infinity.planner.step.make_plan", lambda *a, **k: replace(make_plan(*a, **k), repeats=None)
+        )
         patch.setattr(clock._Player, "_state", lambda self: object())
         every = play_step(*step)
     assert cost.step_s == pytest.approx(every.step_s, rel=1e-6)
@@ -182,7 +184,7 @@ def test_a_step_whose_micro_batches_repeat_takes_what_playing_each_of_them_says(
 def test_64_micro_batches_are_planned_by_playing_a_few(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played = []
     event = clock._Player._event
-    monkeypatch.setattr(clock, "_MANY_EVENTS", 1000)
+    monkeypatch.setattr("infinity.planner.step._MANY_EVENTS", 1000)
     monkeypatch.setattr(clock._Player, "_event", lambda self, one: played.append(1) or event(self, one))
     made = setup(units, ranks=2, window=units // 10, micro_batches=64)
     cost = play_step(trace(units), made)
