@@ -119,6 +119,7 @@ class _Clock:
     def __init__(self, rates: RankRates) -> None:
         self._rates, self._computing = rates, False
         self._queues = TransferQueues(rates.channels)
+        #: What follows each transfer of a channel, where they end in order.
         self._then: tuple[deque[Callable[[], None]], ...] = tuple(deque() for _ in Channel)
         self.servers = {LINKS: Server(), UPDATE: Server(), DECODE: Server()}
         self.busy_s: defaultdict[str, float] = defaultdict(float)
@@ -268,7 +269,7 @@ class _Update:
     Attributes:
         nbytes: Device memory of the gradient; ``weights_nbytes`` of weights that are kept for it.
         storing: The gradient is on its way to NVMe.
-        turn: Of the clock, when the gradient was complete.
+        turn: Of device memory, in which the gradient was complete.
         launched: Its gradient is there, and it may run.
         unread: Chunks whose read has not started; likewise the others.
         then: Called when it has been computed; ``landed`` when its writes have ended.
