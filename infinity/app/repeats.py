@@ -527,9 +527,15 @@ class _Parameters:
         ]
 
     def find(self, place: tuple[int, int]) -> tuple[int, int]:
-        """The recorded block that a segment is in, and its position there; -1: none."""
+        """The recorded block that a segment is in, and its position there; -1: none.
+
+        Raises:
+            UnderivableError: It is in a block that was left out, whose uses are not recorded.
+        """
         at, position = self._positions.get(place, (-1, -1))
-        return self._chosen.indices.get(at, -1), position
+        if at not in self._chosen.indices:
+            raise UnderivableError("something reads a parameter of a block that is left out")
+        return self._chosen.indices[at], position
 
     def find_unit(self, unit: int, near: int) -> tuple[int, int]:
         """Recorded block ``near``, or one beside it, that has a unit; and the unit's first position there."""

@@ -12,6 +12,7 @@ import pytest
 from infinity.app import repeats
 from infinity.app.dry_run import DryRun, dry_run
 from infinity.app.machines import load_machine
+from infinity.app.models.gpt import GPT, Output
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.recording import Record
 from infinity.planner.clock import play_step
@@ -145,4 +146,24 @@ def test_what_is_derived_from_some_blocks_is_what_all_of_them_record(
     spy = Spy(monkeypatch)
     some = dry_run(recipe, load_machine("vm-2core"), ranks)
     assert spy.derived > 0, f"all blocks were recorded: {spy.why}"
+    assert_same(some, every)
+
+
+class Peeking(GPT):
+    """Reads a weight of a block that is left out."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Output:
+        logits, loss = super().forward(*args, **kwargs)
+        return Output(logits + self.blocks[3].attention_norm.weight.sum(), loss)
+
+
+def test_a_block_whose_parameter_is_read_elsewhere_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.app.dry_run.GPT", Peeking)
+    recipe = recipe_for(tmp_path, "gpt")
+    every = whole(monkeypatch, recipe, 1)
+    spy = Spy(monkeypatch)
+    some = dry_run(recipe, load_machine("vm-2core"), 1)
+    assert "a block that is left out" in spy.why
     assert_same(some, every)
