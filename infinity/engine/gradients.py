@@ -275,6 +275,7 @@ class Gradients:
         self._delivered: set[int] = set()
         self._passed: set[int] = set()  # units that are complete in this backward pass
         self._fired = self._accumulated = False
+        self._beside_nbytes: int | None = None  # on several ranks, the same in a whole backward pass
         self._leaving: ThreadPoolExecutor | None = None
         self._norms: torch.Stream | None = None
         self._unread: dict[int, Tensor] = {}  # norms of gradients that stay on the accelerator
@@ -365,26 +366,34 @@ class Gradients:
             opened = [unit for unit in opened if unit.index not in self._leaves]
         if len(opened) < (2 if several else 3) and not lent:
             return
-        updates = self.updates
-        all_wait = self._accumulated or not self.syncing or not (updates.early or updates.spilled)
-        if self.host is not None if several else all_wait:  # then there is room for all
+        beside = self._beside_open_nbytes()
+        if beside is None:
             return
-        waiting = {unit.index for unit in self.units if unit.trainable} if several else self._delivered
-        waiting = waiting - updates.spilled
-        if updates.early and not all_wait:
-            waiting = {index for index in waiting if self.units[index].home is Tier.HOST}
-        held = sum(rounded(unit.nbytes) for unit in opened)
-        if several:
-            held += sum(rounded(self.units[i].shard_numel * self.reduce_dtype.itemsize) for i in waiting)
-            held += 3 * max(rounded(unit.nbytes) for unit in self.units if unit.trainable)  # a reduction
-        else:
-            held += sum(rounded(self.units[i].nbytes) for i in waiting)
         room = self.pool.capacity_nbytes - self.prefetcher.capacity_nbytes
-        beyond = max(0, held - room)
+        beyond = max(0, beside + sum(rounded(unit.nbytes) for unit in opened) - room)
         self.prefetcher.lend(beyond)
         if beyond > lent:
             self.pins.shrink()
             self.prefetcher.lend(beyond)
+
+    def _beside_open_nbytes(self) -> int | None:
+        """Return what gradients may take beside those that are open (bytes); None: there is room for all."""
+        updates, spilled = self.updates, self.updates.spilled
+        early = updates.early and not updates.clips  # else they are kept until step
+        all_wait = self._accumulated or not self.syncing or not (early or spilled)
+
+        def waits(unit: Unit) -> bool:
+            return unit.index not in spilled and (all_wait or not early or unit.home is Tier.HOST)
+
+        if self.collectives is None:
+            delivered = (self.units[i] for i in self._delivered)
+            return None if all_wait else sum(rounded(unit.nbytes) for unit in delivered if waits(unit))
+        if self.host is None and self._beside_nbytes is None:
+            trained = [unit for unit in self.units if unit.trainable]
+            shards = [unit.shard_numel * self.reduce_dtype.itemsize for unit in trained if waits(unit)]
+            reduction = 3 * max(rounded(unit.nbytes) for unit in trained)  # and the weights of an update
+            self._beside_nbytes = sum(map(rounded, shards)) + reduction
+        return self._beside_nbytes
 
     def _pass(self, *leases: Lease) -> None:
         """Hold a complete gradient's memory until the next one has begun: see [Note: gradients that pass]."""
@@ -402,6 +411,7 @@ class Gradients:
                 self._complete(unit)
         self.synced, self._fired = self.syncing, False
         self._accumulated = not self.syncing
+        self._beside_nbytes = None
         self._passed.clear()
         self.pool.give_back()
 
@@ -448,7 +458,7 @@ class Gradients:
         self.prefetcher.lend(0)
         self._shards.clear()
         self._unread.clear()
-        self._reducing = None
+        self._reducing = self._beside_nbytes = None
         delivered, self._delivered = self._delivered, set()
         self._passed.clear()
         self.synced = self._fired = self._accumulated = False

@@ -50,7 +50,8 @@ of a call opens the saved-tensor hooks and closes them.
 [Note: calls that Ctrl-C ends]
 Torch calls no hook of a forward that ``KeyboardInterrupt`` leaves. The outermost call knows the frame of
 Python's in which it runs: one that has ended can be cleared. Then what the call holds is given back, before
-the next call, visit or step. Units that stayed pinned would keep weights from before their updates.
+the next call, visit, backward pass or step. Units that stayed pinned would keep weights from before their
+updates.
 """
 
 import functools
@@ -467,6 +468,7 @@ class Hooks:
         """Ask autograd, once per backward pass, to call back when it ends."""
         if self._backward is not None and self._backward() is not None:
             return
+        self._close_ended()  # an evaluation, whose pass would go on
         self._end_outside()
         if self._backward is not None:
             self._abort_backward()
@@ -540,6 +542,7 @@ class Hooks:
     def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
         param = ref()
         assert param is not None, "the units hold it"
+        self._enter_backward()  # not later: what a pass before left in .grad goes before this one adds to it
         self.gradients.check_received(param)
         if type(param.grad) is ReleasedGradient:
             param.grad = None

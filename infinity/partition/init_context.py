@@ -216,6 +216,7 @@ class Construction:
         Construction._open = self
         if torch.is_inference_mode_enabled():  # whose parameters autograd could not use
             self._normal_mode.enter_context(torch.inference_mode(False))
+            self._normal_mode.enter_context(torch.no_grad())  # as there: initializers write parameters
         for _, segment in self.builder.units.segments():
             if segment.is_tile:
                 compute_whole(segment.whole)

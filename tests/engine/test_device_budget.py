@@ -12,9 +12,11 @@ from torch import nn
 
 import infinity
 from infinity import BudgetError
+from infinity.core.budget import rounded
 from infinity.device.memory import BufferPool
 from infinity.engine import executor
 from infinity.engine.gradients import Gradients
+from infinity.partition.unit import Unit
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -257,10 +259,10 @@ def test_the_least_budget_has_room_for_all_units_in_use_at_one_time(
 class Nested(nn.Module):
     """Modules inside each other, each with a unit of which one half is used before the inner one."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, innermost: nn.Module) -> None:
         super().__init__()
         self.before, self.after = (nn.Parameter(torch.eye(48)) for _ in range(2))
-        self.inner = Nested(depth - 1) if depth else nn.Linear(48, 48)
+        self.inner = Nested(depth - 1, innermost) if depth else innermost
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner((x @ self.before).tanh())
@@ -268,9 +270,10 @@ class Nested(nn.Module):
 
 
 class Nest(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 6, inside: int = 0) -> None:
         super().__init__()
-        self.nested = Nested(6)
+        chain = nn.Sequential(*(Nested(0, nn.Identity()) for _ in range(inside)))
+        self.nested = Nested(depth, chain if inside else nn.Linear(48, 48))
 
     def forward(self, x: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(loss=self.nested(x[:, :48]).float().square().mean())
@@ -323,6 +326,44 @@ def nested_on_a_rank(folder: str) -> None:
 
 def test_on_two_ranks_gradients_that_are_open_at_one_time_have_room_in_the_least_budget(tmp_path):
     run_ranks(nested_on_a_rank, 2, str(tmp_path))
+
+
+def speculating_on_a_rank(folder: str) -> None:
+    """Gradients of updates that speculate are kept until step: many while those of outer modules are open."""
+    rank, shares, asked = torch.distributed.get_rank(), list[int](), 0
+    share, trainable = Gradients._share_window, Unit.trainable.fget
+
+    def counted(self: Gradients, *beginning: Any) -> None:
+        def count(unit: Unit) -> Any:
+            nonlocal asked
+            asked += 1
+            return trainable(unit)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Unit, "trainable", property(count))
+            share(self, *beginning)
+        shares.append(sum(rounded(unit.shard_numel * self.reduce_dtype.itemsize) for unit in self.units))
+
+    def trained(*more: str) -> training.Trained:
+        where = streaming(folder, "memory.activations=keep", "memory.versions=2", *more)
+        factory, rule = seeded(lambda: Nest(3, 9)), Rule(max_grad_norm=1e9)
+        return train(factory, wide_batch, where, steps=3, rule=rule, rank=rank, world=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        impatient(patch)
+        patch.setattr(Gradients, "_share_window", counted)
+        roomy = trained()
+        with pytest.raises(BudgetError) as raised:
+            trained("memory.device=1024")
+        asked = 0
+        found = trained(f"memory.device={needed(raised) + shares[0]}")  # the least without gradients on NVMe
+        assert all(each.speculated and not each.spilled_nbytes for each in found.reports)
+        assert_bitwise(found, roomy)
+        assert asked <= 3 * 20  # all units once in a step, not whenever a gradient begins
+
+
+def test_on_two_ranks_gradients_that_speculation_keeps_have_room_beside_those_that_are_open(tmp_path):
+    run_ranks(speculating_on_a_rank, 2, str(tmp_path))
 
 
 def wide_on_a_rank(folder: str) -> list[tuple[int, int]]:

@@ -240,9 +240,11 @@ def test_a_wait_that_the_keyboard_ends_is_not_the_end_of_the_read(parts):
 
 
 def test_a_unit_that_the_keyboard_kept_from_being_sent_for_is_not_computed_with(parts, monkeypatch):
-    mover, _, shards, _, _ = parts
+    mover, units, shards, pool, _ = parts
+    fetch = shards.fetch
 
-    def interrupted(*_):
+    def interrupted(*given):
+        fetch(*given)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shards, "fetch", interrupted)
@@ -250,6 +252,15 @@ def test_a_unit_that_the_keyboard_kept_from_being_sent_for_is_not_computed_with(
         mover.start(0)
     with pytest.raises(StateError, match=r"Ctrl-C .* Build the model"):
         mover.finish(0)
+    mover.release(0)
+    assert pool.leased_nbytes == units[0].nbytes  # the read that was sent goes on
+    monkeypatch.setattr(shards, "fetch", fetch)
+    mover.start(0)
+    shards.fetches.reverse()
+    shards.arrive(3.0)
+    mover.finish(0)
+    shards.arrive(5.0)  # the one from before
+    assert all((s.param == 3).all() for s in units[0].segments)
 
 
 def test_a_unit_is_not_started_twice(parts):

@@ -9,6 +9,7 @@ from torch import nn
 
 import infinity
 from infinity import StateError
+from infinity.engine.runtime import runtime_of
 from tests.helpers import training
 from tests.helpers.cases import few
 from tests.helpers.lockstep import BOTH, NVME, WIDTH, Block, Toy, batch, lockstep, seeded, toy
@@ -394,6 +395,28 @@ def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode)
             pair.check()
 
 
+@NVME
+def test_backward_after_an_evaluation_that_ctrl_c_ended_belongs_to_the_training_pass(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step(2)
+        prefetcher, running = runtime_of(pair.model).executor().prefetcher, []
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        loss = pair.model(**batch(3)).loss
+        handle = pair.model.blocks[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            pair.model(**batch(7))
+        handle.remove()
+        pair.model.gain.register_hook(lambda grad: running.append(prefetcher.running))
+        pair.optimizer.scale(loss).backward()
+        assert running == [prefetcher.training]
+        pair.optimizer.step()
+        pair.follow(loss.detach(), number=3)
+        pair.check()
+
+
 @BOTH
 def test_a_backward_that_ctrl_c_ends_leaves_no_gradient_behind(tmp_path, place):
     interrupts = []
@@ -412,11 +435,56 @@ def test_a_backward_that_ctrl_c_ends_leaves_no_gradient_behind(tmp_path, place):
         pair.check()
 
 
+class Tail(Toy):
+    """Backward comes to a parameter before it reads any weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> SimpleNamespace:
+        out = self.last(self.hidden(x)) + self.tail
+        return SimpleNamespace(loss=nn.functional.mse_loss(out.float(), y), out=out)
+
+
+@BOTH
+@pytest.mark.parametrize("interrupted", ["tail", "last.weight"])
+def test_a_backward_that_ctrl_c_ends_can_be_run_again(tmp_path, place, interrupted):
+    interrupts = [KeyboardInterrupt]
+
+    def interrupt(_):
+        if interrupts:
+            raise interrupts.pop()
+
+    with lockstep(place, tmp_path, seeded(Tail)) as pair:
+        dict(pair.model.named_parameters())[interrupted].register_post_accumulate_grad_hook(interrupt)
+        loss = pair.model(**batch(1)).loss
+        with pytest.raises(KeyboardInterrupt):
+            pair.optimizer.scale(loss).backward(retain_graph=True)
+        pair.optimizer.scale(loss).backward()
+        pair.optimizer.step()
+        pair.follow(loss.detach(), number=1)
+        pair.check()
+
+
 @BOTH
 def test_a_model_that_is_built_under_inference_mode_trains(tmp_path, place):
+    def written() -> nn.Module:
+        with torch.no_grad():
+            model = toy()
+            model.first.weight.mul_(0.5)
+        return model
+
+    def without_no_grad() -> nn.Module:  # inference mode has it
+        model = toy()
+        model.first.weight.mul_(0.5)
+        return model
+
     with torch.inference_mode():
-        model = training.build(toy, "bf16", lockstep_place(place, tmp_path))
-    plain = Reference(toy(), torch.bfloat16, Rule())
+        model = training.build(without_no_grad, "bf16", lockstep_place(place, tmp_path))
+        assert torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+    plain = Reference(written(), torch.bfloat16, Rule())
     optimizer = training.optimizer_for(model, Rule())
     for step in range(3):
         loss = model(**batch(step)).loss
