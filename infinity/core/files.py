@@ -25,7 +25,7 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from infinity.core.errors import LockedError, RecipeError, UnsafePathError
 
@@ -335,11 +335,24 @@ def is_named(fd: int, path: Path) -> bool:
 
 def lock_owner(path: Path) -> str:
     """The process that wrote itself into a lock file, for messages."""
+    owner = _read_owner(path)
+    if owner is None:
+        return "another process"
+    return f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
+
+
+def is_locked_here(path: Path) -> bool:
+    """Whether this process wrote itself into a lock file."""
+    owner = _read_owner(path)
+    return owner is not None and (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
+
+
+def _read_owner(path: Path) -> dict[str, Any] | None:
     try:
         owner = json.loads(read_file(path, _MOST_OWNER_NBYTES))
-        return f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
+        return {key: owner[key] for key in ("pid", "host", "started")}
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        return None
 
 
 def sync(path: Path) -> None:

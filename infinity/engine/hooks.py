@@ -48,10 +48,10 @@ Submodules are called on their own, and forward runs twice before one backward. 
 of a call opens the saved-tensor hooks and closes them.
 
 [Note: calls that Ctrl-C ends]
-Torch calls no hook of a forward that ``KeyboardInterrupt`` leaves. The outermost call knows the frame of
-Python's in which it runs: one that has ended can be cleared. Then what the call holds is given back, before
-the next call, visit, backward pass or step. Units that stayed pinned would keep weights from before their
-updates.
+PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended. So the outermost call keeps the Python
+frame in which it runs: only a frame that has ended can be cleared. What such a call holds is given back
+before the next call, visit, backward pass or step. Units that stayed pinned would keep weights from before
+their updates.
 """
 
 import functools

@@ -10,7 +10,6 @@ import errno
 import os
 import secrets
 import shlex
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from infinity.core.errors import DirectoryError, LockedError, UnsafePathError
 from infinity.core.files import (
     create_file,
     is_locked,
+    is_locked_here,
     is_own,
     lock_file,
     lock_owner,
@@ -63,15 +63,14 @@ class RunDirectory:
             own_directory(self.path)
             self._lock = lock_file(self._lock_path)  # a descriptor; -1 after remove
         except LockedError as error:
-            owner = lock_owner(self._lock_path)
             advice = "wait for that run or end it, or give this one another run.name or memory.nvme"
-            if owner.startswith(f"process {os.getpid()} on {socket.gethostname()},"):
+            if is_locked_here(self._lock_path):
                 advice = (
                     "that is this process, which has a model of the run: before another one is built call "
                     "infinity.close(model, keep=True), or drop the model and all that holds it (in a "
                     "notebook also results of its forward passes, and tracebacks)"
                 )
-            text = f"{self.path} is in use by {owner}; {advice}"
+            text = f"{self.path} is in use by {lock_owner(self._lock_path)}; {advice}"
             raise LockedError(errno.EWOULDBLOCK, text, str(self._lock_path)) from error
         except UnsafePathError:
             raise

@@ -40,7 +40,6 @@ parameter, in the call itself, before any buffer of the module is cast.
 
 import contextlib
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -425,11 +424,12 @@ class Construction:
         taken: set[str] = set()
         for name, param in (*own, *replaced):
             if id(param) not in names:
-                numbered = (f"{name} ({n})" for n in itertools.count(2))
-                names[id(param)] = next(
-                    each for each in itertools.chain([name], numbered) if each not in taken
-                )
-                taken.add(names[id(param)])
+                own_name, number = name, 1
+                while own_name in taken:
+                    number += 1
+                    own_name = f"{name} ({number})"
+                names[id(param)] = own_name
+                taken.add(own_name)
         return names
 
     def _prune(self, roots: list[nn.Module]) -> None:

@@ -446,8 +446,9 @@ class UnitMover:
         elif self.units[index].flat is None:  # better than to compute with the placeholder's NaN
             self._detach(self.units[index])  # its buffer is never lent again: a read may be on its way there
             raise StateError(
-                f"{self.units[index].name} is not here: Ctrl-C came when it was sent for. Build the model "
-                "again, after infinity.close(model, keep=True); a named run goes on with infinity.resume"
+                f"the weights of {self.units[index].name} are missing: Ctrl-C interrupted their fetch. Build "
+                "the model again, after infinity.close(model, keep=True); a named run goes on with "
+                "infinity.resume"
             )
 
     @_never_inference

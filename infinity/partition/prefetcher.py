@@ -235,7 +235,7 @@ class Prefetcher:
             self._use(unit, following, recomputed)
         except BaseException as error:  # the caller does not unpin it
             self.pins[unit] -= 1
-            if isinstance(error, Exception):  # else (Ctrl-C) it comes all the same
+            if isinstance(error, Exception):  # after Ctrl-C it may still be on its way
                 self._release_all([unit])  # the next use reads it again
             raise
 

@@ -144,4 +144,7 @@ def test_a_run_saves_its_plan_and_the_measured_cost(
     assert measured is not None
     assert given["predicted"]["peak_nbytes"] == planning.predicted.peak_nbytes
     assert given["measured"]["step_s"] == measured.step_s > 0
-    assert given["nbytes_stored"] == planning.predicted.nbytes_stored > 0
+    placed = sum(slot.nbytes for slot in planning.profile.slots if slot.key in planning.plan.places)
+    # Less where backward wants a tensor before its store begins, which depends on times.
+    assert 0 < planning.predicted.nbytes_stored <= placed
+    assert 0 < given["nbytes_stored"] <= placed
