@@ -23,6 +23,9 @@ from infinity.comm.ranks import backend_of
 from infinity.device.accelerator import synchronize
 from infinity.device.machine import DTYPES
 
+#: A load beside a run: the most rates tried, and how far a step's time may be from what one supposes.
+_RATES, _AS_SUPPOSED = 4, 0.03
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -249,16 +252,16 @@ def alone(meter: Meter, phase: Phase, job: Job) -> tuple[list[float], dict[str, 
 def beside(meter: Meter, phase: Phase, job: Job) -> tuple[list[float], dict[str, float]]:
     """The same while fio moves the phase's bytes in the time of a step.
 
-    The load slows the step, and a slower step needs a lower rate: steps under a first rate tell
-    what a byte costs, and the rate that follows from it is the one that is measured.
+    The load slows the step, and a slower step needs a lower rate: so the rate follows from steps under the
+    rate before, until a step takes as long as the rate supposes.
     """
-    folder = Path(job.folder)
-    guess_s = max(phase.alone_s, phase.disk_s)
-    with fio.beside(folder, phase.read / guess_s, phase.written / guess_s):
-        slowed_s = statistics.median(meter.steps(job.warmup, phase.tokens))
-    # That step moved slowed_s / guess_s times the bytes, and paid for all of them.
-    cost_s = max(0.0, slowed_s - phase.alone_s) * guess_s / slowed_s
-    wanted_s = max(phase.alone_s + cost_s, phase.disk_s)
+    folder, wanted_s = Path(job.folder), max(phase.alone_s, phase.disk_s)
+    for _ in range(_RATES):
+        with fio.beside(folder, phase.read / wanted_s, phase.written / wanted_s):
+            slowed_s = statistics.median(meter.steps(job.warmup, phase.tokens))
+        supposed_s, wanted_s = wanted_s, max(slowed_s, phase.disk_s)
+        if abs(wanted_s - supposed_s) < _AS_SUPPOSED * supposed_s:
+            break
     with fio.beside(folder, phase.read / wanted_s, phase.written / wanted_s) as moved:
         step_s = meter.steps(job.steps, phase.tokens)
     return step_s, moved
