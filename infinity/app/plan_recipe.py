@@ -14,7 +14,7 @@ from rich.text import Text
 
 from infinity.app.machines import describe_machine, load_machine, probe
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.core.errors import BudgetError, RecipeError
+from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import Dtype
 from infinity.observe.summary import PredictedStep
@@ -294,7 +294,7 @@ def ways_to_fit(planned: PlannedRun) -> Iterator[Change]:
 
 
 def _changed(planned: PlannedRun, keys: Keys) -> PlannedRun | None:
-    """Plan with other keys; None: a budget is too small."""
+    """Plan with other keys; None: that cannot be."""
     sections: dict[str, Any] = {"recipe": planned.run.recipe, "machine": planned.run.machine}
     for key, value in keys.items():
         section, name = key.split(".")
@@ -303,7 +303,7 @@ def _changed(planned: PlannedRun, keys: Keys) -> PlannedRun | None:
         sections[whole] = replace(sections[whole], **{section: changed})
     try:
         run = planned.run.changed(**sections)
-    except BudgetError:
+    except (BudgetError, StateError):  # or no blocks were found for a layer schedule
         return None
     return PlannedRun(run, play_step(run.trace, run.setup))
 
@@ -350,6 +350,11 @@ def _faster(run: "DryRun") -> Iterator[tuple[str, Keys]]:
         yield "all of the device's memory", {"memory.device": most}
     yield "a larger batch", {"train.batch_size": 2 * train.batch_size}
     yield "more micro-batches a step", {"train.accumulate": 2 * train.accumulate}
+    if train.accumulate > 1 and train.schedule == "step":
+        yield (
+            "weights read once for all micro-batches",
+            {"memory.activations": None, "train.schedule": "layer"},
+        )
     if recipe.optim.max_grad_norm is not None:
         yield "no clipping", {"optim.max_grad_norm": None}
     if run.ranks > 1 and recipe.partition.reduce_dtype == "fp32" and run.dtype != "fp32":

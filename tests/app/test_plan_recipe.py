@@ -200,7 +200,12 @@ CHANGED: dict[str, tuple[str, int, list[str], set[str]]] = {
          "host.memory=8MiB", "memory.host=1MiB", "memory.resident=true", "partition.tile=never"],
         {"(memory.host=4MiB)", "host.memory=16MiB memory.host=8MiB"},
     ),
-    "layers": ("vm-2core", 1, ["train.schedule=layer"], {"train.accumulate=2"}),
+    "layers": (
+        "vm-2core", 1,
+        ["train.accumulate=4", "drives.read_bytes_per_s=1e7", "drives.mixed_bytes_per_s=1e7",
+         "memory.device=1302528", "memory.activations=recompute", "model.n_layers=6"],
+        {"memory.activations=null train.schedule=layer"},
+    ),
 }  # fmt: skip
 
 
