@@ -13,7 +13,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,18 +111,7 @@ def plan(name: str, model: str, overrides: Sequence[str], on: str, folder: Path)
     except BudgetError as error:
         return Page(name, on, None, str(error), time.process_time() - began_s)
     planning_s = time.process_time() - began_s
-    return Page(name, on, planned, "; ".join(missing(planned)), planning_s)
-
-
-def missing(planned: PlannedRun) -> Iterator[str]:
-    """What a plan takes beyond what its machine has."""
-    run, drives = planned.run, planned.run.machine.drives
-    if (over := planned.over_nbytes()) > 0:
-        yield f"{format_nbytes(over)} of device memory"
-    if (over := run.host_nbytes * run.local - run.machine.host.memory) > 0:
-        yield f"{format_nbytes(over)} of host memory"
-    if (over := planned.disk_nbytes() - drives.per_node * drives.memory) > 0:
-        yield f"{format_nbytes(over)} on the drives of a node"
+    return Page(name, on, planned, "; ".join(planned.missing()), planning_s)
 
 
 # --- the page ----------------------------------------------------------------------------------------

@@ -305,7 +305,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "run", metavar="RECIPE|RUN", help="a recipe, as in configs/, or a run's folder, such as runs/mine"
     )
-    _add_overrides(plan, "of a recipe, such as train.batch_size=4 memory.host=100GiB")
+    _add_overrides(
+        plan,
+        "of a recipe, such as train.batch_size=4 memory.host=100GiB; of the hardware, such as "
+        "drives.per_node=4",
+    )
     _add_hardware(plan)
     plan.add_argument(
         "--budget",

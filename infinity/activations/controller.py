@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, Protocol
@@ -45,6 +45,7 @@ from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
 from infinity.core.profile import Phase, Profile
 from infinity.observe.timeline import WatchedEngine
 from infinity.planner.planning import Planning
+from infinity.planner.policies import budget_error
 from infinity.planner.policies import plan as make_plan
 from infinity.planner.search import bounded
 from infinity.planner.simulator import play
@@ -70,8 +71,8 @@ class ActivationBudget(Protocol):
         """A plan was made for one of the capacities, and keeps within ``kept_nbytes``."""
         ...
 
-    def refuse(self, error: BudgetError) -> BudgetError:
-        """Return the error to raise when no plan fits any capacity; ``error`` is that of the last one."""
+    def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
+        """Return the error to raise when no plan for a profile fits any capacity."""
         ...
 
 
@@ -87,8 +88,9 @@ class FixedBudget:
     def settle(self, capacity_nbytes: int | None, kept_nbytes: int) -> None:
         """Do nothing: no other part takes what is left."""
 
-    def refuse(self, error: BudgetError) -> BudgetError:
-        return error
+    def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
+        assert self._capacity_nbytes is not None
+        return budget_error(profile, hardware, self._capacity_nbytes)
 
 
 # --- the time of passes ------------------------------------------------------------------------------
@@ -323,11 +325,7 @@ class Activations:
 
     def _choose(self, profile: Profile, hardware: Hardware) -> ActivationPlan:
         """The plan for the first of the budget's capacities that one meets."""
-        refused = None
         for capacity_nbytes in self.budget.capacities():
-            try:
+            with suppress(BudgetError):
                 return bounded(profile, make_plan(profile, hardware, capacity_nbytes), hardware)
-            except BudgetError as error:
-                refused = error
-        assert refused is not None
-        raise self.budget.refuse(refused)
+        raise self.budget.refuse(profile, hardware)

@@ -2,9 +2,10 @@
 
 from torch import nn
 
-from infinity.api.schedule import LayerSchedule, Loss
+from infinity.api.schedule import Blocks, LayerSchedule, Loss
 from infinity.core.config import SettingError
 from infinity.engine.runtime import runtime_of
+from infinity.partition.unit import UnitIndex
 
 
 def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = None) -> LayerSchedule:
@@ -34,10 +35,15 @@ def layer_schedule(model: nn.Module, micro_batches: int, loss: Loss | None = Non
     if runtime.activations.policy == "offload":
         wanted = "null with a layer schedule, which recomputes by itself and holds what blocks return"
         raise SettingError("memory.activations", "offload", wanted)
-    blocks, tiles = [], []
-    for block in schedule.blocks.modules:
-        places = [(runtime.units.places(param), runtime.units.find(param)) for param in block.parameters()]
-        blocks.append({whole[0].index for _, whole in places if whole is not None})
-        tiles.append({unit.index for parts, whole in places if whole is None for unit, _ in parts})
-    runtime.executor().hold_blocks(blocks, tiles, str(schedule.blocks))
+    runtime.executor().hold_blocks(*units_of(schedule.blocks, runtime.units), str(schedule.blocks))
     return schedule
+
+
+def units_of(blocks: Blocks, units: UnitIndex) -> tuple[list[set[int]], list[set[int]]]:
+    """Return the indices of each block's units, and of its tiles."""
+    whole, tiles = [], []
+    for block in blocks.modules:
+        places = [(units.places(param), units.find(param)) for param in block.parameters()]
+        whole.append({place[0].index for _, place in places if place is not None})
+        tiles.append({unit.index for parts, place in places if place is None for unit, _ in parts})
+    return whole, tiles

@@ -11,7 +11,7 @@ that are alike a few run: see :mod:`infinity.app.repeats`.
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
+from infinity.api.layer_schedule import units_of
 from infinity.api.lora import make_adapters
+from infinity.api.schedule import find_blocks
 from infinity.app.models.gpt import GPT
 from infinity.app.operators import Candidate, OperatorTimes
 from infinity.app.recipe import Recipe
@@ -54,7 +56,7 @@ from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
-from infinity.planner.policies import POLICIES
+from infinity.planner.policies import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play
 from infinity.planner.step import StepSetup, StepTrace, Stored, StoredShape, UnitShape, choose_homes
 from infinity.shards.mapped import BaseBuffers, stored_step
@@ -150,25 +152,15 @@ class DryRun(Target):
     activations: ActivationPlan
     _model: "_Model"
 
-    def changed(
-        self, *, recipe: Recipe | None = None, machine: Machine | None = None, trace: StepTrace | None = None
-    ) -> "DryRun":
-        """Return the same model under another recipe or on another machine.
-
-        Args:
-            recipe: With the same model and policy for activations.
-            machine: With as many devices.
-            trace: That of the recipe; None: recorded anew if other units stream, else the same.
+    def changed(self, recipe: Recipe, machine: Machine) -> "DryRun":
+        """Return the same model under another recipe, or on a machine with as many devices.
 
         Raises:
             BudgetError: A budget is too small for it.
         """
-        target = Target(recipe or self.recipe, machine or self.machine, self.ranks, self.dtype)
-        planner = _Planner(target, self._model)
-        if [unit.streams for unit in planner.units] != [unit.streams for unit in self.units]:
-            return planner.result()
-        planner.divide_beside(self.profile, self.activations)
-        return planner.result_of(trace or self.trace, self.profile, self.activations)
+        if recipe.memory.device != self.recipe.memory.device:  # sizes of units may follow from it
+            return dry_run(recipe, machine, self.ranks, self, here=self._model.times is not None)
+        return _Planner(Target(recipe, machine, self.ranks, self.dtype), self._model).result()
 
     def least_host_nbytes(self) -> int:
         """The least ``memory.host`` with which the model can be trained."""
@@ -187,6 +179,12 @@ class DryRun(Target):
             else:
                 high = middle
         return high
+
+    def least_activations_nbytes(self) -> int:
+        """The least that activations take beside units under the policy."""
+        if self.policy != "plan":
+            return self.trace.peak_nbytes
+        return smallest_budget(self.profile, _Planner(self, self._model).channels())
 
     @property
     def setup(self) -> StepSetup:
@@ -566,7 +564,7 @@ class _Planner:
                     recorded = self._record(module, plan)
         trace = recorded.trace
         if plan.places:
-            peak = play(profile, plan, self._channels()).peak_nbytes  # without what has left
+            peak = play(profile, plan, self.channels()).peak_nbytes  # without what has left
             trace = replace(self._with_stored(trace, recorded.played, plan), peak_nbytes=peak)
         if target.layered:
             trace = replace(trace.scaled(target.recipe.train.accumulate), peak_nbytes=trace.peak_nbytes)
@@ -583,7 +581,7 @@ class _Planner:
             room = target.host_nbytes - sum(u.resident_nbytes for u in self.units if not u.on_nvme)
         return DryRun(
             target.recipe, target.machine, target.ranks, target.dtype,
-            units=self.read_where_they_lie(), trace=trace, division=budget.division,
+            units=self.read_where_they_lie(), trace=trace, division=self._division,
             resident_nbytes=storage.resident_nbytes, chunk_numel=storage.chunk_numel,
             staged_chunks=max(STAGED_CHUNKS, room // storage.chunk_nbytes), spilled=budget.spilled,
             profile=profile, activations=plan, _model=self._model,
@@ -660,14 +658,23 @@ class _Planner:
             budget.divide_again(accumulates=True)
         return budget
 
+    @property
+    def _division(self) -> DeviceBudget:
+        """How the device budget is divided, with the window that a layer schedule has."""
+        if not self._target.layered:
+            return self.budget.division
+        blocks = find_blocks(self._model.module)
+        window = self.budget.window_for(units_of(blocks, self._model.units)[0], str(blocks))
+        return replace(self.budget.division, window=window)
+
     def divide_beside(self, profile: Profile, plan: ActivationPlan) -> None:
         """Give units what planned activations leave of ``memory.device``."""
         if self.budget.device_nbytes is not None and self._target.policy == "plan":
-            self.budget.divide_beside(play(profile, plan, self._channels()).peak_nbytes)
+            self.budget.divide_beside(play(profile, plan, self.channels()).peak_nbytes)
 
     # --- activations -------------------------------------------------------------------------
 
-    def _channels(self) -> Hardware:
+    def channels(self) -> Hardware:
         """The channels of activations, and the host memory that they may take."""
         target, given = self._target, self._target.rates.channels
         if not target.recipe.memory.nvme:
@@ -677,7 +684,7 @@ class _Planner:
 
     def _choose(self, profile: Profile) -> ActivationPlan:
         """The plan that the runtime would make from this profile."""
-        hardware, budget = self._channels(), self.budget
+        hardware, budget = self.channels(), self.budget
         if self._target.policy == "offload":
             if not self._target.recipe.memory.nvme:
                 wanted = "keep, recompute or plan; or a directory in memory.nvme to store activations in"
@@ -685,12 +692,10 @@ class _Planner:
             return POLICIES["offload"](profile, hardware, None)
         if budget.device_nbytes is None:
             return POLICIES["plan"](profile, hardware, None)
-        try:
-            return POLICIES["plan"](profile, hardware, budget.device_nbytes - budget.division.total)
-        except BudgetError:
-            if budget.division.least == budget.division.total:
-                raise
-        return POLICIES["plan"](profile, hardware, budget.device_nbytes - budget.division.least)
+        for units_nbytes in dict.fromkeys((budget.division.total, budget.division.least)):
+            with suppress(BudgetError):
+                return POLICIES["plan"](profile, hardware, budget.device_nbytes - units_nbytes)
+        raise device_error(profile, hardware, budget.device_nbytes, budget.division.least)
 
     def _with_stored(self, trace: StepTrace, played: Played, plan: ActivationPlan) -> StepTrace:
         after = {load.slot: load.after for load in plan.loads}
@@ -714,7 +719,7 @@ class _Planner:
         subject = Subject(
             model=module, units=model.units, leaves=model.leaves, dtype=DTYPES[target.dtype],
             nbytes={u.index: u.gathered_nbytes for u, s in zip(model.units, self.units) if s.streams},
-            window_nbytes=self.budget.division.window, tokens=tokens,
+            window_nbytes=self._division.window, tokens=tokens,
             logits=self._logits(module, math.prod(tokens)), packing=target.recipe.data.packing,
         )  # fmt: skip
         record = model.record(subject, plan)
@@ -725,7 +730,9 @@ class _Planner:
             position=played.position, flops=flops, nbytes=nbytes,
             fp32=np.array([row.fp32 for row in record.rows], dtype=bool),
             model_flops=float(flops.sum()) - record.again_flops, tokens=math.prod(tokens),
-            peak_nbytes=record.peak_nbytes(),
+            peak_nbytes=record.peak_nbytes(
+                train.accumulate if target.layered else 1, apart=target.recipe.data.packing is not None
+            ),
         )  # fmt: skip
         times = trace.operator_s(target.rates).tolist()
         if model.times is not None:

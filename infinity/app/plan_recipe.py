@@ -3,10 +3,10 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from infinity.app.machines import describe_machine, load_machine, probe
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.core.errors import BudgetError, RecipeError
+from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import Dtype
 from infinity.observe.summary import PredictedStep
@@ -115,6 +115,20 @@ class PlannedRun:
         run = self.run
         return int(run.division.total + run.trace.peak_nbytes - run.device_nbytes)
 
+    def missing(self) -> Iterator[str]:
+        """Yield what the plan takes beyond what its machine has."""
+        run, drives = self.run, self.run.machine.drives
+        if run.machine.on_accelerator and (over := self.over_nbytes()) > 0:
+            yield f"{format_nbytes(over)} of device memory"
+        host_nbytes = run.host_nbytes
+        if not run.machine.on_accelerator:  # what computes is there, too
+            states = sum(unit.resident_nbytes for unit in run.units if not unit.on_nvme)
+            host_nbytes = max(host_nbytes, states + run.division.total + run.trace.peak_nbytes)
+        if (over := host_nbytes * run.local - run.machine.host.memory) > 0:
+            yield f"{format_nbytes(over)} of host memory"
+        if (over := self.disk_nbytes() - drives.per_node * drives.memory) > 0:
+            yield f"{format_nbytes(over)} on the drives of a node"
+
 
 def plan_recipe(
     recipe: Recipe, machine: Machine, ranks: int | None = None, like: "DryRun | None" = None, *,
@@ -148,6 +162,7 @@ def show_recipe(
     """Print the plan of a recipe.
 
     Args:
+        overrides: Of the recipe, and of the hardware file.
         on: A hardware file, or the name of a shipped one; None: this machine, which is measured.
         ranks: Ranks in all; None: one for each device, or as the launcher says.
         budget: ``memory.device``.
@@ -158,8 +173,15 @@ def show_recipe(
     """
     if budget is not None:
         overrides = [*overrides, f"memory.device={budget}"]
-    recipe = load_recipe(path, overrides)
-    machine = load_machine(on) if on is not None else probe(_measurable(recipe.memory.nvme))
+    sections = tuple(f"{each.name}." for each in fields(Machine))
+    of_machine = [each for each in overrides if each.startswith(sections)]
+    if of_machine and on is None:
+        raise RecipeError(
+            f"{of_machine[0]}: a key of hardware files; name one with --on, such as the file that infinity "
+            "probe --output writes of this machine"
+        )
+    recipe = load_recipe(path, [each for each in overrides if each not in of_machine])
+    machine = load_machine(on, of_machine) if on is not None else probe(_measurable(recipe.memory.nvme))
     if ranks is None and "WORLD_SIZE" in os.environ:
         ranks = int(os.environ["WORLD_SIZE"])
     planned = plan_recipe(recipe, machine, ranks, here=on is None)
@@ -168,10 +190,10 @@ def show_recipe(
         console.print()
     for line in cost_lines(planned, tokens):
         console.print(Text(line), soft_wrap=True)
-    rows = list(changes(planned))
-    if rows:
-        console.print()
-        console.print(_change_table(planned, rows))
+    for title, rows in (("to fit", ways_to_fit(planned)), ("to be faster", changes(planned))):
+        if shown := list(rows):
+            console.print()
+            console.print(_change_table(planned, shown, title))
 
 
 def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype: Dtype) -> PredictedStep:
@@ -199,7 +221,7 @@ def predict(recipe: Recipe, ranks: int, budgets: Mapping[str, int | None], dtype
     best, cost = next(changes(planned), None), planned.cost
     advice = None
     if best is not None:
-        advice = f"{best.what}: {best.tokens_per_s / planned.tokens_per_s - 1:+.0%} tokens/s"
+        advice = f"{best.what}: {best.planned.tokens_per_s / planned.tokens_per_s - 1:+.0%} tokens/s"
     return PredictedStep(
         step_s=cost.step_s, nbytes_read=cost.nbytes.get("NVMe read", 0),
         nbytes_written=cost.nbytes.get("NVMe write", 0), bottleneck=cost.bottleneck, advice=advice,
@@ -224,81 +246,144 @@ def _measurable(directories: Sequence[str]) -> list[Path]:
 
 # --- what to change ----------------------------------------------------------------------------------
 
+#: Keys of a recipe and of a hardware file, with other values.
+Keys = Mapping[str, int | str | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What would make the run faster, and its predicted cost."""
+    """A plan of its own, of a recipe or a machine in which some keys differ.
+
+    Attributes:
+        what: In words, with the keys.
+    """
 
     what: str
-    tokens_per_s: float
-    bottleneck: str
+    planned: PlannedRun
 
 
 def changes(planned: PlannedRun) -> Iterator[Change]:
-    """Yield changes that gain something, the best first; each is a plan of its own."""
+    """Yield changes that gain something, the best first."""
     found = []
-    for what, make in _candidates(planned):
-        try:
-            changed = make()
-        except BudgetError:
-            continue
-        if changed.over_nbytes() > max(0, planned.over_nbytes()):
+    for what, keys in _faster(planned.run):
+        changed = _changed(planned, keys)
+        if changed is None or changed.over_nbytes() > max(0, planned.over_nbytes()):
             continue
         if changed.tokens_per_s > (1 + _LEAST_GAIN) * planned.tokens_per_s:
-            found.append(Change(what, changed.tokens_per_s, changed.cost.bottleneck))
-    yield from sorted(found, key=lambda change: -change.tokens_per_s)
+            found.append(Change(f"{what} ({_written(keys)})", changed))
+    yield from sorted(found, key=lambda change: -change.planned.tokens_per_s)
 
 
-def _candidates(planned: PlannedRun) -> Iterator[tuple[str, Callable[[], PlannedRun]]]:
-    run = planned.run
-    recipe, machine, trace = run.recipe, run.machine, run.trace
+def ways_to_fit(planned: PlannedRun) -> Iterator[Change]:
+    """Yield changes with which a plan that does not fit its machine does, the fastest first.
+
+    Where no single one is enough, several are made together.
+    """
+    single = list(_smaller(planned))
+    together = {key: value for keys in single for key, value in keys.items()}
+    for tried in (single, [together] if len(single) > 1 else []):
+        plans = [(keys, _changed(planned, keys)) for keys in tried]
+        found = [
+            Change(_written(keys), changed)
+            for keys, changed in plans
+            if changed is not None and not any(changed.missing())
+        ]
+        if found:
+            yield from sorted(found, key=lambda change: -change.planned.tokens_per_s)
+            return
+
+
+def _changed(planned: PlannedRun, keys: Keys) -> PlannedRun | None:
+    """Plan with other keys; None: that cannot be."""
+    sections: dict[str, Any] = {"recipe": planned.run.recipe, "machine": planned.run.machine}
+    for key, value in keys.items():
+        section, name = key.split(".")
+        whole = "machine" if hasattr(sections["machine"], section) else "recipe"
+        changed = replace(getattr(sections[whole], section), **{name: value})
+        sections[whole] = replace(sections[whole], **{section: changed})
+    try:
+        run = planned.run.changed(**sections)
+    except (BudgetError, StateError):  # or no blocks were found for a layer schedule
+        return None
+    return PlannedRun(run, play_step(run.trace, run.setup))
+
+
+def _written(keys: Keys) -> str:
+    """Keys as a person writes them on the command line, or in a file."""
+    return " ".join(f"{key}={_value(key, value)}" for key, value in keys.items())
+
+
+def _value(key: str, value: int | str | None) -> str:
+    if value is None:
+        return "null"
+    if key in ("memory.host", "memory.device", "host.memory") and isinstance(value, int):
+        units = ((2**30, "GiB"), (2**20, "MiB"))
+        return next((f"{value // unit}{name}" for unit, name in units if value % unit == 0), str(value))
+    return str(value)
+
+
+def _whole(nbytes: int) -> int:
+    """The next smaller size that a person writes: of whole GiB, or MiB if it is small."""
+    unit = 2**30 if nbytes >= 2**33 else 2**20 if nbytes >= 2**20 else 1
+    return nbytes // unit * unit
+
+
+def _faster(run: "DryRun") -> Iterator[tuple[str, Keys]]:
+    """Yield changes that may make steps faster, in words and as keys."""
+    recipe, machine, drives = run.recipe, run.machine, run.machine.drives
     memory, train = recipe.memory, recipe.train
-
-    def again(changed: "DryRun") -> PlannedRun:
-        return PlannedRun(changed, play_step(changed.trace, changed.setup))
-
-    if memory.nvme and machine.drives.per_node:
-        drives = machine.drives
-        for more in (1, drives.per_node):
-            many = replace(machine, drives=replace(drives, per_node=drives.per_node + more))
-            price = f", {more * drives.price:,.0f} a node" if drives.price else ""
-            what = "one more drive" if more == 1 else f"{more} more drives"
-            if more == 1 or drives.per_node > 1:
-                yield f"{what} in each node{price}", lambda many=many: again(run.changed(machine=many))  # type: ignore[misc]
+    if memory.nvme and drives.per_node:
+        for more in sorted({1, drives.per_node}):
+            what = "one more drive in each node" if more == 1 else f"{more} more drives in each node"
+            what += f", {more * drives.price:,.0f} a node" if drives.price else ""
+            yield what, {"drives.per_node": drives.per_node + more}
     if memory.nvme and memory.resident and any(unit.on_nvme for unit in run.units):
-        twice = replace(recipe, memory=replace(memory, host=2 * run.host_nbytes))
-        host = replace(machine, host=replace(machine.host, memory=2 * machine.host.memory))
-        yield (
-            f"twice the host memory (memory.host={2 * run.host_nbytes >> 20}MiB)",
-            lambda: again(run.changed(recipe=twice, machine=host)),
-        )
+        half = machine.host.memory // run.local // 2
+        if run.host_nbytes < half:
+            yield "half of the host memory", {"memory.host": _whole(half)}
+        host = _whole(2 * max(half, run.host_nbytes))
+        yield "twice the host memory", {"host.memory": 2 * machine.host.memory, "memory.host": host}
     if machine.on_accelerator and memory.device is None and 4 * run.division.total < 3 * run.device_nbytes:
-        most = max(run.division.total, run.device_nbytes - trace.peak_nbytes)
-        more_device = replace(recipe, memory=replace(memory, device=most, activations=memory.activations))
+        # Planned activations have a part of it; others are beside it.
+        beside = 0 if memory.activations in (None, "plan") and not run.layered else run.trace.peak_nbytes
+        most = _whole(max(run.division.total, run.device_nbytes - beside))
+        yield "all of the device's memory", {"memory.device": most}
+    yield "a larger batch", {"train.batch_size": 2 * train.batch_size}
+    yield "more micro-batches a step", {"train.accumulate": 2 * train.accumulate}
+    if train.accumulate > 1 and train.schedule == "step":
         yield (
-            f"all of the device's memory (memory.device={most // 2**30}GiB)",
-            lambda: again(run.changed(recipe=more_device)),
-        )
-    batch = replace(recipe, train=replace(train, batch_size=2 * train.batch_size))
-    yield (
-        f"a larger batch (train.batch_size={2 * train.batch_size})",
-        lambda: again(run.changed(recipe=batch, trace=trace.scaled(2))),
-    )
-    if train.schedule == "step":
-        accumulate = replace(recipe, train=replace(train, accumulate=2 * train.accumulate))
-        yield (
-            f"more micro-batches a step (train.accumulate={2 * train.accumulate})",
-            lambda: again(run.changed(recipe=accumulate)),
+            "weights read once for all micro-batches",
+            {"memory.activations": None, "train.schedule": "layer"},
         )
     if recipe.optim.max_grad_norm is not None:
-        free = replace(recipe, optim=replace(recipe.optim, max_grad_norm=None))
-        yield "no clipping (optim.max_grad_norm=null)", lambda: again(run.changed(recipe=free))
+        yield "no clipping", {"optim.max_grad_norm": None}
     if run.ranks > 1 and recipe.partition.reduce_dtype == "fp32" and run.dtype != "fp32":
-        half = replace(recipe, partition=replace(recipe.partition, reduce_dtype="compute"))
-        yield (
-            "gradients added in the compute dtype (partition.reduce_dtype=compute)",
-            lambda: again(run.changed(recipe=half)),
-        )
+        yield "gradients added in the compute dtype", {"partition.reduce_dtype": "compute"}
+
+
+def _smaller(planned: PlannedRun) -> Iterator[Keys]:
+    """Yield changes that take less of what a machine lacks."""
+    run = planned.run
+    memory, train, machine = run.recipe.memory, run.recipe.train, run.machine
+    missing = " ".join(planned.missing())
+    if "device memory" in missing or (not machine.on_accelerator and "host memory" in missing):
+        if run.policy not in ("recompute", "plan"):
+            yield {"memory.activations": "recompute"}
+        if not run.layered:
+            share = 1 if machine.on_accelerator else 2  # beside the cores there are states in host memory
+            yield {"memory.activations": "plan", "memory.device": _whole(run.device_nbytes // share)}
+        if train.batch_size > 1:
+            yield {"train.batch_size": train.batch_size // 2}
+        elif run.recipe.model.seq_len > 1:
+            yield {"model.seq_len": run.recipe.model.seq_len // 2}
+    if "host memory" in missing and memory.nvme:
+        yield {"memory.host": _whole(machine.host.memory // run.local // 2)}
+    drives = machine.drives
+    if "drives" in missing:
+        if memory.versions == 2:
+            yield {"memory.versions": 1}
+        if drives.per_node:
+            yield {"drives.per_node": -(-planned.disk_nbytes() // drives.memory)}
 
 
 # --- output ------------------------------------------------------------------------------------------
@@ -330,8 +415,8 @@ def _model_table(planned: PlannedRun) -> Table:
             "step",
             (
                 f"{run.ranks} rank{'s' if run.ranks > 1 else ''}, {run.dtype}, "
-                f"{run.micro_batches} x {run.trace.tokens:,} tokens a rank, "
-                f"activations: {run.policy}"
+                f"{run.recipe.train.accumulate} x {run.recipe.train.batch_size * run.recipe.model.seq_len:,} "
+                f"tokens a rank{', through each block together' * run.layered}, activations: {run.policy}"
             ),
         ),
         *(("note", note) for note in run.notes),
@@ -346,13 +431,13 @@ def _tier_table(planned: PlannedRun) -> Table:
     table = _table("tier", "units", "parameters", "needed", "least", "budget", "there", title="each rank")
     homes = {True: [u for u in run.units if u.on_nvme], False: [u for u in run.units if not u.on_nvme]}
     resident = sum(unit.resident_nbytes for unit in homes[False])
-    least = run.division.least + run.trace.peak_nbytes
+    budget = _size(run.recipe.memory.device or run.division.total)
     rows = [
         (
             "device", "", "",
             f"{_size(run.division.total)} + {_size(run.trace.peak_nbytes)} of activations",
-            _size(least),
-            _size(run.recipe.memory.device or run.division.total),
+            f"{_size(run.division.least)} + {_size(run.least_activations_nbytes())}",
+            budget if run.policy == "plan" else f"{budget} + activations",
             _size(run.device_nbytes),
         ),
         (
@@ -389,6 +474,8 @@ def _channel_table(planned: PlannedRun) -> Table:
 def cost_lines(planned: PlannedRun, tokens: float | None = None) -> Iterator[str]:
     """Yield lines about time, energy and the drives."""
     run, cost = planned.run, planned.cost
+    if missing := list(planned.missing()):
+        yield f"does not fit: it lacks {', '.join(missing)}; the times are those of a machine that has it"
     yield (
         f"a step takes {seconds(cost.step_s)}: {planned.tokens_per_s:,.0f} tokens/s, "
         f"{planned.flops_per_s / 1e12:.3g} Tflop/s a rank, MFU {planned.mfu:.1%}; "
@@ -401,26 +488,20 @@ def cost_lines(planned: PlannedRun, tokens: float | None = None) -> Iterator[str
             f"{len(run.division.on_device)} of {len(run.units)} units have their states in device memory, "
             f"{format_nbytes(run.division.states)}, and are updated there"
         )
-    if (over := planned.over_nbytes()) > 0:
-        yield (
-            f"does not fit: units and activations take {format_nbytes(over)} more than a device has; lower "
-            "train.batch_size or model.seq_len, or set memory.activations=recompute, or memory.device to plan"
-        )
     if run.spilled_nbytes:
         yield (
             f"{format_nbytes(run.spilled_nbytes)} of gradients wait on NVMe in each step; "
             f"{'memory.host' if run.machine.on_accelerator else 'memory.device'} is too small for them"
         )
-    disk, drives = planned.disk_nbytes(), run.machine.drives
-    if disk > drives.per_node * drives.memory:
-        yield (
-            f"does not fit: the drives of a node need {format_nbytes(disk)}, and have "
-            f"{format_nbytes(drives.per_node * drives.memory)}; memory.versions=1 takes half"
-        )
+    drives = run.machine.drives
     total = tokens or planned.tokens * run.recipe.train.steps
     total_s = total / planned.tokens_per_s
     energy = f", {planned.watts() * total_s / 3.6e6:,.3g} kWh" if planned.watts() else ""
-    yield f"{count(total)} tokens take {seconds(total_s)}{energy}"
+    price = run.machine.nodes.price_per_h
+    price_of_all = ""
+    if price is not None:
+        price_of_all = f", at a cost of {price * run.machine.nodes.count * total_s / 3600:,.4g}"
+    yield f"{count(total)} tokens take {seconds(total_s)}{energy}{price_of_all}"
     if written := planned.written_per_day():
         last = planned.drives_last_s()
         per_day = written / max(1, drives.per_node) / drives.memory
@@ -432,12 +513,15 @@ def cost_lines(planned: PlannedRun, tokens: float | None = None) -> Iterator[str
     yield f"planned in {planned.planning_s:.2g} s, without reading a weight"
 
 
-def _change_table(planned: PlannedRun, rows: Sequence[Change]) -> Table:
-    table = _table("to be faster", "tokens/s", "gain", "bottleneck then")
+def _change_table(planned: PlannedRun, rows: Sequence[Change], title: str) -> Table:
+    table = _table(title, "tokens/s", "gain", "bottleneck then")
     for row in rows:
-        gain = row.tokens_per_s / planned.tokens_per_s - 1
+        gain = row.planned.tokens_per_s / planned.tokens_per_s - 1
         table.add_row(
-            Text(row.what), Text(f"{row.tokens_per_s:,.0f}"), Text(f"{gain:+.0%}"), Text(row.bottleneck)
+            Text(row.what),
+            Text(f"{row.planned.tokens_per_s:,.0f}"),
+            Text(f"{gain:+.0%}"),
+            Text(row.planned.cost.bottleneck),
         )
     return table
 

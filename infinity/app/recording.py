@@ -6,11 +6,20 @@ ask of the prefetcher, of backward's pins and of gradients is written down betwe
 asked of the runtime's own :class:`Prefetcher`, with the sizes, homes and window that a run would have. So the
 trace is the runtime's own, and a record, which knows neither sizes nor windows, can be made of a few blocks:
 see :mod:`infinity.app.repeats`.
+
+[Note: micro-batches in a block]
+A layer schedule takes all micro-batches of a step through a block before the next one. So what a block was
+given is there for all of them until its backward; also, while one of them is in the block's backward, or in
+what follows the last block, the gradients of what the block returned and was given. What is inside a block is
+there for one of them. All that is recorded is one micro-batch: a block is taken to return as many bytes as
+the next one is given. What all blocks are given (angles, masks) depends on the sequences if these have
+positions or a mask of their own.
 """
 
 import gc
 import sys
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,13 +36,13 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.activations.blocks import NamedBlock, tracked
 from infinity.activations.logits import Mode
-from infinity.activations.profiler import Profiler, Recording, nodes_made, running_node
+from infinity.activations.profiler import Life, Profiler, Recording, nodes_made, running_node
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
 from infinity.app.models.causal import CausalLoss
 from infinity.app.operators import Operation, Touches
 from infinity.core.errors import CheckpointError, library_errors
 from infinity.core.plan import Place
-from infinity.core.profile import Phase, SlotKey
+from infinity.core.profile import Kind, Phase, SlotKey
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -47,6 +56,11 @@ _WHY = "the model cannot be planned without values, since what its forward does 
 
 
 # --- the record --------------------------------------------------------------------------------------
+
+
+def _is_own(life: Life) -> bool:
+    """Whether a storage is the step's own: no weight, and nothing that it was given."""
+    return life.kind in (Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT)
 
 
 class Do(Enum):
@@ -135,19 +149,46 @@ class Record:
     begins: list[Cut] = field(default_factory=list)
     returns: dict[int, Cut] = field(default_factory=dict)
 
-    def peak_nbytes(self) -> int:
-        """The most bytes of the step's own storages at one time."""
-        changes: dict[int, int] = {}
-        for life in self.profiled.storages.lives:
-            if life.kind.value in ("working", "activation", "gradient"):
-                changes[life.born] = changes.get(life.born, 0) + life.nbytes
-                if life.died is not None:
-                    changes[life.died] = changes.get(life.died, 0) - life.nbytes
+    def peak_nbytes(self, micro_batches: int = 1, *, apart: bool = False) -> int:
+        """The most bytes of the step's own storages at one time.
+
+        Args:
+            micro_batches: That go through a block together: see [Note: micro-batches in a block].
+            apart: Sequences have positions or a mask of their own.
+        """
+        lives = filter(_is_own, self.profiled.storages.lives)
+        spans = [(life.born, life.died, life.nbytes) for life in lives]
+        waiting = self._waiting(apart=apart)
+        spans += [(born, died, (micro_batches - 1) * nbytes) for born, died, nbytes in waiting]
+        changes = defaultdict[int, int](int)
+        for born, died, nbytes in spans:
+            changes[born] += nbytes
+            if died is not None:
+                changes[died] -= nbytes
         there = most = 0
         for at in sorted(changes):
             there += changes[at]
             most = max(most, there)
         return most
+
+    def _waiting(self, *, apart: bool) -> Iterator[tuple[int, int | None, int]]:
+        """Yield from when to when a micro-batch has how many bytes while another one is in a block."""
+        lives, marks = self.profiled.storages.lives, self.profiled.regions
+        takers = Counter(index for mark in marks for index in mark.inputs if _is_own(lives[index]))
+        given = [sum(lives[i].nbytes for i in mark.inputs if takers[i] == 1) for mark in marks]
+        returned = [*given[1:], *given[-1:]]
+        forward_end = sum(call.phase is Phase.FORWARD for call in self.profiled.calls)
+        end = len(self.profiled.calls)
+        began = [self.returns[at].calls if at in self.returns else end for at in range(len(marks))]
+        for index, count in takers.items():
+            life = lives[index]
+            if count == 1 or apart:
+                yield life.born, None if life.died is None else max(life.died, began[-1]), life.nbytes
+        for at, ended in enumerate([end, *began][: len(marks)]):
+            yield began[at], ended, given[at] + returned[at]  # gradients
+        if marks:
+            yield marks[-1].end, began[-1], returned[-1]
+            yield forward_end, began[-1], returned[-1]  # its gradient
 
     @property
     def again_flops(self) -> float:

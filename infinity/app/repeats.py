@@ -409,6 +409,8 @@ def derive(some: Record, chosen: Chosen, params: "_Parameters", names: Sequence[
     derived = _Derived(some, whole, before, before.repeated(chosen), chosen, params, names)
     for way, at in _order(chosen.blocks):
         _Stretch(derived, way, at).copy()
+        if way == _BACKWARD:
+            whole.returns[at] = derived.after.bounds(way, at)[0]
     profiled = whole.profiled
     profiled.phase, profiled.region = Phase.BACKWARD, 2 * chosen.blocks
     last, ended = _Stretch(derived, _FORWARD, chosen.blocks - 1), some.profiled.forward_end_node

@@ -276,7 +276,8 @@ class UnitBudget:
         if self.device_nbytes is not None and made.total > self.device_nbytes:
             raise BudgetError(
                 f"memory.device is {format_nbytes(self.device_nbytes)}; units alone require "
-                f"{format_nbytes(made.least)} ({made.least} bytes). Raise memory.device"
+                f"{format_nbytes(made.least)} ({made.least} bytes), and what a step makes beside them comes "
+                "on top. Raise memory.device"
             )
         self.host = host
         bound = self._most_nbytes()

@@ -20,7 +20,8 @@ from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.nbytes import format_nbytes
+from infinity.core.plan import Hardware
+from infinity.core.profile import Profile
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import free_host_nbytes, total_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
@@ -37,6 +38,7 @@ from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
+from infinity.planner.policies import device_error
 from infinity.shards.on_device import DeviceShards
 from infinity.shards.tiers import Tiers
 from infinity.shards.updates import Updates
@@ -292,15 +294,10 @@ class StepExecutor:
             self.budget.divide_beside(-self.ranks.least(-kept_nbytes, "memory.device"))
             self._apply_division()
 
-    def refuse(self, error: BudgetError) -> BudgetError:
-        """Return ``error``, which no plan escapes, with the share that units need."""
-        if self.budget.device_nbytes is None:
-            return error
-        least = self.budget.division.least
-        return BudgetError(
-            f"memory.device is {format_nbytes(self.budget.device_nbytes)}, of which units need at least "
-            f"{format_nbytes(least)} ({least} bytes). For the rest: {error}"
-        )
+    def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
+        """Return the error of a ``memory.device`` that leaves no plan enough beside units."""
+        assert self.budget.device_nbytes is not None
+        return device_error(profile, hardware, self.budget.device_nbytes, self.budget.division.least)
 
     # --- the step ----------------------------------------------------------------------------
 

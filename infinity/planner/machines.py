@@ -26,6 +26,9 @@ class NodesConfig:
 
     name: str = setting("this machine", "name in tables")
     count: int = setting(1, "nodes", valid=Valid(least=1, most=10**5))
+    price_per_h: float | None = setting(
+        None, "what an hour of one node costs; null: not known", valid=Valid(least=0, most=10**7)
+    )
 
     def __post_init__(self) -> None:
         check(self)

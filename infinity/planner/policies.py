@@ -155,8 +155,20 @@ def budget_error(
         )
     return BudgetError(
         f"no plan keeps what a step makes in device memory within {wanted}; the smallest budget that can be "
-        f"kept is {_in_bytes(least)}, because of {_fullest_operator(profile, hardware)}. Raise memory.device "
-        "to that, or make micro-batches or sequences smaller"
+        f"kept is {_in_bytes(least)}, because of {_fullest_operator(profile, hardware)}. Raise the budget to "
+        "that, or make micro-batches or sequences smaller"
+    )
+
+
+def device_error(profile: Profile, hardware: Hardware, device_nbytes: int, units_nbytes: int) -> BudgetError:
+    """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``."""
+    least = smallest_budget(profile, hardware)
+    return BudgetError(
+        f"memory.device is {format_nbytes(device_nbytes)}; at least {_in_bytes(units_nbytes + least)} is "
+        f"required: {format_nbytes(units_nbytes)} for units, and {format_nbytes(least)} for what a step "
+        "makes beside them, however its activations are planned, because of "
+        f"{_fullest_operator(profile, hardware)}. Raise memory.device, or make micro-batches or "
+        "sequences smaller"
     )
 
 

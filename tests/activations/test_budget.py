@@ -151,11 +151,15 @@ def test_a_budget_alone_is_enough_to_be_planned_for():
 def test_a_budget_that_no_plan_meets_is_an_error_that_says_which_one_is(tmp_path, measured):
     _, least, units = measured
     overrides = streaming(tmp_path, f"memory.device={units + least // 2}", "memory.activations=plan")
-    with pytest.raises(infinity.BudgetError, match=r"units need at least .* smallest budget") as refused:
+    with pytest.raises(infinity.BudgetError, match=r"memory.device is .* for units, and") as refused:
         steps(overrides)
-    [said] = re.findall(r"can be kept is .*?\((\d+) bytes\)", str(refused.value))
-    assert int(said) == pytest.approx(least, rel=0.05)
     assert "because of operator" in str(refused.value)
+    [said] = re.findall(r"at least .*?\((\d+) bytes\)", str(refused.value))
+    assert int(said) == pytest.approx(units + least, rel=0.05)
+    activations, division = steps(streaming(tmp_path, f"memory.device={said}", "memory.activations=plan"))
+    assert division.total + activations.metered_nbytes <= int(said)
+    with pytest.raises(infinity.BudgetError, match=said):
+        steps(streaming(tmp_path, f"memory.device={int(said) - 1}", "memory.activations=plan"))
 
 
 @pytest.mark.slow
@@ -219,7 +223,7 @@ def test_a_budget_that_no_plan_meets_is_the_same_error_on_every_rank(tmp_path, m
     overrides = streaming(tmp_path, f"memory.device={2 * units + least // 2}", "memory.activations=plan")
     ranks = run_ranks(_refusal_of_rank, 2, overrides)
     assert ranks[0] == ranks[1]
-    assert "smallest budget" in ranks[0]
+    assert "at least" in ranks[0]
 
 
 def _refusal_of_rank(overrides):

@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import re
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from infinity.app.models.causal import CausalLoss
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import built
 from infinity.app.views import Views
+from infinity.core.budget import DeviceBudget
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.partition.builder import LEAST_SHARD_NBYTES
@@ -26,6 +30,7 @@ from infinity.planner.step import plan_of
 from tests.helpers import quantized
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
+from tests.helpers.training import small_units
 
 GPT = ["model.n_layers=4", "model.d_model=64", "model.n_heads=4", "model.seq_len=32", "train.batch_size=2"]
 MACHINE = load_machine("vm-2core")
@@ -266,6 +271,99 @@ def test_the_peak_of_activations_is_that_of_a_run(overrides: list[str], tmp_path
     recipe = recipe_for(tmp_path, "memory.resident=false", *overrides)
     planned, real = dry_run(recipe, MACHINE, 1).trace.peak_nbytes, metered(recipe)
     assert planned == pytest.approx(real, abs=64)
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A run whose micro-batches go through a block together.
+
+    Attributes:
+        peak_nbytes: The most that storages of a step take at one time.
+        moved: Bytes that the plan of the last step says are read and written.
+        window_nbytes: What gathered units may take.
+    """
+
+    peak_nbytes: int
+    moved: tuple[int, int]
+    window_nbytes: int
+    division: DeviceBudget
+
+
+def layered(recipe: Recipe) -> Layered:
+    """Train ``recipe`` for some steps of the layer schedule."""
+    rows, length = recipe.train.accumulate * recipe.train.batch_size, recipe.model.seq_len
+    with built(recipe, None, Views()) as (model, optimizer):
+        model.train()
+        scheduled = infinity.layer_schedule(model, recipe.train.accumulate, CausalLoss(model))
+        tokens = torch.randint(256, (rows, length))
+        halves = torch.arange(length).remainder(length // 2).expand(rows, length).contiguous()
+        given = (tokens, tokens, halves) if recipe.data.packing else (tokens, tokens)
+        for _ in range(3):
+            with MemoryMeter() as meter:
+                scheduled(*given).losses.sum().backward()
+            optimizer.step()
+            report = optimizer.report()
+        executor = optimizer.runtime.executor()
+        moved = report.planned_nbytes_read, report.planned_nbytes_written
+        window_nbytes = executor.prefetcher.capacity_nbytes
+        return Layered(meter.peak_nbytes(), moved, window_nbytes, executor.budget.division)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    few(
+        (["model.n_layers=4"],),
+        [
+            ["model.n_layers=4"], ["llama"], ["llama", "data.packing=true"], ["llama", "lora.rank=2"],
+            ["model.n_layers=6", "memory.device=1MiB"],
+        ],
+    ),
+    ids=" ".join,
+)  # fmt: skip
+def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[str], tmp_path: Path) -> None:
+    """In memory there are the inputs of all blocks, for all of them; units are read as for one."""
+    more = [*GPT, "model.seq_len=128", "train.schedule=layer"]
+    if overrides[0] == "llama":
+        more += [llama(tmp_path), "model.n_layers=6", "model.d_model=384", "model.n_heads=6"]
+    more += [each for each in overrides if each != "llama"]
+    peaks = []
+    for accumulate in (2, 8):
+        recipe = recipe_for(tmp_path, "memory.resident=false", *more, f"train.accumulate={accumulate}")
+        planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
+        cost = play_step(planned.trace, planned.setup)
+        assert (cost.nbytes["NVMe read"], cost.nbytes["NVMe write"]) == real.moved
+        assert planned.division.window == real.window_nbytes
+        assert replace(planned.division, window=0) == replace(real.division, window=0)
+        assert planned.trace.peak_nbytes == pytest.approx(real.peak_nbytes, rel=0.06)
+        peaks.append(planned.trace.peak_nbytes)
+    given = 2 * 128 * 64 * 2  # what a block is given of a micro-batch
+    assert peaks[1] - peaks[0] >= 6 * (len(planned.profile.blocks) + 1) * given
+
+
+def test_a_window_that_cannot_keep_a_block_is_the_error_of_a_run_and_of_its_plan(tmp_path: Path) -> None:
+    more = [*GPT, "memory.resident=false", "train.schedule=layer", "train.accumulate=2"]
+    more += ["partition.tile=never"]
+
+    def refused(nbytes: int, act: Callable[[Recipe], object]) -> int:
+        """By how much ``memory.device`` must be raised."""
+        try:
+            with small_units(4000):
+                act(recipe_for(tmp_path, *more, f"memory.device={nbytes}"))
+        except BudgetError as error:
+            [least] = re.findall(r"(?:at least|Raise it by) .*?\((\d+) bytes\)", str(error))
+            return int(least) - nbytes if "at least" in str(error) else int(least)
+        return 0
+
+    def plan(recipe: Recipe) -> DryRun:
+        return dry_run(recipe, MACHINE, 1)
+
+    nbytes = 1024
+    for _ in range(2):  # of units in flight, then of a block
+        missing = refused(nbytes, plan)
+        assert missing == refused(nbytes, layered) > 0
+        assert refused(nbytes + missing - 1, plan) > 0
+        nbytes += missing
+    assert refused(nbytes, plan) == refused(nbytes, layered) == 0
 
 
 @pytest.mark.parametrize("kind", few(("gpt_oss",), ("qwen3_fp8", "gpt_oss", "gptq")))

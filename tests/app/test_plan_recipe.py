@@ -4,7 +4,7 @@ import io
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,22 @@ from rich.console import Console
 from infinity.app import plan_recipe as module
 from infinity.app.machines import load_machine
 from infinity.app.models.causal import CausalLoss
-from infinity.app.plan_recipe import PlannedRun, changes, cost_lines, plan_recipe, predict, show_recipe
+from infinity.app.plan_recipe import (
+    PlannedRun,
+    changes,
+    cost_lines,
+    plan_recipe,
+    predict,
+    show_recipe,
+    ways_to_fit,
+)
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import built
 from infinity.app.views import Views
 from infinity.cli import main
-from infinity.core.errors import BudgetError, CheckpointError
+from infinity.core.errors import BudgetError, CheckpointError, RecipeError
 from infinity.observe.summary import PredictedStep
+from infinity.planner.machines import Machine
 from tests.test_bytes import settled
 
 SMALL = ["model.n_layers=2", "model.d_model=64", "model.n_heads=2", "model.seq_len=64", "train.batch_size=2"]
@@ -161,13 +170,104 @@ def test_changes_are_plans_of_their_own_and_only_those_that_gain() -> None:
     planned = plan_recipe(load_recipe(RECIPE, SMALL), machine, 8)
     assert planned.cost.bottleneck.startswith("NVMe")
     found = {change.what.partition(" in each")[0]: change for change in changes(planned)}
-    gains = [change.tokens_per_s for change in changes(planned)]
+    gains = [change.planned.tokens_per_s for change in changes(planned)]
     assert gains == sorted(gains, reverse=True)
     assert min(gains) > planned.tokens_per_s
     more = replace(machine, drives=replace(machine.drives, per_node=9))
     alone = plan_recipe(load_recipe(RECIPE, SMALL), more, 8)
-    assert found["one more drive"].tokens_per_s == pytest.approx(alone.tokens_per_s, rel=1e-6)
+    assert found["one more drive"].planned.tokens_per_s == pytest.approx(alone.tokens_per_s, rel=1e-6)
     assert 1.05 < alone.tokens_per_s / planned.tokens_per_s < 9.1 / 8
+
+
+def planned_with(keys: str, on: str, ranks: int, *given: str) -> PlannedRun:
+    """The plan that a person gets who writes ``keys`` beside what was ``given``."""
+    sections = tuple(f"{each.name}." for each in fields(Machine))
+    every = [*given, *keys.split()]
+    of_machine = [each for each in every if each.startswith(sections)]
+    recipe = load_recipe(RECIPE, [*SMALL, *(each for each in every if each not in of_machine)])
+    return plan_recipe(recipe, load_machine(on, of_machine), ranks)
+
+
+#: Machine, ranks, keys, and words of changes that must be among those that gain.
+CHANGED: dict[str, tuple[str, int, list[str], set[str]]] = {
+    "drives": (
+        "hgx-h100", 8, ["drives.read_bytes_per_s=1e8", "drives.write_bytes_per_s=1e8"],
+        {"drives.per_node=9", "drives.per_node=16", "train.batch_size", "train.accumulate"},
+    ),
+    "host memory": (
+        "vm-2core", 1,
+        ["drives.read_bytes_per_s=1e7", "drives.write_bytes_per_s=1e7", "drives.mixed_bytes_per_s=1e7",
+         "host.memory=8MiB", "memory.host=1MiB", "memory.resident=true", "partition.tile=never"],
+        {"(memory.host=4MiB)", "host.memory=16MiB memory.host=8MiB"},
+    ),
+    "layers": (
+        "vm-2core", 1,
+        ["train.accumulate=4", "drives.read_bytes_per_s=1e7", "drives.mixed_bytes_per_s=1e7",
+         "memory.device=1302528", "memory.activations=recompute", "model.n_layers=6"],
+        {"memory.activations=null train.schedule=layer"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_change_gains_what_the_plan_with_its_keys_says(case: str) -> None:
+    on, ranks, given, wanted = CHANGED[case]
+    found = list(changes(planned_with("", on, ranks, *given)))
+    assert all(any(words in each.what for each in found) for words in wanted), [each.what for each in found]
+    for change in found:
+        keys = re.findall(r"\(([^()]+)\)$", change.what)[0]
+        again = planned_with(keys, on, ranks, *given)
+        assert again.tokens_per_s == pytest.approx(change.planned.tokens_per_s, rel=1e-9), change.what
+
+
+def test_what_does_not_fit_is_said_with_keys_that_make_it_fit() -> None:
+    wide = ["train.batch_size=64", "model.seq_len=128"]
+    tight = {
+        "device memory": (
+            ["devices.memory=1060MiB", *wide],
+            {"memory.activations=plan memory.device=36MiB"},
+        ),
+        "on the drives": (["drives.memory=256KiB", "memory.resident=false"], {"drives.per_node="}),
+        "host memory": (["memory.host=40GiB", "host.memory=256GiB"], {"memory.host=16GiB"}),
+    }
+    for words, (given, wanted) in tight.items():
+        planned = planned_with("", "hgx-h100", 8, *given)
+        [line] = [line for line in cost_lines(planned) if "does not fit" in line]
+        assert words in line
+        ways = list(ways_to_fit(planned))
+        assert all(any(keys in way.what for way in ways) for keys in wanted), [way.what for way in ways]
+        for way in ways:
+            again = planned_with(way.what, "hgx-h100", 8, *given)
+            assert not any(again.missing())
+            assert again.tokens_per_s == pytest.approx(way.planned.tokens_per_s, rel=1e-9)
+    assert not list(ways_to_fit(planned_with("", "hgx-h100", 8)))
+
+
+def test_the_device_memory_that_no_plan_for_activations_can_do_without_is_named_to_the_byte() -> None:
+    # auto computes logits whole as soon as they may fit, which takes more
+    more = ["train.batch_size=16", "memory.activations=plan", "memory.resident=false", "memory.logits=slices"]
+
+    def refused(nbytes: int) -> int:
+        try:
+            planned_with(f"memory.device={nbytes}", "vm-2core", 1, *more)
+        except BudgetError as error:
+            [least] = re.findall(r"(?:at least|alone require) .*?\((\d+) bytes\)", str(error))
+            return int(least)
+        return 0
+
+    of_units = refused(2**16)
+    of_all = refused(of_units)
+    assert of_all > of_units > 2**16
+    assert refused(of_all - 1) == of_all
+    assert refused(of_all) == 0
+
+
+def test_keys_of_the_hardware_stand_beside_those_of_the_recipe() -> None:
+    text = shown("drives.per_node=3", "nodes.price_per_h=20", tokens=1e9)
+    assert "3 drives" in text
+    assert re.search(r"^1 B tokens take .* kWh, at a cost of \d", text, re.M)
+    with pytest.raises(RecipeError, match=r"drives\.per_node=3: a key of hardware files; name one with --on"):
+        show_recipe(RECIPE, [*SMALL, "drives.per_node=3"], Console())
 
 
 def test_a_plan_for_activations_keeps_the_budget_and_stores_what_it_says() -> None:
