@@ -493,8 +493,13 @@ def _looked_at(folder: Path) -> ListedRun:
         if state != "finished":  # what is there then is another run's
             directories = drive_directories(recipe, folder.name)
         committed = committed_step(recipe, folder.name) if state == "interrupted" else None
-    step = last_step(folder / METRICS) if committed is None else committed
-    changed_s = max(path.lstat().st_mtime for path in (folder, *folder.glob("*.*")))
+    step, changed_s = committed or 0, 0.0
+    if committed is None:
+        with contextlib.suppress(OSError):  # no file, or one that cannot be read
+            step = last_step(folder / METRICS)
+    for path in (folder, *folder.glob("*.*")):
+        with contextlib.suppress(OSError):  # removed just now, as a run's lock is when it ends
+            changed_s = max(changed_s, path.lstat().st_mtime)
     return ListedRun(folder, state, step, steps, directories, changed_s)
 
 

@@ -14,8 +14,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +68,7 @@ class Peers:
     def __init__(self, rank: int, world_size: int, on_end: Callable[[str, bool], None]) -> None:
         self.rank, self.world_size, self._on_end = rank, world_size, on_end
         self._lock = threading.Lock()  # a connection carries one question at a time
+        self._patience_s = _PATIENCE_S
         self._store, self._prefix = _own_store(), f"infinity/{next(_made)}"
         self._here: list[int] | None = None  # ranks of this machine, once they were looked for
         self._me = Entry(pid=os.getpid(), host=socket.gethostname(), machine=_machine())
@@ -82,7 +83,7 @@ class Peers:
             if self._me.failed or (self._me.end and not failed):
                 return
             self._publish(replace(self._me, end=end, failed=failed))
-            with self._lock:
+            with self._asking():
                 self._store.add(f"{self._prefix}/{'failed' if failed else 'ended'}", 1)
 
     def explain(self) -> str:
@@ -93,7 +94,10 @@ class Peers:
             try:
                 entries = self._others()
             except RuntimeError:
-                return "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended"
+                return (
+                    "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended or "
+                    "is stopped"
+                )
             first = first or entries
             told = _told(entries) or _gone(entries, self._me.machine)
             if told:
@@ -118,7 +122,7 @@ class Peers:
     def close(self) -> None:
         """End the thread; the entry stays."""
         self._ending.set()
-        self._thread.join(2 * _PATIENCE_S)
+        self._thread.join(2 * self._patience_s)
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -127,7 +131,7 @@ class Peers:
         while not self._ending.wait(BEAT_S):
             try:
                 self._publish(replace(self._me, beat=self._me.beat + 1))
-                with self._lock:
+                with self._asking():
                     failed = self._store.add(f"{self._prefix}/failed", 0)
                     counts = failed, self._store.add(f"{self._prefix}/ended", 0)
                 others = {} if counts == heard else self._others()
@@ -140,8 +144,24 @@ class Peers:
 
     # --- the store ---------------------------------------------------------------------------
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Use the connection alone in this block.
+
+        Raises:
+            RuntimeError: A question before is not answered: torch waits without end for a stopped process.
+        """
+        if not self._lock.acquire(timeout=self._patience_s):
+            self._patience_s = 0.0  # nor will it answer the next one
+            raise RuntimeError("the store does not answer")
+        try:
+            self._patience_s = _PATIENCE_S
+            yield
+        finally:
+            self._lock.release()
+
     def _publish(self, entry: Entry) -> None:
-        with self._lock:
+        with self._asking():
             end = self._me if self._me.end and not entry.end else entry  # a beat must not unsay an end
             self._me = replace(entry, end=end.end, failed=end.failed)
             self._store.set(f"{self._prefix}/{self.rank}", json.dumps(asdict(self._me)))
@@ -149,7 +169,7 @@ class Peers:
     def _others(self, ranks: Iterable[int] | None = None) -> dict[int, Entry]:
         """The entries of other ``ranks``, of all by default, as far as they wrote one."""
         found = {}
-        with self._lock:
+        with self._asking():
             for rank in range(self.world_size) if ranks is None else ranks:
                 key = f"{self._prefix}/{rank}"
                 if rank != self.rank and self._store.check([key]):

@@ -156,6 +156,7 @@ class Hooks:
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
+        self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
 
     @property
     def recorded(self) -> bool:
@@ -519,6 +520,10 @@ class Hooks:
         self._leave_backward()
 
     def _leave_backward(self) -> None:
+        for param, placeholder in self._dropped:
+            if param.grad is None:  # torch.autograd.grad: what was received before it is still there
+                param.grad = placeholder
+        self._dropped.clear()
         self._backward, self._leaf = None, ()
         self._leaf_calls.clear()
         self.pins.drop()
@@ -545,6 +550,7 @@ class Hooks:
         self._enter_backward()  # not later: what a pass before left in .grad goes before this one adds to it
         self.gradients.check_received(param)
         if type(param.grad) is ReleasedGradient:
+            self._dropped.append((param, param.grad))
             param.grad = None
 
     def _take_gradient(self, param: nn.Parameter) -> None:

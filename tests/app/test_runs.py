@@ -308,6 +308,25 @@ def test_runs_are_listed_with_state_step_size_and_age(capsys: pytest.CaptureFixt
     assert "none: No such file or directory; wanted a directory of runs" in capsys.readouterr().err
 
 
+def test_runs_are_listed_though_one_has_no_readable_metrics_and_one_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("other", "ending"):
+        interrupt(recipe(f"run.name={name}"), logged=2, name=name)
+    Path("runs/other", METRICS).unlink()
+    Path("runs/other", METRICS).mkdir()
+    look = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path.parent.name == "ending" and path.name == LOCK:
+            path.unlink()  # its process has just ended
+        return look(path)
+
+    Path("runs/ending", LOCK).touch()
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert {run.folder.name: run.step for run in list_runs(Path("runs"))} == {"other": 0, "ending": 2}
+
+
 def test_removing_asks_and_takes_the_folder_and_the_files_on_the_drive(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,28 @@ def test_autograd_grad_between_backward_and_step(tmp_path, place):
 
 @NVME
 @CLIP
+def test_autograd_grad_with_respect_to_parameters_leaves_the_gradients_that_wait_for_step(
+    tmp_path, place, clip
+):
+    with lockstep(place, tmp_path, rule=Rule(max_grad_norm=clip)) as pair:
+        for number in (0, 10):
+            slopes = []
+            for model in (pair.model, pair.plain.model):
+                last = list(model.last.parameters())
+                with infinity.no_sync(pair.model):
+                    model(**batch(number)).loss.backward()
+                loss = model(**batch(number + 1)).loss
+                slopes += torch.autograd.grad(loss, last, retain_graph=True)
+                loss.backward()
+                slopes += torch.autograd.grad(model(**batch(number + 2)).loss, last)
+            assert all(torch.equal(a, b) for a, b in zip(slopes[:4], slopes[4:], strict=True))
+            pair.optimizer.step()
+            pair.plain.finish([])
+        pair.check()
+
+
+@NVME
+@CLIP
 def test_a_gradient_penalty_differentiates_twice(tmp_path, place, clip):
     with lockstep(place, tmp_path, rule=Rule(max_grad_norm=clip)) as pair:
         for number in range(3):
