@@ -12,11 +12,14 @@ from torch import nn
 import infinity
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.accelerator import on_stream, use_own_stream
-from infinity.device.memory import HostBuffer
+from infinity.device.memory import DevicePool, HostBuffer, HostPool
+from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.unit import StoredForm
 from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
+from tests.partition.test_mover import ShardsOnDisk, make_unit
 
 
 @simulated
@@ -65,6 +68,25 @@ def test_memory_that_is_locked_already_is_refused_and_nothing_after_it() -> None
         buffer._lock()
     torch.ones(3, device=device)
     buffer.close()
+
+
+@simulated
+def test_stored_bytes_of_a_tile_that_is_not_used_are_overwritten_after_they_were_decoded() -> None:
+    simulator.reset("lazy")
+    device, units = torch.device("sim", 0), [make_unit(0), make_unit(1)]
+    for unit in units:
+        unit.stored = StoredForm(8192, 8192, 0, lambda stored, flat: flat.copy_(stored[: flat.numel()]))
+    pool, staging = DevicePool(2**20, device), Staging(HostPool(2**20, device=device), 8192, device)
+    shards = ShardsOnDisk(bytes(8192))
+    mover = UnitMover(units, shards, pool, staging, None, lambda cause, wait: wait())
+    mover.start_stored(0)
+    mover.decode(0)
+    mover.release(0)  # the thread that computes has not waited for what decodes
+    mover.start_stored(1)  # in the same memory
+    mover.release(1)
+    assert simulator.races == []
+    mover.close()
+    shards.engine.close()
 
 
 def move_between_steps(folder: str) -> None:

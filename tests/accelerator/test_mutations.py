@@ -20,7 +20,9 @@ EXEMPT = {
     "device/memory.py BufferPool._await_lease": "without it the thread looks again and again",
     "device/memory.py DevicePool.unmap_leased": "only training that has failed leaves leases",
     "nvme/engines/gds_engine.py": "needs GPUDirect Storage",
-    "partition/mover.py UnitMover._decode: stored.lease.record_use (1)": "only of tiles that are not used",
+    "partition/mover.py UnitMover._decode: stored.lease.record_use (1)": (
+        "only of tiles that are not used; test_device.py shows it"
+    ),
 }
 #: Scenarios in which a call is looked for, by the beginning of its place.
 SCENARIOS = {

@@ -304,6 +304,35 @@ def test_gradients_that_are_open_at_one_time_have_room_in_the_least_budget(
     assert_bitwise(found, reference(seeded(Nest), wide_batch, steps=3, rule=rule))
 
 
+class WideInside(nn.Module):
+    """Modules inside each other, and in the innermost one wider ones, which run one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = nn.Sequential(*(nn.Sequential(nn.Linear(48, 160), nn.Linear(160, 48)) for _ in range(6)))
+        self.nested = Nested(9, wide)
+
+    forward = Nest.forward
+
+
+def test_gradients_that_speculation_keeps_in_memory_have_room_beside_those_that_are_open(
+    tmp_path, monkeypatch
+):
+    impatient(monkeypatch)
+    rule = Rule(max_grad_norm=1e9)
+
+    def trained(nbytes: int) -> training.Trained:
+        where = streaming(tmp_path, f"memory.device={nbytes}", "memory.versions=2", "memory.activations=keep")
+        return train(seeded(WideInside), wide_batch, where, steps=3, rule=rule)
+
+    with pytest.raises(BudgetError) as raised:
+        trained(1024)
+    found = trained(needed(raised) + 2**17)  # for gradients of some of the wider ones, which are the largest
+    gradients = sum(2 * param.numel() for param in WideInside().parameters())
+    assert all(each.speculated and 0 < each.spilled_nbytes < gradients for each in found.reports)
+    assert_bitwise(found, reference(seeded(WideInside), wide_batch, steps=3, rule=rule))
+
+
 def nested_on_a_rank(folder: str) -> None:
     rank = torch.distributed.get_rank()
 

@@ -22,6 +22,10 @@ class FakeShards:
         self.fetches: list[tuple[int, memoryview, Transfer]] = []
         self.residents: dict[int, FakeLease] = {}
         self.update = lambda: None
+        self.unused = threading.Event()
+
+    def wait_until_unused(self, unit):
+        self.unused.set()
 
     def fetch(self, unit, memory, start=0):
         self.fetches.append((unit.index, memory, Transfer()))
@@ -395,6 +399,41 @@ def test_beside_an_accelerator_a_unit_that_stays_is_updated_in_host_memory_and_c
     mover.release(0)
 
 
+def test_a_unit_that_stays_gives_all_back_when_it_is_released_after_its_update(staged):
+    mover, unit, shards, device, host = staged
+    mover.start(0)
+    mover.finish(0)
+    mover.stay(0)
+    mover.release(0)
+    assert shards.unused.is_set()
+    assert (unit.state, device.leased_nbytes, host.leased_nbytes) == (UnitState.ON_NVME, 0, 0)
+
+
+class FailedPeer:
+    """Another rank that fails in each gather, and may write on."""
+
+    def gather(self, index, name, bring):
+        failed = Transfer()
+        failed.finish(ConnectionError("a peer"))
+        return failed
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_memory_that_a_failed_peer_may_write_to_is_never_lent_again(stored, used):
+    unit, pool = make_unit(0), FakePool(2**20)
+    mover = UnitMover([unit], FakeShards(), pool, None, FailedPeer(), lambda cause, wait: wait())
+    if stored:
+        decoded_from_bytes(unit)
+    mover.start(0)
+    leased_nbytes = unit.nbytes + (unit.stored.nbytes if stored else 0)
+    with pytest.raises(ConnectionError):
+        (mover.finish if used else mover.release)(0)
+    mover.release(0)
+    assert (unit.state, pool.leased_nbytes) == (UnitState.ON_NVME, leased_nbytes)
+    mover.close()
+
+
 def test_beside_an_accelerator_a_shard_in_host_memory_is_uploaded_after_its_update(staged):
     mover, unit, shards, _, _ = staged
     unit.home, unit.lifecycle.state = Tier.HOST, UnitState.ON_HOST
@@ -463,7 +502,8 @@ def test_stored_bytes_in_host_memory_stay_there(parts):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
     units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
-    shards.residents[0] = FakePool(2**20).lease(units[0].stored.shard_nbytes, who="a shard")
+    host = FakePool(2**20)
+    shards.residents[0] = host.lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)
     mover.start_stored(0)
     assert pool.leased_nbytes == 0
@@ -474,5 +514,6 @@ def test_stored_bytes_in_host_memory_stay_there(parts):
         mover.release_decoded(0)
         assert units[0].state is UnitState.ON_HOST
     mover.release(0)
+    assert host.leased_nbytes == units[0].stored.shard_nbytes
     assert (shards.residents[0].tensor == 5).all()
     mover.close()

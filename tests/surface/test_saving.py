@@ -256,9 +256,8 @@ def test_gathered_with_modify_inside_a_step_is_an_error(tmp_path, place):
             pass
 
 
-@NVME
-def test_an_error_inside_gathered_leaves_the_step_its_plan_after_a_read_outside_a_call(tmp_path, place):
-    with lockstep(place, tmp_path) as pair:
+def test_an_error_inside_gathered_leaves_the_step_its_plan_after_a_read_outside_a_call(tmp_path):
+    with lockstep("nvme", tmp_path) as pair:
         pair.step(2)
         prefetcher = runtime_of(pair.model).executor().prefetcher
         prefetcher.training.follow(None)
