@@ -19,7 +19,7 @@ THEN = ("again", "zero_grad", "look")
 #: Trials of the fast suite, by scenario.
 FEW = {"nvme": 6, "host clipped recorded": 8}
 #: Of the long one; of the scenarios that are not named so many, else every line.
-MANY = 300
+MANY = 150
 EVERY_LINE = ("nvme clipped", "host")
 
 
@@ -57,7 +57,8 @@ def test_ctrl_c_at_some_lines_leaves_no_wrong_number(tmp_path, name):
 def test_ctrl_c_at_any_line_leaves_no_wrong_number(tmp_path, name):
     wrong, ways = play(name, tmp_path, None if name in EVERY_LINE else MANY)
     assert not wrong, "\n".join(wrong)
-    assert ways["went on"] > ways["said so"]
+    assert ways["went on"]
+    assert ways["said so"]
 
 
 def interrupt(*_, **__):
