@@ -126,15 +126,30 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        bookkeeping = self.runtime.bookkeeping
+        try:
+            with bookkeeping:
+                norm = self._reduce()
+            if norm is not None:
+                with bookkeeping.states:
+                    self._commit(norm)
+        finally:
+            bookkeeping.raise_held()
+        return loss
+
+    def _reduce(self) -> float | None:
         synced = self.runtime.executor().gradients.synced
         if self.scaler is not None and not self._scaled and synced:
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
         if synced:
             self._check_parameters()
-            self.runtime.tiers.settle(self.runtime.units)
-        norm = self.runtime.step(self.max_grad_norm)
-        if norm is None:
-            return loss
+            with self.runtime.bookkeeping.states:
+                self.runtime.tiers.settle(self.runtime.units)
+        self.runtime.values.end_load()
+        return self.runtime.executor().reduce()
+
+    def _commit(self, norm: float) -> None:
+        self.runtime.executor().commit(norm, self.max_grad_norm)
         self.grad_norm = norm
         self.skipped = norm in (float("inf"), float("-inf")) or norm != norm
         self.steps += not self.skipped
@@ -143,7 +158,6 @@ class AdamW(torch.optim.Optimizer):
         self._scaled = False
         if self.runtime.records.unrecorded:
             self.runtime.records.record(*self._small_state())
-        return loss
 
     def follow(self, **more: Stateful) -> None:
         """Follow more objects, such as schedulers, which need the optimizer first; before the first step.
@@ -277,13 +291,14 @@ class AdamW(torch.optim.Optimizer):
         for i, param in enumerate(params):
             if i in state:
                 _check_state(i, param, state[i])
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._connect()
-        fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
-        self.runtime.values.load_optimizer_fields(fields)
-        if self.scaler is not None and "loss_scaler" in state_dict:
-            self.scaler.load_state_dict(state_dict["loss_scaler"])
-        self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
+        with self.runtime.bookkeeping.states:
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            self._connect()
+            fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
+            self.runtime.values.load_optimizer_fields(fields)
+            if self.scaler is not None and "loss_scaler" in state_dict:
+                self.scaler.load_state_dict(state_dict["loss_scaler"])
+            self._go_on_from(max((int(each["step"]) for each in fields.values()), default=0))
 
     def restart(self, numbers: Sequence[Mapping[str, Any]], steps: int) -> None:
         """Go on after ``steps`` steps, with hyperparameters of each group; the state is in place."""

@@ -77,11 +77,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
     """
-    executor = runtime_of(model).executor()
-    executor.accumulate()
-    gradients = executor.gradients
-    before, gradients.syncing = gradients.syncing, False
+    runtime = runtime_of(model)
+    with runtime.bookkeeping.states:
+        runtime.executor().accumulate()
+    gradients = runtime.executor().gradients
+    before = gradients.syncing
     try:
+        gradients.syncing = False
         yield
     finally:
         gradients.syncing = before
@@ -111,17 +113,24 @@ def gathered(
             "call infinity.gathered after the block"
         )
     served = [runtime for runtime in runtimes() if runtime.units.holding(listed)]
-    with contextlib.ExitStack() as stack:
-        for runtime in served:
-            stack.enter_context(runtime.values.gathered(listed, modify))
-        yield
+    grad, stack = torch.is_grad_enabled(), contextlib.ExitStack()
+    try:
+        with stack:
+            for runtime in served:
+                stack.enter_context(runtime.values.gathered(listed, modify))
+            yield
+    except BaseException as error:  # Ctrl-C may come between the ends of two contexts
+        stack.__exit__(type(error), error, error.__traceback__)
+        torch.set_grad_enabled(grad)
+        raise
 
 
 def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
     """Return ``model.state_dict()`` with full values on rank 0, or on every rank; every rank must call."""
     values = runtime_of(model).values
-    before, values.every_rank = values.every_rank, every_rank
+    before = values.every_rank
     try:
+        values.every_rank = every_rank
         return model.state_dict()
     finally:
         values.every_rank = before

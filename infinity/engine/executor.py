@@ -19,6 +19,7 @@ from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
+from infinity.core.interrupts import Bookkeeping
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.plan import Hardware
 from infinity.core.profile import Profile
@@ -56,6 +57,7 @@ class StepExecutor:
         activations: What happens to saved tensors.
         config: Budgets and dtypes.
         stalls: Counts the training thread's waits; has the timeline.
+        bookkeeping: Of the training thread.
         clips: Whether gradients are clipped: then they are kept until ``step()``.
         before: The executor that this one replaces; None: the first.
         on_failure: Called with the error of an update, on the pipeline's thread.
@@ -75,11 +77,11 @@ class StepExecutor:
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: UnitsInUse,
         ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls,
-        timeline: Timeline, *, clips: bool, before: "StepExecutor | None",
+        timeline: Timeline, bookkeeping: Bookkeeping, *, clips: bool, before: "StepExecutor | None",
         on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
-        self.stalls, self.clips = stalls, clips
+        self.stalls, self.bookkeeping, self.clips = stalls, bookkeeping, clips
         self.on_demand = self.tiles_used = 0
         self.planned: tuple[int, int] | None = None
         self._update_mark = 0, 0
@@ -95,50 +97,79 @@ class StepExecutor:
                 shared=activations.policy == "plan", early=not clips and config.memory.versions == 2,
                 updates_nbytes=device_nbytes(rules.values(), ranks), states=config.memory.updates != "host",
             )  # fmt: skip
-            self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
-            stack.callback(self.device_pool.close)
             tiers.on_device = None
             if ranks.on_accelerator:
                 tiers.on_device = DeviceShards(storage.layout, ranks.device)
                 stack.callback(tiers.on_device.close)
-            pool = CountingPool(self.device_pool, stalls)
             self.host: HostPools | None = None
-            staging = None
+            self._staging: Staging | None = None
             if self.budget.host is not None:
                 self.host = HostPools.make(ranks.device)
                 for each in self.host:
                     stack.callback(each.close)
-                staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
+                self._staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
                 self._resize_host_pools()
-            order = StepOrder()
             self.updates = _make_updates(
-                tiers, rules, units, order, timeline, clips, config.durability.every, on_failure, stack
+                tiers, rules, units, timeline, clips, config.durability.every, on_failure, bookkeeping, stack
             )
             self.updates.spilled = self.budget.spilled  # an optimizer makes room for them
-            self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
-            stack.callback(self.mover.close)
-            streaming = [unit for unit in units if tiers.streams(unit)]
-            self.prefetcher = Prefetcher(
-                self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},
-                self.budget.division.window, self._can_stay(), order,
-                routed=[unit.index for unit in streaming if unit.routed],
-            )  # fmt: skip
-            pins = BackwardPins(self.prefetcher)
-            self.gradients = Gradients(
-                units, frozenset(unit.index for leaf in leaves.values() for unit in leaf),
-                self.prefetcher, pins, self.mover, self.updates, pool, self.host, ranks.collectives,
-                reduction_dtype(config, storage.layout.dtype), hold_weights=self.budget.hold_weights,
-            )  # fmt: skip
-            stack.callback(self.gradients.close)
-            self.hooks: Hooks = Hooks(units, leaves, activations) if before is None else before.hooks
-            self.hooks.connect(
-                self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
-            )
-            self._attach_residents(units, streaming)
+            hooks = None if before is None else before.hooks
+            self.hooks: Hooks = hooks or Hooks(units, leaves, activations, bookkeeping)
+            self._leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
+            self._reduction = reduction_dtype(config, storage.layout.dtype)
+            self._passes = stack.enter_context(contextlib.ExitStack())
+            self._begin_anew()
             activations.budget = self
             total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
             self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
             self.stack = stack.pop_all()
+
+    def _begin_anew(self) -> None:
+        """Make the parts that serve passes: they know of none."""
+        units, streaming = self.units, [unit for unit in self.units if self.tiers.streams(unit)]
+        with contextlib.ExitStack() as stack:
+            self.device_pool = _make_pool(self.budget.pool_nbytes, self.ranks)
+            stack.callback(self.device_pool.close)
+            pool = CountingPool(self.device_pool, self.stalls)
+            self.mover = UnitMover(
+                units, self.updates, pool, self._staging, self.ranks.collectives, self.stalls
+            )
+            stack.callback(self.mover.close)
+            self.prefetcher = Prefetcher(
+                self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},
+                self.budget.division.window, self._can_stay(), self.updates.order,
+                routed=[unit.index for unit in streaming if unit.routed],
+            )  # fmt: skip
+            pins = BackwardPins(self.prefetcher)
+            self.gradients = Gradients(
+                units, self._leaves, self.prefetcher, pins, self.mover, self.updates, pool, self.host,
+                self.ranks.collectives, self._reduction, hold_weights=self.budget.hold_weights,
+            )  # fmt: skip
+            stack.callback(self.gradients.close)
+            self.hooks.connect(
+                self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
+            )
+            self._attach_residents(units, streaming)
+            self._passes.push(stack.pop_all())
+
+    def forget_passes(self) -> None:
+        """Forget what passes and the step have in memory, whatever an interrupt left of it.
+
+        With one rank and no accelerator. What is still read or written goes with the buffers from before.
+        """
+        self.updates.wait_for_gradients()
+        self.updates.forget()
+        self.hooks.forget()
+        self._passes.close()
+        before = self.prefetcher
+        for unit in self.units:
+            if self.tiers.streams(unit):
+                unit.abandon()
+        self._begin_anew()
+        self.prefetcher.training.follow(before.training.plan)
+        self.prefetcher.inference.follow(before.inference.plan)
+        if self._blocks is not None:
+            self.hold_blocks(*self._blocks)
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
         """Let the parameters of units that do not stream view their shards, which are whole."""
@@ -181,10 +212,11 @@ class StepExecutor:
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
-        self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate, is there
-        self._divide_again(accumulates=False)
-        self._place_states()
-        self.updates.expect()
+        with self.bookkeeping.states:
+            self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
+            self._divide_again(accumulates=False)
+            self._place_states()
+            self.updates.expect()
 
     def _divide_again(self, *, accumulates: bool) -> None:
         """Make room for gradients that did not wait until now."""
@@ -301,8 +333,8 @@ class StepExecutor:
 
     # --- the step ----------------------------------------------------------------------------
 
-    def step(self, max_grad_norm: float | None) -> float | None:
-        """Commit the gradients of this step: their global norm, or None when there were none.
+    def reduce(self) -> float | None:
+        """Return the global norm of this step's gradients, which have come; None when there were none.
 
         Raises:
             ChangedFileError: Another program cut, replaced or removed a file of this run.
@@ -317,7 +349,10 @@ class StepExecutor:
         self.gradients.check()
         self.gradients.read_norms()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
-        norm = math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
+        return math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
+
+    def commit(self, norm: float, max_grad_norm: float | None) -> None:
+        """Commit the step whose gradients have this norm."""
         updated = set(self.updates.ready)
         if math.isfinite(norm):
             self._choose_interval(updated)
@@ -326,7 +361,10 @@ class StepExecutor:
                 self.stalls("update", self.updates.roll_back)
             if self.updates.spilled:
                 self.stalls("write", self.updates.land_held)
-            self.updates.commit(grad_scale)
+            if self.updates.computes:
+                self.bookkeeping.run_to_end(torch.no_grad()(partial(self.updates.commit, grad_scale)))
+            else:
+                self.updates.commit(grad_scale)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
         self._count_step()
@@ -335,7 +373,6 @@ class StepExecutor:
         self._divide_after_step()
         self._conclude_pass()
         self.updates.order.expect_only(updated)  # the states of others would be read ahead in vain
-        return norm
 
     def _choose_interval(self, updated: Container[int]) -> None:
         """Decide, on all ranks alike, which steps are recorded."""
@@ -421,8 +458,8 @@ def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
 
 
 def _make_updates(
-    tiers: Tiers, rules: Mapping[Tier, Rule], units: UnitIndex, order: StepOrder, timeline: Timeline,
-    clips: bool, every: int | None, on_failure: Callable[[BaseException], None],
+    tiers: Tiers, rules: Mapping[Tier, Rule], units: UnitIndex, timeline: Timeline, clips: bool,
+    every: int | None, on_failure: Callable[[BaseException], None], bookkeeping: Bookkeeping,
     stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
     """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
@@ -438,7 +475,7 @@ def _make_updates(
         )
         stack.callback(pipeline.close)
     return Updates(
-        tiers, rules[Tier.HOST], beside, pipeline, units, order, clips=clips,
+        tiers, rules[Tier.HOST], beside, pipeline, units, StepOrder(), clips=clips,
         two_versions=storage.memory.versions == 2, commits=storage.commits, on_failure=on_failure,
-        every=every,
+        every=every, section=bookkeeping.states,
     )  # fmt: skip

@@ -16,8 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.errors import StateError
+from infinity.core.interrupts import Bookkeeping
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
+from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledParameter, compute_in_tiles, compute_whole
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
@@ -32,6 +34,7 @@ class FullValues:
         tiers: Where their shards live.
         construction: The block in which the model is built.
         executor: Returns the executor that runs the model, made if there was none.
+        bookkeeping: Of the training thread.
 
     Attributes:
         every_rank: Give the values of ``state_dict()`` to every rank, not only to rank 0.
@@ -39,10 +42,11 @@ class FullValues:
 
     def __init__(
         self, units: UnitIndex, ranks: Ranks, tiers: Tiers, construction: Construction,
-        executor: Callable[[], StepExecutor],
+        executor: Callable[[], StepExecutor], bookkeeping: Bookkeeping,
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers = units, ranks, tiers
         self.construction, self._executor = construction, executor
+        self.bookkeeping = bookkeeping
         self.every_rank = False
         self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
@@ -60,33 +64,41 @@ class FullValues:
             self._executor().updates.drain()  # an update in flight would write over them
             self._executor().updates.records.land_residents()  # whose memory the block writes
         tiled = {id(s.whole): s.whole for unit in units for s in unit.segments if s.is_tile}
-        with contextlib.ExitStack() as stack:
-            for unit in units:
-                if not any(segment.is_tile for segment in unit.segments):
-                    stack.enter_context(self._full(unit, modify))
-            for param in tiled.values():
-                stack.enter_context(self._full_tiles(param, modify))
-            yield
+        grad, stack = torch.is_grad_enabled(), contextlib.ExitStack()
+        try:
+            with stack:
+                for unit in units:
+                    if not any(segment.is_tile for segment in unit.segments):
+                        stack.enter_context(self._full(unit, modify))
+                for param in tiled.values():
+                    stack.enter_context(self._full_tiles(param, modify))
+                yield
+        except BaseException as error:  # Ctrl-C may come between the ends of two contexts
+            stack.__exit__(type(error), error, error.__traceback__)
+            torch.set_grad_enabled(grad)
+            raise
 
     @contextlib.contextmanager
     def _full_tiles(self, param: nn.Parameter, modify: bool) -> Iterator[None]:
         """Let a parameter in tiles have its full values, those of an outer block if it is inside one."""
         placeholder, outer = param.data, type(param) is nn.Parameter
-        if not outer:
-            param.data = self._joined(param, param.device)
-            compute_whole(param)
         try:
+            if not outer:
+                param.data = self._joined(param, param.device)
+                compute_whole(param)
             with torch.no_grad():
                 yield
             self._executor()  # raises if the model was closed meanwhile
-            for unit, segment in self.units.places(param) if modify else ():
-                rows = segment.rows
-                with self._full(unit, modify=True):
-                    segment.param.copy_(param[rows.start : rows.stop])
+            with self.bookkeeping.states:
+                for unit, segment in self.units.places(param) if modify else ():
+                    rows = segment.rows
+                    with self._full(unit, modify=True):
+                        segment.param.copy_(param[rows.start : rows.stop])
         finally:
             if not outer:
-                param.data = placeholder
-                compute_in_tiles(param)
+                with self.bookkeeping.states:
+                    param.data = placeholder
+                    compute_in_tiles(param)
 
     def _joined(self, param: nn.Parameter, device: torch.device) -> Tensor:
         """The full values of a parameter in tiles, which are gathered one after the other, on ``device``."""
@@ -99,44 +111,65 @@ class FullValues:
 
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
-        prefetcher = self._executor().prefetcher
-        streams = prefetcher.streams(unit.index)
-        if streams:
+        executor, before, used, stored = self._executor(), None, False, False
+        prefetcher = executor.prefetcher
+        try:
+            with self.bookkeeping:
+                self._visit(unit, prefetcher)
+                used = True
+            assert unit.flat is not None
+            unit.check_all_attached()
+            before = unit.shard_of(unit.flat).clone() if modify else None
+            with torch.no_grad():
+                yield
+            self._executor()  # raises if the model was closed meanwhile
+            if unit.flat is None:
+                raise StateError(f"{unit.name}: what was written is lost, since Ctrl-C was caught meanwhile")
+            if before is not None:
+                with self.bookkeeping.states:
+                    self._store(unit, unit.flat, before)
+            unit.check_all_attached()
+            stored = True
+        finally:
+            doubtful = self.bookkeeping.interrupted or prefetcher is not executor.prefetcher
+            if used and not (doubtful and prefetcher.streams(unit.index)):  # else it is forgotten
+                with self.bookkeeping:
+                    self._end_visit(unit, executor, modify, None if stored else before, undone=not stored)
+
+    def _visit(self, unit: Unit, prefetcher: Prefetcher) -> None:
+        """Have a unit gathered and pinned."""
+        if prefetcher.streams(unit.index):
             outer = prefetcher.running
             prefetcher.begin_visit()
             try:
                 prefetcher.use(unit.index, ())
             finally:
                 prefetcher.running = outer
-        assert unit.flat is not None
-        unit.check_all_attached()
-        before, stored = unit.shard_of(unit.flat).clone() if modify else None, False
-        try:
-            with torch.no_grad():
-                yield
-            self._executor()  # raises if the model was closed meanwhile
-            if before is not None:
-                self._store(unit, unit.flat, before)
-            unit.check_all_attached()
-            stored = True
-        finally:
-            undone = not stored and unit.flat is not None  # what the block wrote until it raised
-            if undone and before is not None:
-                unit.allow_writes()
-                if not streams:
-                    unit.shard_of(unit.flat).copy_(before)
-            if streams and unit.lease is not None:  # else the model was closed meanwhile
-                if undone and modify:  # it is fetched again
-                    self._executor().hooks.release_unscoped_units()
-                outer = prefetcher.running
-                prefetcher.begin_visit()
-                prefetcher.unpin(unit.index)
-                prefetcher.end_inference()
-                prefetcher.running = outer
-                if modify:
-                    prefetcher.forget_stored(unit.index)
-                if undone and modify:
-                    prefetcher.forget([unit.index])
+
+    def _end_visit(
+        self, unit: Unit, executor: StepExecutor, modify: bool, before: Tensor | None, *, undone: bool
+    ) -> None:
+        """Unpin a unit; drop what the block wrote until it raised, if it is ``undone``."""
+        prefetcher = executor.prefetcher
+        streams = prefetcher.streams(unit.index)
+        undone = undone and unit.flat is not None
+        if undone and before is not None:
+            assert unit.flat is not None
+            unit.allow_writes()
+            if not streams:
+                unit.shard_of(unit.flat).copy_(before)
+        if streams and unit.lease is not None:  # else the model was closed meanwhile
+            if undone and modify:  # it is fetched again
+                executor.hooks.release_unscoped_units()
+            outer = prefetcher.running
+            prefetcher.begin_visit()
+            prefetcher.unpin(unit.index)
+            prefetcher.end_inference()
+            prefetcher.running = outer
+            if modify:
+                prefetcher.forget_stored(unit.index)
+            if undone and modify:
+                prefetcher.forget([unit.index])
 
     def _store(self, unit: Unit, flat: Tensor, before: Tensor) -> None:
         if self.ranks.world_size > 1:
@@ -213,15 +246,16 @@ class FullValues:
             )
         own = [p for p in module._parameters.values() if p is not None]
         if not self.construction.active:
-            with contextlib.ExitStack() as stack:
+            with self.bookkeeping, contextlib.ExitStack() as stack:
                 stack.enter_context(self.gathered(own, modify=True))
                 self.loading = stack.pop_all()
 
     def end_load(self) -> None:
         """Store what was copied; also after a load that raised on its way."""
-        stack, self.loading = self.loading, None
-        if stack is not None:
-            stack.close()
+        if self.loading is not None:
+            with self.bookkeeping:
+                stack, self.loading = self.loading, None
+                stack.close()
 
     # --- optimizer state ---------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ from infinity.activations.controller import Activations
 from infinity.activations.logits import LogitSlices, PendingLogits
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
+from infinity.core.interrupts import Bookkeeping
 from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -134,25 +135,31 @@ class Hooks:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
         activations: Takes what autograd saves and no unit has.
+        bookkeeping: Of the model; None: one of its own.
 
     Attributes:
         logits: Decides which logits are computed in slices.
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations
-    ) -> None:
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations,
+        bookkeeping: Bookkeeping | None = None,
+    ) -> None:  # fmt: skip
         self.units, self.activations = units, activations
+        self.bookkeeping = bookkeeping or Bookkeeping()
         self.logits = LogitSlices(self._running, self._stamp)
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
+        self._leaves = leaves
+        self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
         self._unscoped: list[int] = []  # units touched outside any forward
         self._outside = False  # a pass goes on there: a visit of those, or inference whose loss is to follow
         self._held: list[int] = []  # units of calls that are over, but whose logits are pending
-        self._leaves = leaves
-        self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
         self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
         self._leaf: tuple[Unit, ...] = ()  # that backward is in
@@ -163,10 +170,25 @@ class Hooks:
         """Whether autograd recorded a forward pass."""
         return bool(self._hooked)
 
+    @property
+    def running(self) -> bool:
+        """Whether a call of a module has not ended."""
+        return bool(self.stack) and not _has_ended(self.stack[0].call)
+
+    def forget(self) -> None:
+        """Leave every pass, whatever an interrupt left of it; others give back what it held."""
+        self._leave_calls()
+        self._begin_anew()
+        self._drop_gradients()
+
+    def _leave_calls(self) -> None:
+        while self.stack:
+            self._leave_contexts(self.stack[-1])
+            self.stack.pop()
+
     def end(self, why: str) -> None:
         """Raise ``why`` from whatever a module or autograd asks from now on."""
-        while self.stack:
-            self._leave_contexts(self.stack.pop())  # a forward that was left without its hook
+        self._leave_calls()  # a forward that was left without its hook
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
@@ -192,15 +214,16 @@ class Hooks:
         """Use the units of a module whose forward begins, with ``args``."""
         frame = Frame(module, [])
         self._close_ended()
+        outermost = not self.stack
+        self.stack.append(frame)  # whatever comes, its contexts will be left
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
-        elif not self.stack:
+        elif outermost:
             self._open(frame)
-        if not self.stack:
+        if outermost:
             frame.call = _running_call()
             frame.logits = ExitStack()
             frame.logits.enter_context(self.logits.opened(module))
-        self.stack.append(frame)
         if self.logits.defers(module, args):
             for each in self.stack:
                 each.pending = True
@@ -226,10 +249,11 @@ class Hooks:
                 value.register_hook(functools.partial(weakly(self._passed), index))  # type: ignore[no-untyped-call]
 
     def _passed(self, index: int, grad: Tensor) -> None:
-        if self._reads[index]:
-            self._reads[index] -= 1
-            if not self._reads[index]:
-                self.pins.unpin(index)
+        with self.bookkeeping:
+            if self._reads[index]:
+                self._reads[index] -= 1
+                if not self._reads[index]:
+                    self.pins.unpin(index)
 
     def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -252,13 +276,20 @@ class Hooks:
 
     def _unwind(self, frame: Frame, output: Any) -> None:
         """Close ``frame``, and those above it, whose calls were left without their hook."""
-        while (top := self.stack.pop()) is not frame:
-            self._close(top, None)
-        self._close(frame, output)
+        top = None
+        while top is not frame:
+            top = self.stack[-1]
+            try:
+                self._close(top, output if top is frame else None)
+            except Exception:
+                self.stack.pop()
+                raise
+            self.stack.pop()  # not earlier: see `forget`
 
     def serves(self, parameters: object) -> bool:
         """Whether ``parameters`` are those of the module that runs, which has been served."""
-        return bool(self.stack) and self.stack[-1].served is parameters
+        runs = self.stack and not self.bookkeeping.interrupted
+        return bool(runs) and self.stack[-1].served is parameters
 
     def touch(self, param: nn.Parameter) -> None:
         """Use the unit of ``param``, which a module was asked for by name."""
@@ -328,6 +359,21 @@ class Hooks:
             with self._saving_handles():
                 yield
             return
+        used = False
+        try:
+            with self.bookkeeping:
+                self._use_tile(unit, following)
+                used = True
+            for segment in unit.segments:
+                self._check_attached(unit, segment)
+            with self._saving_handles():
+                yield
+        finally:
+            if used and not self.bookkeeping.interrupted:
+                with self.bookkeeping:
+                    self.prefetcher.unpin(unit.index)
+
+    def _use_tile(self, unit: Unit, following: Sequence[Unit]) -> None:
         recomputed = torch._C._current_graph_task_id() != -1
         if recomputed:  # beside what backward keeps
             self.pins.make_room(unit.index, _reading_node())
@@ -335,13 +381,6 @@ class Hooks:
             self._begin_visit()  # which the next pass ends, if none does before
         coming = [each.index for each in following if self.prefetcher.streams(each.index)]
         self.prefetcher.use(unit.index, coming, recomputed=recomputed)
-        try:
-            for segment in unit.segments:
-                self._check_attached(unit, segment)
-            with self._saving_handles():
-                yield
-        finally:
-            self.prefetcher.unpin(unit.index)
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
@@ -373,7 +412,8 @@ class Hooks:
             return
         self._hook_parameters()
         self._begin_forward()
-        frame.opened = self.activations.open(frame.module)
+        with self.bookkeeping.states:
+            frame.opened = self.activations.open(frame.module)
         frame.opened.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
@@ -406,26 +446,35 @@ class Hooks:
             return
         frame = Frame(module, [], leaf=True)
         with ExitStack() as stack:
-            if not self.stack and torch.is_grad_enabled():
-                if self._outside or self._unscoped:
-                    self.release_unscoped_units()
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-            elif not self.stack:
-                frame.inference = True
-                if not self._outside or self._unscoped:
-                    self.release_unscoped_units()
-                    self.prefetcher.begin_visit()
-            self.stack.append(frame)
             try:
-                for unit in self.units.holding(module.parameters()):
-                    self._use(unit, frame)
+                with self.bookkeeping:
+                    self._run(frame, stack)
                 yield
             finally:
-                if any(each is frame for each in self.stack):
-                    self._unwind(frame, None)
-                self._end_outside()
-                for each in self.stack:
-                    each.pending = False  # the first read is over
+                if not self.bookkeeping.interrupted:
+                    with self.bookkeeping:
+                        self._end_run(frame)
+
+    def _run(self, frame: Frame, stack: ExitStack) -> None:
+        if not self.stack and torch.is_grad_enabled():
+            if self._outside or self._unscoped:
+                self.release_unscoped_units()
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+        elif not self.stack:
+            frame.inference = True
+            if not self._outside or self._unscoped:
+                self.release_unscoped_units()
+                self.prefetcher.begin_visit()
+        self.stack.append(frame)
+        for unit in self.units.holding(frame.module.parameters()):
+            self._use(unit, frame)
+
+    def _end_run(self, frame: Frame) -> None:
+        if any(each is frame for each in self.stack):
+            self._unwind(frame, None)
+        self._end_outside()
+        for each in self.stack:
+            each.pending = False  # the first read is over
 
     def _stamp(self, module: nn.Module) -> object:
         return tuple(unit.updates for unit in self.units.holding(module.parameters()))
@@ -439,14 +488,19 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
         unit = self.unit_of(tensor)
         if unit is None:
-            return self.activations.cache.pack(tensor)
+            with self.bookkeeping:
+                return self.activations.cache.pack(tensor)
         return Handle(
             unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )
 
     def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
-        if not isinstance(packed, Handle):
-            return self.activations.cache.unpack(packed)
+        with self.bookkeeping:
+            if not isinstance(packed, Handle):
+                return self.activations.cache.unpack(packed)
+            return self._view(packed)
+
+    def _view(self, packed: Handle) -> Tensor:
         unit = packed.unit
         if unit.updates != packed.updates:
             raise StateError(
@@ -467,15 +521,17 @@ class Hooks:
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
         """Ask autograd, once per backward pass, to call back when it ends."""
+        self.bookkeeping.check()
         if self._backward is not None and self._backward() is not None:
             return
-        self._close_ended()  # an evaluation, whose pass would go on
-        self._end_outside()
-        if self._backward is not None:
-            self._abort_backward()
-        end = self._end_backward
-        self._backward = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
+        with self.bookkeeping:
+            self._close_ended()  # an evaluation, whose pass would go on
+            self._end_outside()
+            if self._backward is not None:
+                self._abort_backward()
+            end = self._end_backward
+            self._backward = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
         leaf = self._leaf_of.get(unit.index, ())
@@ -504,20 +560,24 @@ class Hooks:
                 self.pins.unpin(unit.index)
 
     def _end_backward(self) -> None:
-        self._move_to(())
-        for leaf, calls in self._leaf_calls.items():
-            if calls > 1:
-                self.gradients.complete_together(leaf)
-        self.gradients.end_backward()
-        self._leave_backward()
+        with self.bookkeeping:
+            self._move_to(())
+            for leaf, calls in self._leaf_calls.items():
+                if calls > 1:
+                    self.gradients.complete_together(leaf)
+            self.gradients.end_backward()
+            self._leave_backward()
 
     def _abort_backward(self) -> None:
         """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
+        self._drop_gradients()
+        self.gradients.abort_backward()
+        self._leave_backward()
+
+    def _drop_gradients(self) -> None:
         for _, segment in self.units.segments():
             if type(segment.param.grad) is not ReleasedGradient:
                 segment.param.grad = None  # Ctrl-C came, or another hook raised, before ours took it
-        self.gradients.abort_backward()
-        self._leave_backward()
 
     def _leave_backward(self) -> None:
         for param, placeholder in self._dropped:
@@ -557,12 +617,13 @@ class Hooks:
         place = self.units.find(param)
         assert place is not None
         unit, segment = place
-        self._enter_backward()
-        self._move_to(self._leaf_of.get(unit.index, ()))
-        grad = param.grad
-        self._replace_gradient(param, unit, segment)
-        if grad is not None:
-            self.gradients.receive(unit, segment, grad)
+        with self.bookkeeping:
+            self._enter_backward()
+            self._move_to(self._leaf_of.get(unit.index, ()))
+            grad = param.grad
+            self._replace_gradient(param, unit, segment)
+            if grad is not None:
+                self.gradients.receive(unit, segment, grad)
 
     def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
         param.grad = ReleasedGradient.of(segment.shape, unit.dtype, param.device)

@@ -40,6 +40,7 @@ from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BEGIN_ANEW, BudgetError, DiskError, PeerError, StateError
+from infinity.core.interrupts import Bookkeeping
 from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
@@ -101,6 +102,7 @@ class Runtime:
         self.config = config
         self.stack = OwnedStack()
         self.stack.close_with(self)
+        self.bookkeeping = Bookkeeping(weakly(self.repair))
         self._ended = ""  # why nothing can be asked of it any more
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
@@ -162,7 +164,9 @@ class Runtime:
             device,
             self._compute_in_tiles,
         )
-        self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
+        self.values = FullValues(
+            self.units, ranks, self.tiers, self.construction, self.executor, self.bookkeeping
+        )
 
     def _cut_sizes(self) -> CutSizes:
         """Return how large units and tiles are; the same on every rank."""
@@ -276,23 +280,27 @@ class Runtime:
         self.check_open()
         if clips is None:
             self.check_resumed()
-        before = self._executor or self._retired
         # One that has gradients of a step stays, and with it when updates start, which changes no number.
         if self._executor is None or not (
             clips in (None, self._executor.clips) or self._executor.gradients.received
         ):
-            if self._executor is not None:
-                self._executor.retire()
-            recomputes = self.activations.policy in ("recompute", "plan")
-            in_use = UnitsInUse(self.construction.roots, self.units, recomputes=recomputes)
-            self._executor = StepExecutor(
-                self.units, self._leaves, in_use, self.ranks, self.tiers, self.activations, self.config,
-                self.stalls, self.timeline, clips=clips is not False, before=before,
-                on_failure=weakly(self.fail),
-            )  # fmt: skip
-            self.stack.callback(self._executor.stack.close)
+            with self.bookkeeping.states:
+                self._rebuild(clips is not False)
         assert self._executor is not None
         return self._executor
+
+    def _rebuild(self, clips: bool) -> None:
+        before = self._executor or self._retired
+        if self._executor is not None:
+            self._executor.retire()
+        recomputes = self.activations.policy in ("recompute", "plan")
+        in_use = UnitsInUse(self.construction.roots, self.units, recomputes=recomputes)
+        self._executor = StepExecutor(
+            self.units, self._leaves, in_use, self.ranks, self.tiers, self.activations, self.config,
+            self.stalls, self.timeline, self.bookkeeping, clips=clips, before=before,
+            on_failure=weakly(self.fail),
+        )  # fmt: skip
+        self.stack.callback(self._executor.stack.close)
 
     def reopen(self) -> None:
         """Prepare for another block of construction, in which the model is changed.
@@ -318,18 +326,21 @@ class Runtime:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
-            self.values.end_load()
-            self.executor().hooks.enter(module, args)
+            with self.bookkeeping:
+                self.values.end_load()
+                self.executor().hooks.enter(module, args)
 
     def _leave(self, module: nn.Module, output: object) -> None:
-        if self._executor is not None:
-            self._executor.hooks.leave(module, output)
+        if self._executor is not None and not self.bookkeeping.interrupted:
+            with self.bookkeeping:
+                self._executor.hooks.leave(module, output)
 
     def _touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
         if self.construction.active:
             self.construction.touch(param, siblings)
         elif self._executor is None or not self._executor.hooks.serves(siblings):
-            self.executor().hooks.touch(param)
+            with self.bookkeeping:
+                self.executor().hooks.touch(param)
 
     def _check(self, param: nn.Parameter) -> None:
         if self.construction.active:
@@ -349,11 +360,6 @@ class Runtime:
 
     # --- the step ----------------------------------------------------------------------------
 
-    def step(self, max_grad_norm: float | None) -> float | None:
-        """Commit the gradients of this step: their global norm, or None when there were none."""
-        self.values.end_load()
-        return self.executor().step(max_grad_norm)
-
     def peak_nbytes(self) -> dict[str, int]:
         """The most that each tier held at one time (bytes)."""
         storage = self.storage
@@ -371,13 +377,19 @@ class Runtime:
 
     def forget_step(self) -> None:
         """Drop the gradients of this step: ``zero_grad()`` without ``step()``."""
+        self._check_not_ended()
+        if self.bookkeeping.interrupted:
+            self.repair(forgets=True)
         self.check_open()
         if self._executor is not None:
-            self._executor.gradients.reset()
+            with self.bookkeeping:
+                self._executor.gradients.reset()
 
     def synchronize(self) -> None:
         """Block until every update has landed."""
-        self.check_open()
+        self._check_not_ended()
+        if self.bookkeeping.states.interrupted:
+            self.repair()
         if self._executor is not None:
             self._executor.updates.drain()
 
@@ -469,8 +481,43 @@ class Runtime:
         Raises:
             StateError: The model was closed, or belongs to the process that forked this one.
         """
+        self._check_not_ended()
+        self.bookkeeping.check()
+
+    def _check_not_ended(self) -> None:
         if self._ended:
             raise StateError(self._ended)
+
+    def repair(self, *, forgets: bool = False) -> None:
+        """Forget what passes have in memory after an interrupt: see :mod:`infinity.core.interrupts`.
+
+        Args:
+            forgets: The gradients of the step are to be dropped, too.
+
+        Raises:
+            StateError: Stored states may be wrong; or gradients of the step are lost.
+        """
+        executor, ranks = self._executor, self.ranks
+        if self.bookkeeping.states.interrupted or ranks.on_accelerator or ranks.world_size > 1:
+            raise StateError(_INTERRUPTED.format(self._named(), self._left()))
+        if executor is not None:
+            if executor.hooks.running:
+                raise StateError(_CAUGHT)
+            if executor.gradients.received and not (executor.gradients.half_done or forgets):
+                raise StateError(_LOST)
+            self.values.loading = None
+            executor.forget_passes()
+        self.bookkeeping.interrupted = False
+
+    def _left(self) -> str:
+        """What a new model goes on from."""
+        recorded = self._executor.updates.records.recorded if self._executor is not None else None
+        if recorded is None:
+            return (
+                "its weights since it was built or saved are lost (those of a run with a name and "
+                "directories in memory.nvme are not)"
+            )
+        return f"infinity.resume then goes on after its last committed step ({recorded})"
 
     def close(self, error: BaseException | None = None, *, keep: bool = False) -> None:
         """Give back files, memory and threads. May be called twice.
@@ -488,7 +535,8 @@ class Runtime:
         if not self._ended:
             error = error or sys.exception()
             try:
-                lost = self._settle(error, keep)
+                doubtful = self.bookkeeping.states.interrupted
+                lost = self._settle(error or (KeyboardInterrupt() if doubtful else None), keep)
                 if hasattr(self, "tiers"):  # it may have failed while it was built
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
@@ -566,6 +614,18 @@ _LANDING_S = 10.0
 _CLOSED = (
     "{} was closed (infinity.close or optimizer.close): its weights, files and threads are gone. Save or "
     "export a model before it is closed; to go on, build it again under infinity.Init"
+)
+_INTERRUPTED = (
+    "Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. Build the "
+    "model again, after infinity.close(model, keep=True); {}"
+)
+_CAUGHT = (
+    "Ctrl-C interrupted a forward pass, and was caught inside it: let it leave the model, and call the "
+    "model again"
+)
+_LOST = (
+    "Ctrl-C interrupted this package's own bookkeeping, so that the gradients of the step that is not over "
+    "are lost: call optimizer.zero_grad(), and run all of the step again"
 )
 _FORKED = (
     "{} belongs to process {}. This process, {}, was forked from it and has neither its weights nor its "

@@ -245,11 +245,15 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if not (transformed or torch.is_inference_mode_enabled()):  # each tile comes here several times
             grad = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
             try:
-                return method(*args, **kwargs)
-            finally:
+                try:
+                    torch._C._set_grad_enabled(False)
+                    return method(*args, **kwargs)
+                finally:
+                    torch._C._set_grad_enabled(grad)
+            except BaseException:  # Ctrl-C may come before the line above
                 torch._C._set_grad_enabled(grad)
+                raise
         with torch.inference_mode(False), torch.no_grad():
             if not transformed:
                 return method(*args, **kwargs)

@@ -80,6 +80,7 @@ class Records:
         interval: Says which steps are recorded.
         steps: Steps that were committed.
         planned_written: Bytes of units in host memory that were written for records.
+        recorded: The step of the last record that was given to be written; None: there is none.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Records:
         self.tiers, self.units, self.commits = tiers, units, commits
         self._updates, self._predictor = updates, predictor
         self.interval, self.steps, self.planned_written = CommitInterval(every), 0, 0
+        self.recorded: int | None = None
         self._commit: Commit | None = None  # what is not recorded yet
         self._reloaded: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None] | None = None
         self._state = b""  # the small state of the last record, and its step
@@ -203,6 +205,7 @@ class Records:
         if commit is not None:
             self._kept.append(commit.record)
             self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
+            self.recorded = commit.record.step
 
     def take_over(
         self, saved: SavedRun, rank: int, adopted: Container[int], obsolete: Callable[[], None]
@@ -217,6 +220,7 @@ class Records:
         self._state = saved.state(rank)
         self._predictor.counter = unpack(self._state)["predictor"]
         if self.commits is not None:
+            self.recorded = saved.step
             self.commits.obsolete = obsolete
             if saved.own is not None:
                 self.commits.take_over(saved.own.record, saved.own.place)
@@ -282,6 +286,7 @@ class Records:
         if self._commit is not None:
             self._commit.overwritten = True
         if self.commits is not None and self.commits.stands:
+            self.recorded = None
             self.commits.invalidate()
             self._kept = []
 

@@ -56,6 +56,7 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.extent import Extent
+from infinity.core.interrupts import Section
 from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
@@ -254,6 +255,7 @@ class Updates:
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
+        section: Of bookkeeping that changes stored states; None: one of its own.
 
     Attributes:
         records: Of the steps that were committed.
@@ -267,7 +269,9 @@ class Updates:
         pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, *,
         two_versions: bool, clips: bool, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
+        section: Section | None = None,
     ) -> None:  # fmt: skip
+        self._section = section or Section()
         self.tiers, self.rule, self._beside, self.pipeline = tiers, rule, beside, pipeline
         self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
         self.predictor = Predictor()
@@ -310,7 +314,11 @@ class Updates:
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         lifecycle = Lifecycle(f"update of {unit.name}", UpdateState.HELD)
-        ready = PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle)
+        with self._section:
+            self._add(PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle))
+
+    def _add(self, ready: PendingUpdate) -> None:
+        unit = ready.unit
         self.hypers.begin_step()
         with self._lock:
             self.ready[unit.index] = ready
@@ -450,6 +458,11 @@ class Updates:
             self.planned_read -= ready.progress.unread_nbytes
             self.planned_written -= ready.progress.unwritten_nbytes
         self.speculated = self.rolled_back = len(speculated)
+
+    @property
+    def computes(self) -> bool:
+        """Whether :meth:`commit` computes updates itself, which takes long."""
+        return self._beside is None and any(ready.unit.home is Tier.HOST for ready in self.ready.values())
 
     def commit(self, grad_scale: float) -> None:
         """Commit the step: publish validated updates, start the others."""
