@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from infinity.app.recipe import Recipe, TrainConfig
 from infinity.comm.ranks import join_ranks, peer_errors
-from infinity.core.errors import InfinityError, RecipeError
+from infinity.core.errors import InfinityError, PeerError, RecipeError
 from infinity.core.launch import launched
 from infinity.device.machine import local_ranks, usable_cores
 from infinity.optim.threads import set_rank_threads
@@ -37,9 +37,20 @@ def process_group(recipe: Recipe) -> Iterator[torch.device]:
     device = join_ranks(recipe.partition.timeout_s, recipe.train.device)
     try:
         yield device
+        if owns_group and dist.is_initialized():
+            _let_rank_0_leave_last()
     finally:
         if owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _let_rank_0_leave_last() -> None:
+    """Hold rank 0, which may keep the store, until the others have ended well.
+
+    Else torch prints its C++ stack on those that still tell through the store that they end.
+    """
+    with suppress(PeerError), peer_errors("leaving"):  # one that failed says so itself
+        dist.gather_object(None, [None] * world_size() if rank() == 0 else None)
 
 
 def on_rank_0(find: Callable[[], _Found]) -> _Found:

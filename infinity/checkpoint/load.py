@@ -42,6 +42,8 @@ from infinity.partition.unit import Segment, Unit, UnitIndex
 
 #: Called with the bytes of this rank that are done, and all of them.
 OnProgress = Callable[[int, int], object]
+#: Of keys that do not fit, so many of a kind are named.
+_MOST_NAMED = 50
 #: Elements that are rounded at one time.
 _PIECE_NUMEL = 2**20
 
@@ -77,7 +79,7 @@ def plan_loading(
         ignore: Patterns of keys of the checkpoint that the model need not have.
 
     Raises:
-        CheckpointError: Keys are missing, left over, or of another shape or kind; lists all of them.
+        CheckpointError: Keys are missing, left over, or of another shape or kind; names them.
     """
     targets = dict(named_targets(model))
     found = _find(model, checkpoint, targets)
@@ -273,14 +275,16 @@ def _any(name: str, patterns: Iterable[str]) -> bool:
 def _complaint(
     model: Any, checkpoint: Checkpoint, missing: set[str], unexpected: set[str], wrong: Mapping[str, str]
 ) -> str:
-    """Everything that does not fit, and what to do about it."""
+    """What does not fit, and what to do about it."""
     lines = [f"{checkpoint.path} does not fit {type(model).__name__}:"]
     for what, each in (
         ("missing from the checkpoint", sorted(missing)),
         ("unknown to the model", sorted(unexpected)),
         ("wrong", [f"{name}: {why}" for name, why in sorted(wrong.items())]),
     ):
-        lines += [f"{what} ({len(each)}):", *(f"  {line}" for line in each)] if each else []
+        if each:
+            more = [f"... and {len(each) - _MOST_NAMED} more"] if len(each) > _MOST_NAMED else []
+            lines += [f"{what} ({len(each)}):", *(f"  {line}" for line in each[:_MOST_NAMED] + more)]
     lines.append(
         "Choose the model's class with auto_class. To train parameters from the model's own initialization, "
         "name them in new=[...]; to leave keys out, name them in ignore=[...]; patterns such as classifier.* "

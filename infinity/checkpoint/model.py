@@ -70,7 +70,7 @@ def read_config(path: Path, overrides: dict[str, Any] | None = None) -> Any:
         raise CheckpointError(f"{type(config).__name__} has no {', '.join(sorted(unknown))}")
     restrict(config, path / "config.json")
     read_quantization(path)  # it can be decoded
-    for part in (config, config.get_text_config()):
+    for part in (config, _text_part(config, path / "config.json")):
         vars(part).pop("quantization_config", None)  # the model's weights are plain ones
     with library_errors(CheckpointError, str(path / "config.json")):
         _check_dropouts(config.to_dict(), path / "config.json")
@@ -120,8 +120,19 @@ def _architecture(path: Path) -> Architecture | None:
 
 def _text_config(path: Path) -> Any:
     config = read_config(path)
-    with library_errors(CheckpointError, str(path / "config.json")):
-        return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return _text_part(config, path / "config.json") if hasattr(config, "get_text_config") else config
+
+
+def _text_part(config: Any, where: Path) -> Any:
+    """The part of a config of transformers that is on text; the whole of it where nothing else is in it."""
+    with library_errors(CheckpointError, str(where)):
+        part = config.get_text_config()
+    if not hasattr(part, "get_text_config"):
+        raise CheckpointError(
+            f"{where}: its part on text is {repr(part)[:100]}, which {type(config).__name__} does not read; "
+            "wanted a config, or none: remove text_config, text_encoder, decoder or generator, whichever it is"
+        )
+    return part
 
 
 def model_class(config: Any) -> Any:

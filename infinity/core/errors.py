@@ -178,6 +178,8 @@ def library_errors(kind: type[InfinityError], what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).strip()[:_QUOTED_CHARS] or type(error).__name__
+        if isinstance(error, KeyError):  # which says the key alone
+            reason = f"{reason} is unknown, or missing"
         raise kind(f"{what}: {reason}") from error
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 import infinity
 from infinity.app import process_group
 from infinity.app.loop import Loop, RankMean, lr_factor
-from infinity.app.process_group import set_threads, world_size
+from infinity.app.process_group import rank, set_threads, world_size
 from infinity.app.recipe import Recipe, load_recipe
 from infinity.app.train import _short, notes_on_commits, train
 from infinity.core.errors import InfinityError, RecipeError
@@ -24,7 +25,7 @@ from infinity.observe.messages import MessageBuffer
 from infinity.observe.metrics import StepReport
 from infinity.observe.timeline import Timeline, read_trace
 from infinity.optim.config import OptimConfig
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import run_ranks, start_ranks
 
 #: All activations are kept.
 KEPT = SimpleNamespace(
@@ -389,3 +390,30 @@ def test_the_summary_says_what_an_interruption_can_cost_if_not_every_step_was_re
     (line,) = notes_on_commits(3)
     assert line.startswith("one step in 3 was recorded")
     assert "up to 3 steps (durability.every)" in line
+
+
+def test_rank_0_leaves_last_for_it_may_keep_the_store(tmp_path: Path) -> None:
+    assert run_ranks(leave_late, 2, str(tmp_path), group=False) == [True, True]
+
+
+def leave_late(folder: str) -> bool:
+    """Whether rank 1 had come to its end when this rank left."""
+    ended = Path(folder, "ended")
+    with process_group.process_group(load_recipe()):
+        if rank() == 1:
+            time.sleep(0.3)
+            ended.touch()
+    return ended.exists()
+
+
+def test_a_rank_that_fails_at_the_end_holds_no_other(tmp_path: Path) -> None:
+    with start_ranks(fail_late, 2, group=False) as ranks:
+        ends = ranks.wait()
+    assert ends[0].result == "ended" and ends[1].message == "too late"
+
+
+def fail_late() -> str:
+    with process_group.process_group(load_recipe()):
+        if rank() == 1:
+            raise ValueError("too late")
+    return "ended"

@@ -222,6 +222,9 @@ def changed(kind: str, **files: bytes | dict[str, Any]) -> str:
         ({"vocab_size": "\ud800"}, "config.json"),
         ({"model_type": ["llama"]}, "config.json"),
         ({"model_type": "\ud800"}, "config.json"),
+        ({"text_config": 3}, "config.json: its part on text is 3, which LlamaConfig does not read"),
+        ({"text_config": {"vocab_size": 3}}, "config.json: "),
+        ({"hidden_act": "nope"}, "'nope' is unknown, or missing"),
     ],
 )
 def test_a_config_that_was_a_traceback_is_an_error(

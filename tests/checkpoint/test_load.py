@@ -88,6 +88,14 @@ def test_every_missing_unknown_and_wrongly_shaped_key_is_listed_with_what_to_do(
         assert part in message, part
 
 
+def test_of_very_many_unknown_keys_some_are_listed_and_the_others_counted(saved, load):
+    directory, _, _ = saved("llama")
+    rewrite(directory, lambda tensors: tensors.update({f"x.{i}": torch.ones(1) for i in range(60)}))
+    message = refused(load, directory)
+    assert message.count("\n  x.") == 50 and "unknown to the model (60):" in message
+    assert "\n  ... and 10 more\n" in message
+
+
 def test_a_refused_checkpoint_leaves_no_files_behind(saved, load, tmp_path):
     directory, _, _ = saved("llama")
     rewrite(directory, lambda tensors: tensors.pop("model.norm.weight"))

@@ -183,9 +183,17 @@ class DirectoryTokenizer:
             check_counts(read_json_object(path / "config.json"), path / "config.json")
         what = f"data.tokenizer: {path}: transformers finds no tokenizer there"
         with library_errors(DataError, what), offline():
-            self._library: Any = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
+            try:
+                self._library: Any = AutoTokenizer.from_pretrained(
+                    str(path), local_files_only=True, trust_remote_code=False
+                )
+            except ValueError as error:
+                if "trust_remote_code" not in str(error):
+                    raise
+                raise DataError(
+                    f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity does "
+                    "not run; save it as a tokenizer.json"
+                ) from error
             self.fingerprint = _digest(path)
             self.vocab_size = len(self._library)
             self.separator: int | None = self._library.eos_token_id

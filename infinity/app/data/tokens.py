@@ -31,9 +31,9 @@ from infinity.app.data.documents import (
 )
 from infinity.app.data.tokenizer import Encoded, Tokenizer, encode_completion
 from infinity.core.errors import UnsafePathError
-from infinity.core.files import create_file, lock_file, own_directory, write_file
+from infinity.core.files import create_file, lock_file, own_directory, sync, write_file
 
-_FORMAT = 2
+_FORMAT = 3
 #: Seconds between progress lines while tokens are written.
 LINES_EVERY_S = 10.0
 
@@ -91,19 +91,35 @@ def open_tokens(
         if not path.exists():
             _write_once(path, lambda folder: _write(files, tokenizer, folder, skip_malformed, log))
         own_directory(path)  # no other user writes or reads the tokens
-        about = json.loads((path / _ABOUT).read_text("utf-8"))
-        return Tokens(
-            values=_map(path / _TOKENS, tokenizer.encode("").dtype),
-            loss_mask=_map(path / _LOSS_MASK, np.dtype(np.bool_)) if about["counted"] else None,
-            documents=_map(path / _DOCUMENTS, np.dtype(np.int64)).reshape(-1, 3),
-            largest=about["largest"],
-            digest=about["digest"],
-            malformed=(about["malformed"], about["first_malformed"]),
-        )
+        return _read_entry(path, tokenizer.encode("").dtype)
     except UnsafePathError as error:
         raise DataError(f"data.cache: {error.strerror}") from error
     except OSError as error:
         raise DataError(f"data.cache: {error.filename or path}: {error.strerror}") from error
+
+
+def _read_entry(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    """Map the cache entry ``path``, whose tokens are ``dtype``.
+
+    Raises:
+        DataError: A file of it is not as it was written, as far as its length says.
+        OSError: It cannot be read.
+    """
+    try:
+        about = json.loads((path / _ABOUT).read_text("utf-8"))
+        count, masked = about["tokens"], about["counted"]
+        return Tokens(
+            values=_map(path / _TOKENS, dtype, (count,)),
+            loss_mask=_map(path / _LOSS_MASK, np.dtype(np.bool_), (count,)) if masked else None,
+            documents=_map(path / _DOCUMENTS, np.dtype(np.int64), (about["documents"], 3)),
+            largest=about["largest"],
+            digest=about["digest"],
+            malformed=(about["malformed"], about["first_malformed"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"data.cache: {path} is damaged: {error}; remove it, and the next run writes it again"
+        ) from error
 
 
 class Chunk(NamedTuple):
@@ -175,10 +191,11 @@ def _enclose(opening: int | None, tokens: NDArray[Any], separator: int | None) -
     return np.concatenate([before, tokens, after])
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    if not path.stat().st_size:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
+def _map(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    nbytes, wanted = path.stat().st_size, math.prod(shape) * dtype.itemsize
+    if nbytes != wanted:
+        raise ValueError(f"{path.name} has {nbytes} bytes, wanted {wanted}")
+    return np.memmap(path, dtype=dtype, mode="r", shape=shape) if nbytes else np.empty(shape, dtype)
 
 
 def _key(files: Sequence[Path], tokenizer: Tokenizer, skip_malformed: bool) -> str:
@@ -203,6 +220,8 @@ def _write_once(path: Path, write: Callable[[Path], None]) -> None:
         try:
             partial.mkdir(mode=0o700)
             write(partial)
+            for file in (*partial.iterdir(), partial):
+                sync(file)  # or it may be cut, or full of zeros, once power failed
             partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -228,6 +247,8 @@ def _write(
     if not writer.masked:
         (folder / _LOSS_MASK).unlink()  # every token counts
     about = {
+        "tokens": writer.count,
+        "documents": writer.documents,
         "largest": writer.largest,
         "digest": writer.digest.hexdigest(),
         "counted": writer.masked,
@@ -261,6 +282,7 @@ class _Writer:
     masked: bool = False  # some token does not count in the loss
     largest: int = -1
     count: int = 0  # tokens so far
+    documents: int = 0  # that have ended
     _files: dict[str, Any] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     _begin: int = 0  # of the open document
@@ -284,7 +306,7 @@ class _Writer:
         self.count += len(mask)
         if chunk.last:
             self._append(_DOCUMENTS, np.array([self._begin, self.count, self._targets], np.int64))
-            self._begin, self._targets = self.count, 0
+            self._begin, self._targets, self.documents = self.count, 0, self.documents + 1
 
     def _append(self, name: str, values: NDArray[Any]) -> None:
         content = values.tobytes()

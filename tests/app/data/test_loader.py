@@ -136,6 +136,12 @@ def test_held_out_files_are_excluded_from_training(tmp_path: Path) -> None:
     assert set(next(data.held_out.batches(1)).tokens.flatten().tolist()) == {ord("b")}
 
 
+def test_if_every_training_file_is_held_out_the_error_says_so(tmp_path: Path) -> None:
+    names = (str(tmp_path / "*.txt"),)
+    with pytest.raises(DataError, match=r"data\.files \(.*\*\.txt\): each of them is one of data\.eval_files"):
+        open_text(tmp_path, "aaaaaaaaaa", files=names, eval_files=names)
+
+
 def test_nothing_is_held_out_with_a_fraction_of_0(tmp_path: Path) -> None:
     assert open_text(tmp_path, "some text", eval_fraction=0.0).held_out is None
 

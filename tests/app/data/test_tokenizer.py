@@ -303,6 +303,10 @@ def test_a_tokenizer_runs_no_code_and_reaches_no_network(
             with suppress(DataError):
                 open_tokenizer(str(tmp_path))
             assert not trap.exists()
+    (tmp_path / "tokenizer.json").rename(tmp_path / "kept")
+    with pytest.raises(DataError, match=r"code beside it \(auto_map\), which infinity does not run"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / "kept").rename(tmp_path / "tokenizer.json")
     path.write_text(json.dumps(usual))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "num_labels": 10**9}))
     with pytest.raises(CheckpointError, match="num_labels is 1000000000"):

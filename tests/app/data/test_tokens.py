@@ -191,6 +191,35 @@ def test_leftovers_of_a_killed_writer_are_replaced(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 
+@pytest.mark.parametrize("name", ["tokens", "counts", "documents", "about.json"])
+def test_a_file_of_the_cache_that_is_cut_is_an_error_that_says_what_to_remove(
+    tmp_path: Path, name: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "one", "completion": "two"})
+    whole = read(path)
+    (entry,) = (tmp_path / "cache").glob("*/")
+    os.truncate(entry / name, (entry / name).stat().st_size // 2)
+    with pytest.raises(DataError, match=rf"data\.cache: {entry} is damaged: .*; remove it"):
+        read(path)
+    shutil.rmtree(entry)
+    assert read(path).digest == whole.digest
+
+
+def test_a_cache_entry_is_on_the_drive_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+
+    def note(path: Path) -> None:
+        assert not [entry for entry in (tmp_path / "cache").glob("*/") if entry.suffix != ".partial"]
+        synced.add(path.name)
+
+    monkeypatch.setattr(tokens_module, "sync", note)
+    read(write(tmp_path / "a.jsonl", {"text": "one"}))
+    (entry,) = (tmp_path / "cache").glob("*/")
+    assert synced == {"tokens", "documents", "about.json", f"{entry.name}.partial"}
+
+
 LINES = st.lists(
     st.binary(max_size=30)
     | st.sampled_from(
