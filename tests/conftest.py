@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 def freeze() -> None:
     """Leave what lives now out of collections of garbage: the modules that tests imported on their way.
 
-    Planning collects garbage, and so does a second model of a process; each would look at a million objects.
+    A second model of a process collects garbage, which would look at a million objects.
     """
     global _frozen_modules
     gc.collect()

@@ -597,7 +597,6 @@ def _read_in_tiles(param: nn.Parameter | None, hooks: _RecordedHooks) -> Any:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Inside, storages end when nothing refers to them, and not when Python happens to collect cycles."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -290,7 +290,7 @@ class Layered:
 
 
 def layered(recipe: Recipe) -> Layered:
-    """Train ``recipe`` for some steps of the layer schedule."""
+    """Train ``recipe`` for three steps of the layer schedule."""
     rows, length = recipe.train.accumulate * recipe.train.batch_size, recipe.model.seq_len
     with built(recipe, None, Views()) as (model, optimizer):
         model.train()
@@ -298,14 +298,15 @@ def layered(recipe: Recipe) -> Layered:
         tokens = torch.randint(256, (rows, length))
         halves = torch.arange(length).remainder(length // 2).expand(rows, length).contiguous()
         given = (tokens, tokens, halves) if recipe.data.packing else (tokens, tokens)
-        for _ in range(3):
-            with MemoryMeter() as meter:
+        for step in range(3):  # the last one has a plan
+            with MemoryMeter() if step == 2 else contextlib.nullcontext() as meter:
                 scheduled(*given).losses.sum().backward()
             optimizer.step()
             report = optimizer.report()
         executor = optimizer.runtime.executor()
         moved = report.planned_nbytes_read, report.planned_nbytes_written
         window_nbytes = executor.prefetcher.capacity_nbytes
+        assert meter is not None
         return Layered(meter.peak_nbytes(), moved, window_nbytes, executor.budget.division)
 
 
@@ -327,7 +328,7 @@ def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[s
         more += [llama(tmp_path), "model.n_layers=6", "model.d_model=384", "model.n_heads=6"]
     more += [each for each in overrides if each != "llama"]
     peaks = []
-    for accumulate in (2, 8):
+    for accumulate in (2, 5):
         recipe = recipe_for(tmp_path, "memory.resident=false", *more, f"train.accumulate={accumulate}")
         planned, real = dry_run(recipe, MACHINE, 1), layered(recipe)
         cost = play_step(planned.trace, planned.setup)
@@ -337,7 +338,7 @@ def test_of_a_layer_schedule_all_micro_batches_are_planned_for(overrides: list[s
         assert planned.trace.peak_nbytes == pytest.approx(real.peak_nbytes, rel=0.06)
         peaks.append(planned.trace.peak_nbytes)
     given = 2 * 128 * 64 * 2  # what a block is given of a micro-batch
-    assert peaks[1] - peaks[0] >= 6 * (len(planned.profile.blocks) + 1) * given
+    assert peaks[1] - peaks[0] >= 3 * (len(planned.profile.blocks) + 1) * given
 
 
 def test_a_window_that_cannot_keep_a_block_is_the_error_of_a_run_and_of_its_plan(tmp_path: Path) -> None:
