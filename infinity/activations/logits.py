@@ -74,9 +74,12 @@ def rows_of(hidden: Tensor) -> int:
     return max(1, hidden.shape[-1] // _ROWS_PART)
 
 
-def least_nbytes(rows: int, width: int, itemsize: int) -> int:
-    """Return the least bytes that a loss of whole logits takes: these, an fp32 copy, its log-softmax."""
-    return rows * width * (itemsize + 4 * (itemsize < 4) + 4)
+def least_nbytes(rows: int, width: int, itemsize: int, *, trains: bool) -> int:
+    """Return the least bytes that a loss of whole logits takes: these, an fp32 copy, its log-softmax.
+
+    In backward (``trains``): the log-softmax, its gradient, and that of the fp32 copy.
+    """
+    return rows * width * max(itemsize + 4 * (itemsize < 4) + 4, 12 * trains)
 
 
 class LogitSlices:
@@ -88,6 +91,7 @@ class LogitSlices:
 
     Attributes:
         computing: A head runs whose logits were pending.
+        chosen: How ``auto`` had the logits of the last training pass computed; None: it chose nothing.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class LogitSlices:
     ) -> None:
         self.using, self.stamp = using, stamp
         self.computing = False
+        self.chosen: Mode | None = None
         self._head: Any = None  # the one whose calls are pending now
         self.decide("whole", lambda: None)
 
@@ -153,8 +158,12 @@ class LogitSlices:
         if self._mode == "slices":
             # In training however few: ranks whose batches differ must use units in the same order.
             return torch.is_grad_enabled() or rows > rows_of(hidden)
-        room = self._room()
-        return room is not None and least_nbytes(rows, module.out_features, hidden.element_size()) > room
+        room, trains = self._room(), torch.is_grad_enabled()
+        nbytes = least_nbytes(rows, module.out_features, hidden.element_size(), trains=trains)
+        pending = room is not None and nbytes > room
+        if trains:
+            self.chosen = "slices" if pending else "whole"
+        return pending
 
 
 def _draws(head: nn.Module) -> bool:

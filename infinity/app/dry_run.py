@@ -58,7 +58,15 @@ from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play
-from infinity.planner.step import StepSetup, StepTrace, Stored, StoredShape, UnitShape, choose_homes
+from infinity.planner.step import (
+    StepSetup,
+    StepTrace,
+    Stored,
+    StoredShape,
+    UnitShape,
+    all_resident_nbytes,
+    choose_homes,
+)
 from infinity.shards.mapped import BaseBuffers, stored_step
 from infinity.shards.storage import Storage
 from infinity.shards.tiers import Tiers
@@ -165,8 +173,7 @@ class DryRun(Target):
     def least_host_nbytes(self) -> int:
         """The least ``memory.host`` with which the model can be trained."""
         if not self.recipe.memory.nvme:
-            kept = sum(unit.resident_nbytes for unit in self.units)
-            return 2 * kept if self.machine.on_accelerator else kept
+            return all_resident_nbytes(self.units)
         low, high = 0, self.host_nbytes
         while high - low > max(4096, high // 256):
             middle = (low + high) // 2
@@ -695,7 +702,8 @@ class _Planner:
         for units_nbytes in dict.fromkeys((budget.division.total, budget.division.least)):
             with suppress(BudgetError):
                 return POLICIES["plan"](profile, hardware, budget.device_nbytes - units_nbytes)
-        raise device_error(profile, hardware, budget.device_nbytes, budget.division.least)
+        least, logits = budget.division.least, self._auto_logits()
+        raise device_error(profile, hardware, budget.device_nbytes, least, logits)
 
     def _with_stored(self, trace: StepTrace, played: Played, plan: ActivationPlan) -> StepTrace:
         after = {load.slot: load.after for load in plan.loads}
@@ -720,7 +728,7 @@ class _Planner:
             model=module, units=model.units, leaves=model.leaves, dtype=DTYPES[target.dtype],
             nbytes={u.index: u.gathered_nbytes for u, s in zip(model.units, self.units) if s.streams},
             window_nbytes=self._division.window, tokens=tokens,
-            logits=self._logits(module, math.prod(tokens)), packing=target.recipe.data.packing,
+            logits=self._auto_logits() or target.recipe.memory.logits, packing=target.recipe.data.packing,
         )  # fmt: skip
         record = model.record(subject, plan)
         played = play_record(record, subject)
@@ -742,14 +750,14 @@ class _Planner:
             times = trace.operator_s(target.rates).tolist()
         return _Recorded(trace, record.profiled.profile(times, 0.0), played)
 
-    def _logits(self, module: Any, rows: int) -> Mode:
-        """Return how the logits of a micro-batch are computed, where the recipe leaves it to memory."""
-        mode, head = self._target.recipe.memory.logits, find_head(module)
-        if mode != "auto" or head is None:
-            return mode
-        width = cast(int, head.out_features)
-        fit = least_nbytes(rows, width, DTYPES[self._target.dtype].itemsize) <= self._pass_nbytes()
-        return "whole" if fit else "slices"
+    def _auto_logits(self) -> Mode | None:
+        """Return how the logits of a micro-batch are computed; None: that is not left to memory."""
+        recipe, head = self._target.recipe, find_head(self._model.module)
+        if recipe.memory.logits != "auto" or head is None:
+            return None
+        rows, width = recipe.train.batch_size * recipe.model.seq_len, cast(int, head.out_features)
+        least = least_nbytes(rows, width, DTYPES[self._target.dtype].itemsize, trains=True)
+        return "whole" if least <= self._pass_nbytes() else "slices"
 
     def _pass_nbytes(self) -> int:
         """Return what a pass may take beside units, as the runtime's executor does."""

@@ -130,7 +130,7 @@ def _text_part(config: Any, where: Path) -> Any:
     if not hasattr(part, "get_text_config"):
         raise CheckpointError(
             f"{where}: its part on text is {repr(part)[:100]}, which {type(config).__name__} does not read; "
-            "wanted a config, or none: remove text_config, text_encoder, decoder or generator, whichever it is"
+            "wanted a config, or none: remove it (text_config, text_encoder, decoder or generator)"
         )
     return part
 

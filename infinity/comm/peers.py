@@ -6,6 +6,10 @@ a collective, in which the others do not take part. So each rank keeps one entry
 torch.distributed made its groups, on a connection of its own. A thread writes it every second, with
 a beat that grows, and looks whether another rank ended. Waiting ranks then raise within about two seconds,
 and can say which rank is silent, and whether its process still exists.
+
+[Note: one thread asks]
+torch waits without end for a store whose process is stopped (SIGSTOP, a debugger). So that thread asks for
+the others, too, and these wait for it only so long. It is a daemon: the process can end while it waits.
 """
 
 import itertools
@@ -14,12 +18,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -33,6 +39,8 @@ _LOOK_S = 3.5 * BEAT_S
 _PATIENCE_S = 10.0
 #: Once another rank has left, what it still takes part in ends within this time (s).
 FAREWELL_S = 5.0
+
+Answer = TypeVar("Answer")
 
 _made = itertools.count()  # every rank makes its Peers in the same order
 
@@ -67,24 +75,25 @@ class Peers:
 
     def __init__(self, rank: int, world_size: int, on_end: Callable[[str, bool], None]) -> None:
         self.rank, self.world_size, self._on_end = rank, world_size, on_end
-        self._lock = threading.Lock()  # a connection carries one question at a time
         self._patience_s = _PATIENCE_S
         self._store, self._prefix = _own_store(), f"infinity/{next(_made)}"
         self._here: list[int] | None = None  # ranks of this machine, once they were looked for
         self._me = Entry(pid=os.getpid(), host=socket.gethostname(), machine=_machine())
         self._publish(self._me)
-        self._ending = threading.Event()
+        self._questions: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="infinity-peers", daemon=True)
         self._thread.start()
 
     def tell(self, end: str, *, failed: bool) -> None:
         """Say how this rank ended; the first word stays, but a failure replaces a clean end."""
-        with suppress(RuntimeError):  # the store is gone: its keeper ended before us
-            if self._me.failed or (self._me.end and not failed):
-                return
-            self._publish(replace(self._me, end=end, failed=failed))
-            with self._asking():
+
+        def say() -> None:
+            if not self._me.failed and (failed or not self._me.end):
+                self._publish(replace(self._me, end=end, failed=failed))
                 self._store.add(f"{self._prefix}/{'failed' if failed else 'ended'}", 1)
+
+        with suppress(RuntimeError):  # the store is gone: its keeper ended before us
+            self._ask(say)
 
     def explain(self) -> str:
         """Which ranks are why a collective did not end; looks for a few seconds at most."""
@@ -92,7 +101,7 @@ class Peers:
         first: dict[int, Entry] = {}
         while True:
             try:
-                entries = self._others()
+                entries = self._ask(self._others)
             except RuntimeError:
                 return (
                     "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended or "
@@ -112,7 +121,7 @@ class Peers:
         Call when every rank has written its entry.
         """
         try:
-            entries = self._others(self._here)
+            entries = self._ask(lambda: self._others(self._here))
         except RuntimeError:
             return ""  # the store is gone: explain() says so
         self._here = [rank for rank, entry in entries.items() if entry.machine == self._me.machine]
@@ -121,59 +130,68 @@ class Peers:
 
     def close(self) -> None:
         """End the thread; the entry stays."""
-        self._ending.set()
+        self._questions.put(None)
         self._thread.join(2 * self._patience_s)
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """Return what ``question`` finds in the store; see [Note: one thread asks].
+
+        Raises:
+            RuntimeError: Nothing: the store is gone, or its process is stopped.
+        """
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            return question()
+        answer: Future[Answer] = Future()
+        self._questions.put((answer, question))
+        try:
+            return answer.result(self._patience_s)
+        except TimeoutError:
+            self._patience_s = 0.0  # of those who ask before it answers
+            raise RuntimeError("the store does not answer") from None
 
     # --- the thread --------------------------------------------------------------------------
 
     def _main(self) -> None:
-        heard = (0, 0)
-        while not self._ending.wait(BEAT_S):
+        heard, beat_s = (0, 0), time.monotonic() + BEAT_S
+        while True:
             try:
-                self._publish(replace(self._me, beat=self._me.beat + 1))
-                with self._asking():
-                    failed = self._store.add(f"{self._prefix}/failed", 0)
-                    counts = failed, self._store.add(f"{self._prefix}/ended", 0)
-                others = {} if counts == heard else self._others()
-            except RuntimeError:
-                continue  # the store is gone; waits for collectives say why
-            heard = counts
-            told = _told(others)
-            if told:
-                self._on_end(told, any(entry.failed for entry in others.values()))
+                asked = self._questions.get(timeout=max(0.0, beat_s - time.monotonic()))
+            except Empty:
+                with suppress(RuntimeError):  # the store is gone; waits for collectives say why
+                    heard = self._beat(heard)
+                beat_s = time.monotonic() + BEAT_S
+            else:
+                if asked is None:
+                    return
+                answer, question = asked
+                try:
+                    answer.set_result(question())
+                except BaseException as error:  # surfaces where it was asked
+                    answer.set_exception(error)
+            self._patience_s = _PATIENCE_S
+
+    def _beat(self, heard: tuple[int, int]) -> tuple[int, int]:
+        """Show that this rank lives, and pass on what others said since ``heard``, the ends until then."""
+        self._publish(replace(self._me, beat=self._me.beat + 1))
+        ends = self._store.add(f"{self._prefix}/failed", 0), self._store.add(f"{self._prefix}/ended", 0)
+        others = {} if ends == heard else self._others()
+        if told := _told(others):
+            self._on_end(told, any(entry.failed for entry in others.values()))
+        return ends
 
     # --- the store ---------------------------------------------------------------------------
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Use the connection alone in this block.
-
-        Raises:
-            RuntimeError: A question before is not answered: torch waits without end for a stopped process.
-        """
-        if not self._lock.acquire(timeout=self._patience_s):
-            self._patience_s = 0.0  # nor will it answer the next one
-            raise RuntimeError("the store does not answer")
-        try:
-            self._patience_s = _PATIENCE_S
-            yield
-        finally:
-            self._lock.release()
-
     def _publish(self, entry: Entry) -> None:
-        with self._asking():
-            end = self._me if self._me.end and not entry.end else entry  # a beat must not unsay an end
-            self._me = replace(entry, end=end.end, failed=end.failed)
-            self._store.set(f"{self._prefix}/{self.rank}", json.dumps(asdict(self._me)))
+        self._me = entry
+        self._store.set(f"{self._prefix}/{self.rank}", json.dumps(asdict(entry)))
 
     def _others(self, ranks: Iterable[int] | None = None) -> dict[int, Entry]:
         """The entries of other ``ranks``, of all by default, as far as they wrote one."""
         found = {}
-        with self._asking():
-            for rank in range(self.world_size) if ranks is None else ranks:
-                key = f"{self._prefix}/{rank}"
-                if rank != self.rank and self._store.check([key]):
-                    found[rank] = Entry(**json.loads(self._store.get(key)))
+        for rank in range(self.world_size) if ranks is None else ranks:
+            key = f"{self._prefix}/{rank}"
+            if rank != self.rank and self._store.check([key]):
+                found[rank] = Entry(**json.loads(self._store.get(key)))
         return found
 
 

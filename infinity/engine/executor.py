@@ -329,7 +329,8 @@ class StepExecutor:
     def refuse(self, profile: Profile, hardware: Hardware) -> BudgetError:
         """Return the error of a ``memory.device`` that leaves no plan enough beside units."""
         assert self.budget.device_nbytes is not None
-        return device_error(profile, hardware, self.budget.device_nbytes, self.budget.division.least)
+        least, logits = self.budget.division.least, self.hooks.logits.chosen
+        return device_error(profile, hardware, self.budget.device_nbytes, least, logits)
 
     # --- the step ----------------------------------------------------------------------------
 

@@ -160,15 +160,29 @@ def budget_error(
     )
 
 
-def device_error(profile: Profile, hardware: Hardware, device_nbytes: int, units_nbytes: int) -> BudgetError:
-    """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``."""
+#: What to set beside a larger ``memory.device``, by how ``auto`` had logits computed.
+_LOGITS = {
+    None: "",
+    "slices": " and set memory.logits=slices (with auto they are whole where they may fit, which takes more)",
+    "whole": ", set memory.logits=slices",
+}
+
+
+def device_error(
+    profile: Profile, hardware: Hardware, device_nbytes: int, units_nbytes: int, logits: str | None = None
+) -> BudgetError:
+    """Describe why no plan keeps what the least of units, ``units_nbytes``, leaves of ``memory.device``.
+
+    Args:
+        logits: How ``memory.logits=auto`` had them computed; None: it chose nothing.
+    """
     least = smallest_budget(profile, hardware)
     return BudgetError(
         f"memory.device is {format_nbytes(device_nbytes)}; at least {_in_bytes(units_nbytes + least)} is "
         f"required: {format_nbytes(units_nbytes)} for units, and {format_nbytes(least)} for what a step "
         "makes beside them, however its activations are planned, because of "
-        f"{_fullest_operator(profile, hardware)}. Raise memory.device, or make micro-batches or "
-        "sequences smaller"
+        f"{_fullest_operator(profile, hardware)}. Raise memory.device{_LOGITS[logits]}, or make "
+        "micro-batches or sequences smaller"
     )
 
 

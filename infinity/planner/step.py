@@ -105,6 +105,11 @@ class UnitShape:
         return rounded(self.moments_nbytes) + rounded(self.host_gradient_nbytes)
 
 
+def all_resident_nbytes(units: Sequence[UnitShape]) -> int:
+    """Return the host memory that a model is built in without drives: room for training each unit."""
+    return sum(replace(each, trainable=True).resident_nbytes for each in units)
+
+
 def choose_homes(
     units: Sequence[UnitShape], resident_nbytes: int, *, drives: bool, alone_on_cpu: bool
 ) -> tuple[UnitShape, ...]:
@@ -123,7 +128,7 @@ def choose_homes(
             used += nbytes
             resident.add(index)
         elif not drives:
-            total = sum(replace(each, trainable=True).resident_nbytes for each in units)
+            total = all_resident_nbytes(units)
             raise BudgetError(
                 f"weights and optimizer states take {format_nbytes(total)} of host memory per rank, of which "
                 f"memory.host leaves {format_nbytes(resident_nbytes)} for them. Raise memory.host to "

@@ -356,10 +356,15 @@ def test_logits_are_pending_in_training_or_where_they_do_not_fit() -> None:
         assert not pending(model, slices)  # a token of generation
     with torch.inference_mode():
         assert not pending(model, slices)
-    needed = 4 * 50 * 8  # logits and their log-softmax in fp32
-    for room, wanted in ((needed, False), (needed - 1, True), (None, False)):
-        slices.decide("auto", lambda room=room: room)
-        assert pending(model, slices) is wanted
+    needed = 4 * 50 * 4  # logits in fp32
+    for trains, least in (
+        (False, 2 * needed),
+        (True, 3 * needed),
+    ):  # log-softmax; backward
+        for room, wanted in ((least, False), (least - 1, True), (None, False)):
+            slices.decide("auto", lambda room=room: room)
+            with torch.set_grad_enabled(trains):
+                assert pending(model, slices) is wanted
     slices.decide("whole", lambda: 1)
     assert not pending(model, slices)
     del model.lm_head.forward  # the count's

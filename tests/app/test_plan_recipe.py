@@ -32,6 +32,7 @@ from infinity.cli import main
 from infinity.core.errors import BudgetError, CheckpointError, RecipeError
 from infinity.observe.summary import PredictedStep
 from infinity.planner.machines import Machine
+from tests.app.test_dry_run import llama
 from tests.helpers.cases import few
 from tests.test_bytes import settled
 
@@ -133,11 +134,26 @@ def test_the_least_host_memory_without_drives_is_named_and_a_run_gets_by_with_it
     assert planned(nbytes).cost.step_s > 0
     with pytest.raises(BudgetError):
         planned(nbytes - 1)
+    assert planned(nbytes).run.least_host_nbytes() == nbytes
     for enough in (nbytes, nbytes - 1):
         recipe = load_recipe(RECIPE, [*in_memory, f"memory.host={enough}"])
         wanted = pytest.raises(BudgetError, match="infinity plan") if enough < nbytes else nullcontext()
         with wanted, built(recipe, None, Views()) as (model, _):
             assert model is not None
+
+
+@pytest.mark.parametrize("on", ["vm-2core", "hgx-h100"])
+def test_the_least_host_memory_without_drives_is_what_the_error_names(on: str, tmp_path: Path) -> None:
+    """Also where most of the model is frozen: it is built with room for training all of it."""
+    for model in ([], [llama(tmp_path), "lora.rank=2"]):
+        more = [*model, "memory.nvme=[]", "memory.resident=true", "memory.activations=keep"]
+        recipe = load_recipe(None, [*more, "model.seq_len=32", "memory.host=64KiB"])
+        with pytest.raises(BudgetError) as raised:
+            plan_recipe(recipe, load_machine(on), 1)
+        nbytes = int(re.search(r"to (\d+) bytes or more", str(raised.value))[1])  # type: ignore[index]
+        for enough in (nbytes, 2**30):
+            again = replace(recipe, memory=replace(recipe.memory, host=enough))
+            assert plan_recipe(again, load_machine(on), 1).run.least_host_nbytes() == nbytes
 
 
 def test_the_least_budgets_are_enough_and_less_is_not() -> None:
@@ -253,23 +269,29 @@ def test_what_does_not_fit_is_said_with_keys_that_make_it_fit(every: bool) -> No
 
 
 def test_the_device_memory_that_no_plan_for_activations_can_do_without_is_named_to_the_byte() -> None:
-    # auto computes logits whole as soon as they may fit, which takes more
     more = ["model.n_layers=1", "train.batch_size=8", "model.seq_len=32", "memory.activations=plan"]
-    more += ["memory.resident=false", "memory.logits=slices"]
+    more += ["memory.resident=false"]
 
-    def refused(nbytes: int) -> int:
+    def refused(nbytes: int, *sliced: str) -> tuple[int, str]:
+        """The bytes that an error names, and what else is to be set."""
         try:
-            planned_with(f"memory.device={nbytes}", "vm-2core", 1, *more)
+            planned_with(f"memory.device={nbytes}", "vm-2core", 1, *more, *sliced)
         except BudgetError as error:
             [least] = re.findall(r"(?:at least|alone require) .*?\((\d+) bytes\)", str(error))
-            return int(least)
-        return 0
+            return int(least), re.findall(r"Raise memory.device(.*)", str(error))[0]
+        return 0, ""
 
-    of_units = refused(2**16)
-    of_all = refused(of_units)
+    of_units, _ = refused(2**16)
+    of_all, advice = refused(of_units)
     assert of_all > of_units > 2**16
-    assert refused(of_all - 1) == of_all
-    assert refused(of_all) == 0
+    assert " and set memory.logits=slices" in advice
+    sliced = "memory.logits=slices"
+    assert refused(of_all - 1, sliced)[0] == of_all
+    assert refused(of_all, sliced) == (0, "")
+    of_whole, advice = refused(of_all)  # auto computes logits whole as soon as they may fit
+    assert of_whole > of_all
+    assert advice.startswith(", set memory.logits=slices, or")
+    assert refused(of_whole) == (0, "")
 
 
 def test_keys_of_the_hardware_stand_beside_those_of_the_recipe() -> None:

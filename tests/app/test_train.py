@@ -409,7 +409,8 @@ def leave_late(folder: str) -> bool:
 def test_a_rank_that_fails_at_the_end_holds_no_other(tmp_path: Path) -> None:
     with start_ranks(fail_late, 2, group=False) as ranks:
         ends = ranks.wait()
-    assert ends[0].result == "ended" and ends[1].message == "too late"
+    assert ends[0].result == "ended"
+    assert ends[1].message == "too late"
 
 
 def fail_late() -> str:

@@ -117,7 +117,7 @@ def test_a_rank_that_said_how_it_ended_is_not_taken_for_one_that_died(monkeypatc
         return entries
 
     here = object.__new__(peers.Peers)
-    here._me, here._here = mine, None
+    here._me, here._here, here._thread = mine, None, threading.Thread()  # has not begun
     monkeypatch.setattr(here, "_others", others)
     assert here.dead().startswith("rank 3 (process 0 on a) was killed")
     entries.pop(3)

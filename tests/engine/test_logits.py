@@ -274,3 +274,24 @@ def test_auto_trains_within_a_budget_that_whole_logits_exceed(tmp_path: Path) ->
     # Where whole logits fit, auto computes them whole.
     plenty = wide(tmp_path, "memory.device=64MiB")[0]
     assert plenty == wide(tmp_path, "memory.device=64MiB", "memory.logits=whole")[0]
+
+
+def test_a_budget_that_is_too_small_is_named_with_the_logits_that_it_is_enough_for(tmp_path: Path) -> None:
+    def refused(nbytes: int, *overrides: str) -> str:
+        with pytest.raises(BudgetError) as raised:
+            wide(tmp_path, f"memory.device={nbytes}", UNTILED, *overrides)
+        return str(raised.value)
+
+    def named(said: str) -> int:
+        return int(re.findall(r"at least .*?\((\d+) bytes\) is required", said)[0])
+
+    logits_nbytes = 4 * 64 * WIDE * 4
+    said = refused(600 * 2**10)
+    assert "Raise memory.device and set memory.logits=slices (with auto" in said
+    wide(tmp_path, f"memory.device={named(said)}", UNTILED, SLICES)
+    nbytes = named(refused(2 * logits_nbytes, "memory.logits=whole"))
+    said = refused(nbytes - 2**15)
+    assert f"({nbytes} bytes) is required" in said
+    assert "Raise memory.device, set memory.logits=slices, or" in said
+    wide(tmp_path, f"memory.device={nbytes}", UNTILED)
+    wide(tmp_path, f"memory.device={nbytes - 2**18}", UNTILED)  # auto knows that whole logits cannot fit

@@ -228,8 +228,8 @@ def open_data(
     files = tuple(path for path in find_files(config.files) if path not in eval_files)
     if not files:
         raise DataError(
-            f"data.files ({', '.join(config.files)}): each of them is one of data.eval_files, too, so none is "
-            "left to train on; name others, or hold a part of them out with data.eval_fraction"
+            f"data.files ({', '.join(config.files)}): each of them is one of data.eval_files, too, so none "
+            "is left to train on; name others, or hold a part of them out with data.eval_fraction"
         )
     tokens = _open(files, tokenizer, config, log)
     held_out = _open(eval_files, tokenizer, config, log) if eval_files else None

@@ -191,8 +191,8 @@ class DirectoryTokenizer:
                 if "trust_remote_code" not in str(error):
                     raise
                 raise DataError(
-                    f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity does "
-                    "not run; save it as a tokenizer.json"
+                    f"data.tokenizer: {path}: its tokenizer is code beside it (auto_map), which infinity "
+                    "does not run; save it as a tokenizer.json"
                 ) from error
             self.fingerprint = _digest(path)
             self.vocab_size = len(self._library)

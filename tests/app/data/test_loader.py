@@ -138,7 +138,9 @@ def test_held_out_files_are_excluded_from_training(tmp_path: Path) -> None:
 
 def test_if_every_training_file_is_held_out_the_error_says_so(tmp_path: Path) -> None:
     names = (str(tmp_path / "*.txt"),)
-    with pytest.raises(DataError, match=r"data\.files \(.*\*\.txt\): each of them is one of data\.eval_files"):
+    with pytest.raises(
+        DataError, match=r"data\.files \(.*\*\.txt\): each of them is one of data\.eval_files"
+    ):
         open_text(tmp_path, "aaaaaaaaaa", files=names, eval_files=names)
 
 
