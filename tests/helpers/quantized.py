@@ -190,7 +190,9 @@ def without_quantization(directory: Path, values: Values, target: Path) -> Path:
     """The same checkpoint with the values that the quantized weights stand for, in ``target``."""
     stored = load_file(directory / "model.safetensors")
     of_values = tuple(key.removesuffix("weight") for key in values)
-    tensors = {key: tensor for key, tensor in stored.items() if not key.startswith(of_values)} | values
+    tensors = {
+        key: tensor for key, tensor in stored.items() if key.endswith("bias") or not key.startswith(of_values)
+    } | values
     target.mkdir()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
