@@ -91,10 +91,11 @@ class RunConfig:
         if name is not None and (
             name in ("", ".", "..")
             or "/" in name
+            or name.startswith("-")  # which commands take for an option
             or not name.isprintable()
             or len(name.encode()) > _NAME_NBYTES
         ):
-            wanted = f"a printable folder name without /, of at most {_NAME_NBYTES} bytes"
+            wanted = f"a printable folder name without / and no - in front, of at most {_NAME_NBYTES} bytes"
             raise SettingError("name", name, wanted)
 
 

@@ -334,7 +334,9 @@ def is_named(fd: int, path: Path) -> bool:
 
 
 def lock_owner(path: Path) -> str:
-    """The process that wrote itself into a lock file, for messages."""
+    """The process that wrote itself into a lock file, or what stands in its place; for messages."""
+    if path.is_symlink():
+        return f"a link in the place of {path.name}, which is to be removed"
     owner = _read_owner(path)
     if owner is None:
         return "another process"

@@ -321,7 +321,10 @@ def test_many_recipes_that_are_valid_run_or_say_what_to_change(
         ),
         (r'memory: {nvme: ["a\0b"]}', "the character NUL cannot be in it"),
         (f"run: {{dir: {'x' * 300}}}", "a path has at most 4095 bytes, and each name in it 255"),
-        (f"run: {{name: {'x' * 300}}}", "a printable folder name without /, of at most 200 bytes"),
+        (
+            f"run: {{name: {'x' * 300}}}",
+            "a printable folder name without / and no - in front, of at most 200 bytes",
+        ),
         (r'run: {name: "a\nb"}', "a printable folder name without /"),
         ("memory: {nvme: [nv, nv/]}", "wanted different, non-empty directories"),
         ("memory: {nvme: [nv, none/../nv]}", "wanted different, non-empty directories"),

@@ -138,7 +138,14 @@ def test_a_key_outside_any_section_is_named_with_its_section(tmp_path: Path) -> 
         ("model.vocab_size=100", "got 100; wanted at least 256 for the bytes tokenizer"),
         ("run.resume=yes", "got true; wanted auto | never | must"),
         ("run.resume=nver", "got 'nver'; wanted auto | never | must"),
-        ("run.name=a/b", "got 'a/b'; wanted a printable folder name without /, of at most 200 bytes"),
+        (
+            "run.name=a/b",
+            "got 'a/b'; wanted a printable folder name without / and no - in front, of at most 200 bytes",
+        ),
+        (
+            "run.name=-rf",
+            "got '-rf'; wanted a printable folder name without / and no - in front, of at most 200 bytes",
+        ),
         ("data.files=[]", "got []; wanted at least one path, glob or 'stdlib'"),
     ],
 )
