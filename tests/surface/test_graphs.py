@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import StateError
@@ -66,6 +67,18 @@ class Shared(nn.Module):
         x = x.to(self.first.weight.dtype)
         h = self.again(self.block(self.first(x)) + self.back(x))
         return SimpleNamespace(loss=nn.functional.mse_loss(self.last(h).float(), y))
+
+
+class Recurrent(Toy):
+    """Every block runs twice, and is recomputed in backward."""
+
+    reentrant = False
+
+    def hidden(self, x):
+        x = self.first(x.to(self.gain.dtype)) * self.gain + self.shift
+        for block in [*self.blocks, *self.blocks]:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x + self.offset.to(x.dtype)
 
 
 class Encoder(nn.Module):
@@ -330,6 +343,20 @@ def test_a_pass_that_raises_leaves_nothing_behind(tmp_path, place, clip, where, 
         pair.model.where = ""
         if then != "nothing":
             getattr(pair.optimizer, then)()
+        pair.step(2)
+        pair.check()
+
+
+@BOTH
+@pytest.mark.parametrize("clip", few((None,), (None, 1.0)))
+def test_calls_that_share_weights_are_recomputed_without_reentrance_or_refused(tmp_path, place, clip):
+    """A reentrant recomputation has a backward pass of its own, after which its weights are complete."""
+    with lockstep(place, tmp_path, seeded(Recurrent), rule=Rule(max_grad_norm=clip)) as pair:
+        pair.step(2)
+        pair.model.reentrant = True
+        with pytest.raises(StateError, match=r"blocks\.2\..* got a gradient after .*use_reentrant=False"):
+            pair.backward(50)
+        pair.model.reentrant = False
         pair.step(2)
         pair.check()
 
