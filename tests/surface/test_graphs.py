@@ -445,6 +445,26 @@ def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode)
 
 
 @NVME
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_calls_inside_one_that_ctrl_c_ended_keep_no_unit(tmp_path, place, mode):
+    with lockstep(place, tmp_path) as pair:
+        pair.step(2)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = pair.model.blocks[1].up.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), mode():
+            pair.model(**batch(7))
+        handle.remove()
+        with torch.no_grad():
+            pair.model(**batch(8))
+        assert not any(runtime_of(pair.model).executor().prefetcher.pins.values())
+        pair.step(2)
+        pair.check()
+
+
+@NVME
 def test_backward_after_an_evaluation_that_ctrl_c_ended_belongs_to_the_training_pass(tmp_path, place):
     with lockstep(place, tmp_path) as pair:
         pair.step(2)
