@@ -311,7 +311,12 @@ class Gradients:
             )
         self._fired = True
         if unit.index in self._delivered:
-            raise StateError(f"{segment.name} got a gradient after its unit's gradients were complete")
+            raise StateError(
+                f"{segment.name} got a gradient after its unit's gradients were complete. Where several "
+                "calls share a weight, torch.utils.checkpoint recomputes them with use_reentrant=False (else "
+                "each has a backward pass of its own); and what is gathered as one (partition.leaf) is used "
+                "inside its module only"
+            )
         gradient = self._open.get(unit.index)
         if gradient is None:
             gradient = self._begin(unit)

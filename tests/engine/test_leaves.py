@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.core.errors import BudgetError, RecipeError
+from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.lifecycle import Tier
 from tests.helpers.launch import RanksError, run_ranks, several
 from tests.helpers.reference import Rule
@@ -159,6 +160,36 @@ def accumulate_in_one_graph(folder: str) -> dict[str, Tensor]:
     return weights
 
 
+def differentiate_with_respect_to_inputs(folder: str) -> dict[str, Tensor]:
+    """Of leaves that it goes through, ``torch.autograd.grad`` completes nothing."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model: Any = build(factory(), "fp32", streaming(folder))
+    optimizer = optimizer_for(model, FREE)
+    inputs: list[Tensor] = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    for step in range(STEPS):
+        loss = model(**batch(step, rank, world)).loss
+        torch.autograd.grad(loss, inputs.pop(), retain_graph=True)
+        loss.backward()
+        optimizer.step()
+    weights = infinity.state_dict(model, every_rank=True)
+    optimizer.close()
+    return weights
+
+
+def use_outside(folder: str) -> str:
+    """A weight of a leaf is read before it, too, so that its gradient comes after the leaf's."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model: Any = build(factory(), "fp32", streaming(folder))
+    optimizer = optimizer_for(model, FREE)
+    expert = model.blocks[1].mlp.experts[0].up
+    model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + expert.weight.sum(), args[1]))
+    with pytest.raises(StateError) as caught:
+        model(**batch(0, rank, world)).loss.backward()
+    optimizer.close()
+    return str(caught.value)
+
+
 def diverge(folder: str) -> str:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options = {"dtype": "fp32", "steps": 2, "rank": rank, "world": world}
@@ -186,8 +217,9 @@ def difference(mine: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
 def test_ranks_that_use_different_experts_train_as_one_rank_does(tmp_path, played):
     folder = str(tmp_path)
     results = run_ranks(
-        several, 2, (play, folder, played), (accumulate_in_one_graph, folder), (too_small, folder)
-    )
+        several, 2, (play, folder, played), (accumulate_in_one_graph, folder), (too_small, folder),
+        (differentiate_with_respect_to_inputs, folder), (use_outside, folder),
+    )  # fmt: skip
     for case, recompute in played:
         plain = reference(factory(recompute), batch, dtype="fp32", steps=STEPS, **CASES[case])
         first, second = (rank[0][case, recompute] for rank in results)
@@ -198,6 +230,10 @@ def test_ranks_that_use_different_experts_train_as_one_rank_does(tmp_path, playe
     twice = reference(factory(), batch, dtype="fp32", steps=3, accumulate=2, rule=FREE)
     assert difference(results[0][1], twice.weights) < 0.05  # the sum of two losses, not their mean
     assert "units that are gathered as one" in results[0][2]
+    plain = reference(factory(), batch, dtype="fp32", steps=STEPS, rule=FREE)
+    assert difference(results[0][3], plain.weights) < 1e-3
+    for rank in results:
+        assert re.search(r"experts\.0\.up\.weight got a gradient after .*partition\.leaf", rank[4])
 
 
 def test_without_a_leaf_ranks_that_use_different_experts_are_told_what_to_write(tmp_path):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import StateError
@@ -66,6 +67,18 @@ class Shared(nn.Module):
         x = x.to(self.first.weight.dtype)
         h = self.again(self.block(self.first(x)) + self.back(x))
         return SimpleNamespace(loss=nn.functional.mse_loss(self.last(h).float(), y))
+
+
+class Recurrent(Toy):
+    """Every block runs twice, and is recomputed in backward."""
+
+    reentrant = False
+
+    def hidden(self, x):
+        x = self.first(x.to(self.gain.dtype)) * self.gain + self.shift
+        for block in [*self.blocks, *self.blocks]:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x + self.offset.to(x.dtype)
 
 
 class Encoder(nn.Module):
@@ -334,6 +347,20 @@ def test_a_pass_that_raises_leaves_nothing_behind(tmp_path, place, clip, where, 
         pair.check()
 
 
+@BOTH
+@pytest.mark.parametrize("clip", few((None,), (None, 1.0)))
+def test_calls_that_share_weights_are_recomputed_without_reentrance_or_refused(tmp_path, place, clip):
+    """A reentrant recomputation has a backward pass of its own, after which its weights are complete."""
+    with lockstep(place, tmp_path, seeded(Recurrent), rule=Rule(max_grad_norm=clip)) as pair:
+        pair.step(2)
+        pair.model.reentrant = True
+        with pytest.raises(StateError, match=r"blocks\.2\..* got a gradient after .*use_reentrant=False"):
+            pair.backward(50)
+        pair.model.reentrant = False
+        pair.step(2)
+        pair.check()
+
+
 @NVME
 @pytest.mark.parametrize("then", few(("zero_grad",), ("nothing", "zero_grad")))
 def test_a_backward_after_one_that_raised_is_the_step(tmp_path, place, then):
@@ -415,6 +442,26 @@ def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode)
             pair.optimizer.step()
             pair.follow(loss, number=step)
             pair.check()
+
+
+@NVME
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_calls_inside_one_that_ctrl_c_ended_keep_no_unit(tmp_path, place, mode):
+    with lockstep(place, tmp_path) as pair:
+        pair.step(2)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = pair.model.blocks[1].up.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), mode():
+            pair.model(**batch(7))
+        handle.remove()
+        with torch.no_grad():
+            pair.model(**batch(8))
+        assert not any(runtime_of(pair.model).executor().prefetcher.pins.values())
+        pair.step(2)
+        pair.check()
 
 
 @NVME

@@ -336,6 +336,16 @@ def test_data_that_was_replaced_by_hand_is_refused_once_and_undone(tmp_path, pla
         goes_on(pair)
 
 
+@BOTH
+def test_data_that_was_replaced_by_hand_is_not_read_by_name(tmp_path, place):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        pair.model.last.bias.data = torch.zeros(4, dtype=torch.bfloat16)
+        with pytest.raises(StateError, match=r"last\.bias: its data was replaced"):
+            pair.model.last.bias.sum()
+        goes_on(pair)
+
+
 def test_a_released_weight_that_was_zeroed_is_refused_and_undone(tmp_path):
     with lockstep("nvme", tmp_path) as pair:
         pair.step()
