@@ -157,8 +157,11 @@ class Peers:
             try:
                 asked = self._questions.get(timeout=max(0.0, beat_s - time.monotonic()))
             except Empty:
+                others: dict[int, Entry] = {}
                 with suppress(RuntimeError):  # the store is gone; waits for collectives say why
-                    heard = self._beat(heard)
+                    heard, others = self._beat(heard)
+                if told := _told(others):
+                    self._on_end(told, any(entry.failed for entry in others.values()))
                 beat_s = time.monotonic() + BEAT_S
             else:
                 if asked is None:
@@ -168,16 +171,14 @@ class Peers:
                     answer.set_result(question())
                 except BaseException as error:  # surfaces where it was asked
                     answer.set_exception(error)
+                del asked, answer, question  # an error holds frames of those who asked
             self._patience_s = _PATIENCE_S
 
-    def _beat(self, heard: tuple[int, int]) -> tuple[int, int]:
-        """Show that this rank lives, and pass on what others said since ``heard``, the ends until then."""
+    def _beat(self, heard: tuple[int, int]) -> tuple[tuple[int, int], dict[int, Entry]]:
+        """Show that this rank lives; return how many ended, and the others' entries if more did."""
         self._publish(replace(self._me, beat=self._me.beat + 1))
         ends = self._store.add(f"{self._prefix}/failed", 0), self._store.add(f"{self._prefix}/ended", 0)
-        others = {} if ends == heard else self._others()
-        if told := _told(others):
-            self._on_end(told, any(entry.failed for entry in others.values()))
-        return ends
+        return ends, {} if ends == heard else self._others()
 
     # --- the store ---------------------------------------------------------------------------
 

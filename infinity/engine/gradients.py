@@ -330,6 +330,10 @@ class Gradients:
         frozen_in_part = gradient.trainable < len(unit.segments)
         return unit.index not in self._leaves and not (frozen_in_part and self.pins.recomputed(unit.index))
 
+    def received_from(self, param: nn.Parameter) -> bool:
+        """Whether a gradient was received from ``param`` in this step."""
+        return id(param) in self._received
+
     def check_received(self, param: nn.Parameter) -> None:
         """Raise if a gradient that was received from ``param`` in this step was dropped or replaced."""
         segment = self._received.get(id(param))

@@ -581,7 +581,8 @@ class Hooks:
 
     def _leave_backward(self) -> None:
         for param, placeholder in self._dropped:
-            if param.grad is None:  # torch.autograd.grad: what was received before it is still there
+            # torch.autograd.grad: what was received before it is still there, unless it was dropped since
+            if param.grad is None and self.gradients.received_from(param):
                 param.grad = placeholder
         self._dropped.clear()
         self._backward, self._leaf = None, ()

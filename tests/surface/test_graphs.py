@@ -277,6 +277,24 @@ def test_autograd_grad_with_respect_to_parameters_leaves_the_gradients_that_wait
 
 
 @NVME
+def test_an_autograd_grad_that_raises_brings_back_no_gradient_that_is_dropped(tmp_path, place):
+    with lockstep(place, tmp_path, seeded(Failing)) as pair:
+        last = [*pair.model.last.parameters()]
+        for then in (pair.optimizer.synchronize, pair.optimizer.zero_grad):
+            with infinity.no_sync(pair.model):
+                pair.model(**batch(0)).loss.backward()
+            pair.model.where = "backward"
+            with pytest.raises(ArithmeticError, match="backward"):
+                torch.autograd.grad(pair.model(**batch(1)).loss, [*last, *pair.model.first.parameters()])
+            pair.model.where = ""
+            then()
+            pair.model(**batch(2))  # what the pass left behind is seen to
+            assert all((param.grad is None) is (then == pair.optimizer.zero_grad) for param in last)
+        pair.step(2)
+        pair.check()
+
+
+@NVME
 @CLIP
 def test_a_gradient_penalty_differentiates_twice(tmp_path, place, clip):
     with lockstep(place, tmp_path, rule=Rule(max_grad_norm=clip)) as pair:
