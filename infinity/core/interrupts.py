@@ -90,9 +90,7 @@ class Bookkeeping(Section):
         while not ended.done():  # again if the start was interrupted
             try:
                 try:
-                    threading.Thread(
-                        target=run, name="infinity-step"
-                    ).start()  # again if that was interrupted
+                    threading.Thread(target=run, name="infinity-step").start()
                 except RuntimeError:  # the process may have no more threads
                     run()
                 ended.wait()
