@@ -80,13 +80,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     runtime = runtime_of(model)
     with runtime.bookkeeping.states:
         runtime.executor().accumulate()
-    gradients = runtime.executor().gradients
-    before = gradients.syncing
+    executor = runtime.executor()
+    before = executor.gradients.syncing
     try:
-        gradients.syncing = False
-        yield
-    finally:
-        gradients.syncing = before
+        try:
+            executor.gradients.syncing = False
+            yield
+        finally:
+            executor.gradients.syncing = before
+    except BaseException:  # Ctrl-C may come before the line above
+        executor.gradients.syncing = before
+        raise
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 A signal raises between any two bytecodes of the main thread, and only there. In the model's compute nothing
 of ours is half done: what the step has so far is dropped when the next one begins. A wait of the training
 thread is interrupted as if it had not begun. Updates that ``step()`` computes itself run on a thread of their
-own, and the interrupt is raised when the step is whole. What is left are lines between which tables do not
+own, and the interrupt is raised when they are done. What is left are lines between which tables do not
 agree: a buffer is leased and not noted yet, or half of the units are committed. They run in sections, and an
 interrupt that leaves one is noted:
 
@@ -71,30 +71,36 @@ class Bookkeeping(Section):
             self._repair()
 
     def run_to_end(self, call: Callable[[], object]) -> None:
-        """Run ``call`` on a thread, where no signal raises; :meth:`raise_held` raises what came meanwhile.
+        """Run ``call`` on a thread, where no signal raises; :meth:`raise_held` raises the first that came."""
+        ended = Transfer()
+        errors: list[BaseException] = []
 
-        A second interrupt is raised at once, while ``call`` goes on.
-        """
-        ended, calls = Transfer(), [call]
+        def noted() -> None:
+            try:
+                call()
+            except BaseException as error:  # with its traceback, which a transfer drops
+                errors.append(error)
+
+        calls = [noted]
 
         def run() -> None:
             with contextlib.suppress(IndexError):  # the thread before has begun
                 ended.run(calls.pop())
 
-        while True:
+        while not ended.done():  # again if the start was interrupted
             try:
-                threading.Thread(target=run, name="infinity-step").start()  # again if that was interrupted
+                try:
+                    threading.Thread(target=run, name="infinity-step").start()
+                except RuntimeError:  # the process may have no more threads
+                    run()
                 ended.wait()
-                return
-            except Exception:
-                raise
-            except BaseException as error:
-                if self._held is not None:
-                    raise
-                self._held = error
+            except BaseException as error:  # whatever it is, a signal's handler raised it
+                self._held = error if self._held is None else self._held
+        if errors:
+            raise errors.pop()
 
     def raise_held(self) -> None:
-        """Raise the interrupt that came while something ran to its end."""
+        """Raise what a signal's handler raised while something ran to its end."""
         held, self._held = self._held, None
         if held is not None:
             raise held

@@ -161,11 +161,12 @@ class StepExecutor:
         self.updates.forget()
         self.hooks.forget()
         self._passes.close()
-        before = self.prefetcher
+        before, syncing = self.prefetcher, self.gradients.syncing
         for unit in self.units:
             if self.tiers.streams(unit):
                 unit.abandon()
         self._begin_anew()
+        self.gradients.syncing = syncing
         self.prefetcher.training.follow(before.training.plan)
         self.prefetcher.inference.follow(before.inference.plan)
         if self._blocks is not None:

@@ -172,8 +172,9 @@ class Hooks:
 
     @property
     def running(self) -> bool:
-        """Whether a call of a module has not ended."""
-        return bool(self.stack) and not _has_ended(self.stack[0].call)
+        """Whether a call of a module has not ended; one whose Python frame is not known has."""
+        call = self.stack[0].call if self.stack else None
+        return call is not None and not _has_ended(call)
 
     def forget(self) -> None:
         """Leave every pass, whatever an interrupt left of it; others give back what it held."""
@@ -212,16 +213,15 @@ class Hooks:
 
     def enter(self, module: nn.Module, args: Any = ()) -> None:
         """Use the units of a module whose forward begins, with ``args``."""
-        frame = Frame(module, [])
         self._close_ended()
         outermost = not self.stack
+        frame = Frame(module, [], call=_running_call() if outermost else None)
         self.stack.append(frame)  # whatever comes, its contexts will be left
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         elif outermost:
             self._open(frame)
         if outermost:
-            frame.call = _running_call()
             frame.logits = ExitStack()
             frame.logits.enter_context(self.logits.opened(module))
         if self.logits.defers(module, args):
@@ -597,8 +597,9 @@ class Hooks:
             if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
                 segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
-                self._hooked.add(id(segment.param))
-                self._hook_parameter(segment.param)
+                with self.bookkeeping.states:  # one that is noted and not hooked would lose its gradients
+                    self._hooked.add(id(segment.param))
+                    self._hook_parameter(segment.param)
 
     def _hook_parameter(self, param: nn.Parameter) -> None:
         drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(param))

@@ -2,17 +2,34 @@
 
 import _thread
 import random
+import signal
+import threading
+import time
+import traceback
 
 import pytest
 import torch
 
 import infinity
 from infinity import StateError
+from infinity.app.models.causal import CausalLoss
+from infinity.core.interrupts import Bookkeeping
 from infinity.engine.gradients import UnitGradient
+from infinity.engine.hooks import Hooks
 from infinity.engine.runtime import runtime_of
 from infinity.optim.rules import AdamWRule
 from infinity.shards.updates import Updates
-from tests.helpers.interrupts import ENDINGS, SCENARIOS, Loop, Moment, moments, trial, undisturbed
+from tests.helpers import models, training
+from tests.helpers.interrupts import (
+    ENDINGS,
+    SCENARIOS,
+    Interrupter,
+    Loop,
+    Moment,
+    moments,
+    trial,
+    undisturbed,
+)
 from tests.helpers.lockstep import BOTH, NVME, batch, lockstep
 
 THEN = ("again", "zero_grad", "look")
@@ -95,6 +112,73 @@ def test_an_interrupt_before_a_lease_is_noted_leaks_no_memory(tmp_path, place, m
         pair.check()
 
 
+def test_an_interrupt_while_a_pass_is_opened_is_not_taken_for_one_that_the_forward_caught(
+    tmp_path, monkeypatch
+):
+    with lockstep("host", tmp_path) as pair:
+        pair.step()
+        for name in ("_hook_parameters", "release_unscoped_units"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Hooks, name, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    pair.backward(7)
+            pair.step()
+        pair.check()
+
+
+def test_an_interrupt_while_pending_logits_are_begun_is_over_with_them(tmp_path, monkeypatch):
+    factory, batches = models.build("gpt2", 1)
+    model = training.build(factory, "fp32", training.streaming(tmp_path, "memory.logits=slices"))
+    summed, tokens, use = CausalLoss(model), batches(0, 0, 1)["input_ids"], Hooks._use
+
+    def used(self, unit, frame):
+        use(self, unit, frame)
+        if frame.leaf:
+            raise KeyboardInterrupt
+
+    wanted = summed(tokens[:, :-1], tokens[:, 1:])
+    with monkeypatch.context() as patch:
+        patch.setattr(Hooks, "_use", used)
+        with pytest.raises(KeyboardInterrupt):
+            summed(tokens[:, :-1], tokens[:, 1:])
+    assert torch.equal(summed(tokens[:, :-1], tokens[:, 1:]), wanted)
+    infinity.close(model)
+
+
+def test_an_interrupt_at_any_line_of_no_sync_leaves_backward_as_it_was(tmp_path):
+    with lockstep("host", tmp_path) as pair:
+        bookkeeping = runtime_of(pair.model).bookkeeping
+        gradients = runtime_of(pair.model).executor().gradients
+
+        def lines(moment=None):
+            with Interrupter(moment) as counted, infinity.no_sync(pair.model):
+                pass
+            return [Moment(*key, nth=1) for key in counted.counts if key[0] == "api/init.py"]
+
+        assert lines()
+        for moment in lines():
+            with pytest.raises(KeyboardInterrupt):
+                lines(moment)
+            assert gradients.syncing
+            bookkeeping.states.interrupted = False
+
+
+@NVME
+def test_micro_batches_wait_after_an_interrupt_that_is_caught_in_no_sync(tmp_path, place, monkeypatch):
+    with lockstep(place, tmp_path) as pair:
+        pair.step()
+        with infinity.no_sync(pair.model):
+            with monkeypatch.context() as patch:
+                patch.setattr(UnitGradient, "begin", after(UnitGradient.begin))
+                with pytest.raises(KeyboardInterrupt):
+                    pair.backward(2)
+            pair.backward(2)
+        pair.backward(3)
+        pair.optimizer.step()
+        pair.plain.step([batch(2), batch(3)])
+        pair.check()
+
+
 @NVME
 def test_gradients_that_an_interrupted_evaluation_loses_are_not_missed_silently(tmp_path, place, monkeypatch):
     with lockstep(place, tmp_path) as pair:
@@ -138,6 +222,44 @@ def test_updates_that_step_computes_are_finished_before_the_interrupt_is_raised(
         pair.check()
 
 
+def test_what_runs_to_its_end_is_over_whatever_signals_raise_and_its_own_error_says_where(monkeypatch):
+    bookkeeping, came, ended = Bookkeeping(), [], []
+
+    def ring(*_):
+        came.append(1)
+        raise TimeoutError("first" if len(came) == 1 else "second")
+
+    def rung():
+        for number in (1, 2):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+            while len(came) < number:
+                time.sleep(0.01)
+        ended.append(1)
+
+    def wrong():
+        raise ValueError("mine")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        bookkeeping.run_to_end(rung)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ended
+    with pytest.raises(TimeoutError, match="first"):
+        bookkeeping.raise_held()
+    bookkeeping.raise_held()
+    with pytest.raises(ValueError, match="mine") as raised:
+        bookkeeping.run_to_end(wrong)
+    assert traceback.extract_tb(raised.tb)[-1].name == "wrong"
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    bookkeeping.run_to_end(lambda: ended.append(2))
+    assert ended == [1, 2]
+
+
 def test_a_commit_that_is_half_done_names_the_step_that_a_new_model_goes_on_from(tmp_path, monkeypatch):
     scenario = SCENARIOS["nvme"]
     wanted = undisturbed(scenario, tmp_path / "undisturbed")
@@ -157,6 +279,16 @@ def test_a_commit_that_is_half_done_names_the_step_that_a_new_model_goes_on_from
     assert again.start == 2
     assert again.iteration(2) == wanted.numbers[2]
     again.close()
+
+
+def test_a_parameter_whose_hooks_are_missing_says_so(tmp_path, monkeypatch):
+    with lockstep("host", tmp_path) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(Hooks, "_hook_parameter", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pair.backward(1)
+        with pytest.raises(StateError, match=r"Ctrl-C .* Build the model again"):
+            pair.backward(1)
 
 
 def test_a_commit_that_is_half_done_says_so_where_nothing_is_stored(tmp_path, monkeypatch):
