@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.core.errors import StateError
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
+from infinity.engine.full_values import contexts
 from infinity.engine.runtime import Runtime, runtime_of, runtimes
 
 
@@ -117,16 +118,10 @@ def gathered(
             "call infinity.gathered after the block"
         )
     served = [runtime for runtime in runtimes() if runtime.units.holding(listed)]
-    grad, stack = torch.is_grad_enabled(), contextlib.ExitStack()
-    try:
-        with stack:
-            for runtime in served:
-                stack.enter_context(runtime.values.gathered(listed, modify))
-            yield
-    except BaseException as error:  # Ctrl-C may come between the ends of two contexts
-        stack.__exit__(type(error), error, error.__traceback__)
-        torch.set_grad_enabled(grad)
-        raise
+    with contexts() as stack:
+        for runtime in served:
+            stack.enter_context(runtime.values.gathered(listed, modify))
+        yield
 
 
 def state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Bookkeeping(Section):
             try:
                 try:
                     threading.Thread(target=run, name="infinity-step").start()
-                except RuntimeError:  # the process may have no more threads
+                except (RuntimeError, MemoryError):  # the process may have no more threads
                     run()
                 ended.wait()
             except BaseException as error:  # whatever it is, a signal's handler raised it

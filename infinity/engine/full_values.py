@@ -25,6 +25,19 @@ from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
 
 
+@contextlib.contextmanager
+def contexts() -> Iterator[contextlib.ExitStack]:
+    """A stack of contexts that all end, though Ctrl-C comes between the ends of two."""
+    grad, stack = torch.is_grad_enabled(), contextlib.ExitStack()
+    try:
+        with stack:
+            yield stack
+    except BaseException as error:
+        stack.__exit__(type(error), error, error.__traceback__)
+        torch.set_grad_enabled(grad)
+        raise
+
+
 class FullValues:
     """Reads and writes the full values of one model's parameters.
 
@@ -64,19 +77,13 @@ class FullValues:
             self._executor().updates.drain()  # an update in flight would write over them
             self._executor().updates.records.land_residents()  # whose memory the block writes
         tiled = {id(s.whole): s.whole for unit in units for s in unit.segments if s.is_tile}
-        grad, stack = torch.is_grad_enabled(), contextlib.ExitStack()
-        try:
-            with stack:
-                for unit in units:
-                    if not any(segment.is_tile for segment in unit.segments):
-                        stack.enter_context(self._full(unit, modify))
-                for param in tiled.values():
-                    stack.enter_context(self._full_tiles(param, modify))
-                yield
-        except BaseException as error:  # Ctrl-C may come between the ends of two contexts
-            stack.__exit__(type(error), error, error.__traceback__)
-            torch.set_grad_enabled(grad)
-            raise
+        with contexts() as stack:
+            for unit in units:
+                if not any(segment.is_tile for segment in unit.segments):
+                    stack.enter_context(self._full(unit, modify))
+            for param in tiled.values():
+                stack.enter_context(self._full_tiles(param, modify))
+            yield
 
     @contextlib.contextmanager
     def _full_tiles(self, param: nn.Parameter, modify: bool) -> Iterator[None]:

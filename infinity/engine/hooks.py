@@ -362,7 +362,13 @@ class Hooks:
         used = False
         try:
             with self.bookkeeping:
-                self._use_tile(unit, following)
+                recomputed = torch._C._current_graph_task_id() != -1
+                if recomputed:  # beside what backward keeps
+                    self.pins.make_room(unit.index, _reading_node())
+                elif not self.stack:
+                    self._begin_visit()  # which the next pass ends, if none does before
+                coming = [each.index for each in following if self.prefetcher.streams(each.index)]
+                self.prefetcher.use(unit.index, coming, recomputed=recomputed)
                 used = True
             for segment in unit.segments:
                 self._check_attached(unit, segment)
@@ -372,15 +378,6 @@ class Hooks:
             if used and not self.bookkeeping.interrupted:
                 with self.bookkeeping:
                     self.prefetcher.unpin(unit.index)
-
-    def _use_tile(self, unit: Unit, following: Sequence[Unit]) -> None:
-        recomputed = torch._C._current_graph_task_id() != -1
-        if recomputed:  # beside what backward keeps
-            self.pins.make_room(unit.index, _reading_node())
-        elif not self.stack:
-            self._begin_visit()  # which the next pass ends, if none does before
-        coming = [each.index for each in following if self.prefetcher.streams(each.index)]
-        self.prefetcher.use(unit.index, coming, recomputed=recomputed)
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
@@ -498,18 +495,15 @@ class Hooks:
         with self.bookkeeping:
             if not isinstance(packed, Handle):
                 return self.activations.cache.unpack(packed)
-            return self._view(packed)
-
-    def _view(self, packed: Handle) -> Tensor:
-        unit = packed.unit
-        if unit.updates != packed.updates:
-            raise StateError(
-                f"{unit.name}: its weights were updated after the forward pass whose backward pass runs "
-                "now. Call backward() before step(), or run the forward again"
-            )
-        self._enter_backward()
-        if self.prefetcher.streams(unit.index):
-            self._use_in_backward(unit)
+            unit = packed.unit
+            if unit.updates != packed.updates:
+                raise StateError(
+                    f"{unit.name}: its weights were updated after the forward pass whose backward pass runs "
+                    "now. Call backward() before step(), or run the forward again"
+                )
+            self._enter_backward()
+            if self.prefetcher.streams(unit.index):
+                self._use_in_backward(unit)
         assert unit.flat is not None
         flat = unit.flat if packed.dtype == unit.dtype else unit.flat.view(packed.dtype)
         value = flat.as_strided(packed.size, packed.stride, packed.offset)

@@ -314,23 +314,20 @@ class Updates:
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         lifecycle = Lifecycle(f"update of {unit.name}", UpdateState.HELD)
+        ready = PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle)
         with self._section:
-            self._add(PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle))
-
-    def _add(self, ready: PendingUpdate) -> None:
-        unit = ready.unit
-        self.hypers.begin_step()
-        with self._lock:
-            self.ready[unit.index] = ready
-        if not math.isfinite(ready.sum_of_squares):
-            ready.release()  # the step will be skipped, and this gradient not read
-            return
-        if unit.index in self.spilled:
-            self._spill(ready)
-        if self.early and unit.home is Tier.NVME:
-            self._launch(ready, 1.0, UpdateState.SPECULATED)
-        elif ready.stored is not None:
-            ready.release_gradient()
+            self.hypers.begin_step()
+            with self._lock:
+                self.ready[unit.index] = ready
+            if not math.isfinite(ready.sum_of_squares):
+                ready.release()  # the step will be skipped, and this gradient not read
+                return
+            if unit.index in self.spilled:
+                self._spill(ready)
+            if self.early and unit.home is Tier.NVME:
+                self._launch(ready, 1.0, UpdateState.SPECULATED)
+            elif ready.stored is not None:
+                ready.release_gradient()
 
     def _spill(self, ready: PendingUpdate) -> None:
         """Start to write a gradient to NVMe: see [Note: gradients on NVMe].

@@ -440,6 +440,18 @@ def test_evaluation_before_a_step_is_dropped_uses_committed_weights_and_leaves_t
         pair.check()
 
 
+def end_by_ctrl_c(model, register, mode):
+    """Call a model in which Ctrl-C comes where ``register`` puts a hook."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = register(interrupt)
+    with pytest.raises(KeyboardInterrupt), mode():
+        model(**batch(7))
+    handle.remove()
+
+
 @NVME
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode):
@@ -447,13 +459,7 @@ def test_a_forward_that_ctrl_c_ends_leaves_nothing_behind(tmp_path, place, mode)
     with lockstep(place, tmp_path) as pair:
         pair.step(2)
 
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        handle = pair.model.blocks[1].register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt), mode():
-            pair.model(**batch(7))
-        handle.remove()
+        end_by_ctrl_c(pair.model, pair.model.blocks[1].register_forward_hook, mode)
         for step in range(3, 6):
             loss = pair.backward(step)
             repr(pair.model)  # asks for every bias
@@ -468,13 +474,7 @@ def test_calls_inside_one_that_ctrl_c_ended_keep_no_unit(tmp_path, place, mode):
     with lockstep(place, tmp_path) as pair:
         pair.step(2)
 
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        handle = pair.model.blocks[1].up.register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt), mode():
-            pair.model(**batch(7))
-        handle.remove()
+        end_by_ctrl_c(pair.model, pair.model.blocks[1].up.register_forward_pre_hook, mode)
         with torch.no_grad():
             pair.model(**batch(8))
         assert not any(runtime_of(pair.model).executor().prefetcher.pins.values())
@@ -488,14 +488,8 @@ def test_backward_after_an_evaluation_that_ctrl_c_ended_belongs_to_the_training_
         pair.step(2)
         prefetcher, running = runtime_of(pair.model).executor().prefetcher, []
 
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
         loss = pair.model(**batch(3)).loss
-        handle = pair.model.blocks[1].register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt), torch.no_grad():
-            pair.model(**batch(7))
-        handle.remove()
+        end_by_ctrl_c(pair.model, pair.model.blocks[1].register_forward_hook, torch.no_grad)
         pair.model.gain.register_hook(lambda grad: running.append(prefetcher.running))
         pair.optimizer.scale(loss).backward()
         assert running == [prefetcher.training]
