@@ -70,7 +70,7 @@ def expected(runtime: Any) -> tuple[int, int]:
         kept = runtime.executor().budget.division.hold_weights or unit.index in plan.stays
         read += 0 if kept else WEIGHT * n  # the update, when nobody kept them
         written += (WEIGHT + STATE) * n  # the update, to the next version
-    spilled = runtime.executor().updates.spilled_nbytes
+    spilled = runtime.executor().updates.stored_gradients.nbytes
     read += 0 if runtime.executor().updates.early else spilled  # by updates that waited for the norm
     return read, written + spilled
 
@@ -103,7 +103,7 @@ def count(folder: str, clip: float | None, *overrides: str) -> Counted:
             sum(unit.shard_numel for unit in runtime.units),
             max(Counter(plan.fetched()).values(), default=0), on_demand,
             runtime.peak_nbytes(), runtime.budgets(), runtime.executor().budget.division.hold_weights,
-            speculated, rolled_back, runtime.executor().updates.spilled_nbytes,
+            speculated, rolled_back, runtime.executor().updates.stored_gradients.nbytes,
         )  # fmt: skip
 
 

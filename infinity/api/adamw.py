@@ -230,7 +230,7 @@ class AdamW(torch.optim.Optimizer):
             planned_nbytes_written=planned[1] if planned else None,
             on_demand=executor.on_demand, speculated=executor.updates.speculated,
             rolled_back=executor.updates.rolled_back,
-            spilled_nbytes=executor.updates.spilled_nbytes, tiles=len(executor.prefetcher.routed),
+            spilled_nbytes=executor.updates.stored_gradients.nbytes, tiles=len(executor.prefetcher.routed),
             tiles_used=executor.tiles_used, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 

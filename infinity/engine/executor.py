@@ -112,7 +112,7 @@ class StepExecutor:
             self.updates = _make_updates(
                 tiers, rules, units, timeline, clips, config.durability.every, on_failure, bookkeeping, stack
             )
-            self.updates.spilled = self.budget.spilled  # an optimizer makes room for them
+            self.updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
             hooks = None if before is None else before.hooks
             self.hooks: Hooks = hooks or Hooks(units, leaves, activations, bookkeeping)
             self._leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
@@ -361,7 +361,7 @@ class StepExecutor:
             grad_scale = clip_coefficient(norm, max_grad_norm)
             if not self.updates.validate(grad_scale):
                 self.stalls("update", self.updates.roll_back)
-            if self.updates.spilled:
+            if self.updates.stored_gradients.chosen:
                 self.stalls("write", self.updates.land_held)
             if self.updates.computes:
                 self.bookkeeping.run_to_end(torch.no_grad()(partial(self.updates.commit, grad_scale)))
@@ -430,7 +430,7 @@ class StepExecutor:
         """Give back what is held: another executor takes this one's place."""
         self.hooks.release_unscoped_units()
         self.prefetcher.forget()
-        self.updates.land_gradients()
+        self.updates.stored_gradients.land()
         if self.tiers.on_device is not None:
             for index in self.tiers.on_device.elsewhere(frozenset()):
                 self._leave_device(index)

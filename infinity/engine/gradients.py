@@ -392,7 +392,7 @@ class Gradients:
 
     def _beside_open_nbytes(self) -> int | None:
         """Return what gradients may take beside those that are open (bytes); None: there is room for all."""
-        updates, spilled = self.updates, self.updates.spilled
+        updates, spilled = self.updates, self.updates.stored_gradients.chosen
         early = updates.early and not updates.clips  # else they are kept until step
         all_wait = self._accumulated or not self.syncing or not (early or spilled)
 

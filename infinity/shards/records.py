@@ -14,6 +14,7 @@ from typing import Any
 from infinity.core.errors import StateError
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Unit
+from infinity.planner.shard_update import Predictor
 from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
@@ -38,28 +39,6 @@ class Commit:
     state: Mapping[str, Any] | None = None
     late: Callable[[], Mapping[str, Any]] | None = None
     overwritten: bool = False
-
-
-class Predictor:
-    """Whether updates that start inside backward will be right: a saturating counter of two bits.
-
-    Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
-
-    Attributes:
-        counter: 0 to 3.
-    """
-
-    def __init__(self) -> None:
-        self.counter = 2
-
-    @property
-    def right(self) -> bool:
-        """The prediction for this step; the same all through it."""
-        return self.counter >= 2
-
-    def learn(self, right: bool) -> None:
-        """Take in what this step showed."""
-        self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
 
 
 class Records:

@@ -19,7 +19,6 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rules import AdamWRule
 from infinity.shards import storage
-from infinity.shards.records import Predictor
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.faulty import FaultyEngine
@@ -133,20 +132,6 @@ def test_it_gives_the_plain_loops_bits_pauses_where_steps_are_clipped_and_resume
         pair.check()
         assert play(pair, "....c.c") == [paused, paused, right, right, wrong, right, wrong]  # some are
         pair.check()
-
-
-def test_one_clipped_step_among_many_does_not_pause_it():
-    predictor = Predictor()
-    for right in [True, True, False, True, True, False]:
-        assert predictor.right
-        predictor.learn(right)
-    for _ in range(9):
-        predictor.learn(False)
-    assert not predictor.right
-    predictor.learn(True)
-    assert not predictor.right
-    predictor.learn(True)
-    assert predictor.right
 
 
 # --- the same bits -----------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def gradients_nbytes(pair: Lockstep) -> int:
 
 
 def spilled_nbytes(optimizer: Any) -> int:
-    nbytes: int = optimizer.runtime.executor().updates.spilled_nbytes
+    nbytes: int = optimizer.runtime.executor().updates.stored_gradients.nbytes
     return nbytes
 
 
