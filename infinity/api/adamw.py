@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from infinity.api.followed import Followed
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError
+from infinity.core.interrupts import uninterrupted
 from infinity.core.transfer import TransferEngine
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.observe.metrics import StepReport
@@ -63,10 +64,11 @@ class AdamW(torch.optim.Optimizer):
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made_groups = params is None  # else the caller's, who may leave parameters out
-        self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
-        if self.runtime.started:
-            self.runtime.values.clear_optimizer_fields()
-        self._connect()
+        with uninterrupted:
+            self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
+            if self.runtime.started:
+                self.runtime.values.clear_optimizer_fields()
+            self._connect()
         self._followed = Followed(model, self.runtime.ranks.device, follow or {})
         self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
         self._scaled = False
@@ -126,15 +128,10 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        bookkeeping = self.runtime.bookkeeping
-        try:
-            with bookkeeping:
-                norm = self._reduce()
+        with uninterrupted:
+            norm = self._reduce()
             if norm is not None:
-                with bookkeeping.states:
-                    self._commit(norm)
-        finally:
-            bookkeeping.raise_held()
+                self._commit(norm)
         return loss
 
     def _reduce(self) -> float | None:
@@ -143,8 +140,7 @@ class AdamW(torch.optim.Optimizer):
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
         if synced:
             self._check_parameters()
-            with self.runtime.bookkeeping.states:
-                self.runtime.tiers.settle(self.runtime.units)
+            self.runtime.tiers.settle(self.runtime.units)
         self.runtime.values.end_load()
         return self.runtime.executor().reduce()
 
@@ -291,7 +287,7 @@ class AdamW(torch.optim.Optimizer):
         for i, param in enumerate(params):
             if i in state:
                 _check_state(i, param, state[i])
-        with self.runtime.bookkeeping.states:
+        with uninterrupted:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             self._connect()
             fields = {id(p): state[i] for i, p in enumerate(params) if i in state}

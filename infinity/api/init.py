@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from infinity.core.errors import StateError
+from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
-from infinity.engine.full_values import contexts
 from infinity.engine.runtime import Runtime, runtime_of, runtimes
 
 
@@ -79,19 +79,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
     """
     runtime = runtime_of(model)
-    with runtime.bookkeeping.states:
-        runtime.executor().accumulate()
     executor = runtime.executor()
+    with uninterrupted:
+        executor.accumulate()
     before = executor.gradients.syncing
     try:
-        try:
-            executor.gradients.syncing = False
-            yield
-        finally:
-            executor.gradients.syncing = before
-    except BaseException:  # Ctrl-C may come before the line above
+        executor.gradients.syncing = False
+        yield
+    finally:
         executor.gradients.syncing = before
-        raise
 
 
 @contextlib.contextmanager
@@ -118,7 +114,7 @@ def gathered(
             "call infinity.gathered after the block"
         )
     served = [runtime for runtime in runtimes() if runtime.units.holding(listed)]
-    with contexts() as stack:
+    with UninterruptedExit() as stack:
         for runtime in served:
             stack.enter_context(runtime.values.gathered(listed, modify))
         yield

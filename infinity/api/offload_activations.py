@@ -20,6 +20,7 @@ from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
 from infinity.core.files import user_path
+from infinity.core.interrupts import uninterrupted
 from infinity.core.nbytes import parse_nbytes
 from infinity.core.owned import OwnedStack
 from infinity.device.allocator import heap_line
@@ -140,7 +141,8 @@ def _served(model: nn.Module, activations: Activations, volume: Volume) -> Itera
             stack = activations.open(model)
             passes.append(stack)
             cache = activations.cache
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(cache.pack, cache.unpack))
+            pack, unpack = uninterrupted(cache.pack), uninterrupted(cache.unpack)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if passes:

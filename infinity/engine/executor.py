@@ -19,7 +19,6 @@ from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
-from infinity.core.interrupts import Bookkeeping
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.plan import Hardware
 from infinity.core.profile import Profile
@@ -57,7 +56,6 @@ class StepExecutor:
         activations: What happens to saved tensors.
         config: Budgets and dtypes.
         stalls: Counts the training thread's waits; has the timeline.
-        bookkeeping: Of the training thread.
         clips: Whether gradients are clipped: then they are kept until ``step()``.
         before: The executor that this one replaces; None: the first.
         on_failure: Called with the error of an update, on the pipeline's thread.
@@ -77,11 +75,11 @@ class StepExecutor:
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: UnitsInUse,
         ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls,
-        timeline: Timeline, bookkeeping: Bookkeeping, *, clips: bool, before: "StepExecutor | None",
+        timeline: Timeline, *, clips: bool, before: "StepExecutor | None",
         on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
-        self.stalls, self.bookkeeping, self.clips = stalls, bookkeeping, clips
+        self.stalls, self.clips = stalls, clips
         self.on_demand = self.tiles_used = 0
         self.planned: tuple[int, int] | None = None
         self._update_mark = 0, 0
@@ -102,38 +100,24 @@ class StepExecutor:
                 tiers.on_device = DeviceShards(storage.layout, ranks.device)
                 stack.callback(tiers.on_device.close)
             self.host: HostPools | None = None
-            self._staging: Staging | None = None
+            staging: Staging | None = None
             if self.budget.host is not None:
                 self.host = HostPools.make(ranks.device)
                 for each in self.host:
                     stack.callback(each.close)
-                self._staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
+                staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
                 self._resize_host_pools()
             self.updates = _make_updates(
-                tiers, rules, units, timeline, clips, config.durability.every, on_failure, bookkeeping, stack
+                tiers, rules, units, timeline, clips, config.durability.every, on_failure, stack
             )
             self.updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
             hooks = None if before is None else before.hooks
-            self.hooks: Hooks = hooks or Hooks(units, leaves, activations, bookkeeping)
-            self._leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
-            self._reduction = reduction_dtype(config, storage.layout.dtype)
-            self._passes = stack.enter_context(contextlib.ExitStack())
-            self._begin_anew()
-            activations.budget = self
-            total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
-            self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
-            self.stack = stack.pop_all()
-
-    def _begin_anew(self) -> None:
-        """Make the parts that serve passes: they know of none."""
-        units, streaming = self.units, [unit for unit in self.units if self.tiers.streams(unit)]
-        with contextlib.ExitStack() as stack:
-            self.device_pool = _make_pool(self.budget.pool_nbytes, self.ranks)
+            self.hooks: Hooks = hooks or Hooks(units, leaves, activations)
+            streaming = [unit for unit in units if tiers.streams(unit)]
+            self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
             stack.callback(self.device_pool.close)
-            pool = CountingPool(self.device_pool, self.stalls)
-            self.mover = UnitMover(
-                units, self.updates, pool, self._staging, self.ranks.collectives, self.stalls
-            )
+            pool = CountingPool(self.device_pool, stalls)
+            self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
             stack.callback(self.mover.close)
             self.prefetcher = Prefetcher(
                 self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},
@@ -142,35 +126,19 @@ class StepExecutor:
             )  # fmt: skip
             pins = BackwardPins(self.prefetcher)
             self.gradients = Gradients(
-                units, self._leaves, self.prefetcher, pins, self.mover, self.updates, pool, self.host,
-                self.ranks.collectives, self._reduction, hold_weights=self.budget.hold_weights,
+                units, frozenset(unit.index for leaf in leaves.values() for unit in leaf), self.prefetcher,
+                pins, self.mover, self.updates, pool, self.host, ranks.collectives,
+                reduction_dtype(config, storage.layout.dtype), hold_weights=self.budget.hold_weights,
             )  # fmt: skip
             stack.callback(self.gradients.close)
             self.hooks.connect(
                 self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
             )
             self._attach_residents(units, streaming)
-            self._passes.push(stack.pop_all())
-
-    def forget_passes(self) -> None:
-        """Forget what passes and the step have in memory, whatever an interrupt left of it.
-
-        With one rank and no accelerator. What is still read or written goes with the buffers from before.
-        """
-        self.updates.wait_for_gradients()
-        self.updates.forget()
-        self.hooks.forget()
-        self._passes.close()
-        before, syncing = self.prefetcher, self.gradients.syncing
-        for unit in self.units:
-            if self.tiers.streams(unit):
-                unit.abandon()
-        self._begin_anew()
-        self.gradients.syncing = syncing
-        self.prefetcher.training.follow(before.training.plan)
-        self.prefetcher.inference.follow(before.inference.plan)
-        if self._blocks is not None:
-            self.hold_blocks(*self._blocks)
+            activations.budget = self
+            total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
+            self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
+            self.stack = stack.pop_all()
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
         """Let the parameters of units that do not stream view their shards, which are whole."""
@@ -213,11 +181,10 @@ class StepExecutor:
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
-        with self.bookkeeping.states:
-            self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
-            self._divide_again(accumulates=False)
-            self._place_states()
-            self.updates.expect()
+        self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
+        self._divide_again(accumulates=False)
+        self._place_states()
+        self.updates.expect()
 
     def _divide_again(self, *, accumulates: bool) -> None:
         """Make room for gradients that did not wait until now."""
@@ -363,10 +330,7 @@ class StepExecutor:
                 self.stalls("update", self.updates.roll_back)
             if self.updates.stored_gradients.chosen:
                 self.stalls("write", self.updates.land_held)
-            if self.updates.computes:
-                self.bookkeeping.run_to_end(torch.no_grad()(partial(self.updates.commit, grad_scale)))
-            else:
-                self.updates.commit(grad_scale)
+            self.updates.commit(grad_scale)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
         self._count_step()
@@ -461,8 +425,7 @@ def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
 
 def _make_updates(
     tiers: Tiers, rules: Mapping[Tier, Rule], units: UnitIndex, timeline: Timeline, clips: bool,
-    every: int | None, on_failure: Callable[[BaseException], None], bookkeeping: Bookkeeping,
-    stack: contextlib.ExitStack,
+    every: int | None, on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
     """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
     storage, pipeline, beside = tiers.storage, None, None
@@ -479,5 +442,5 @@ def _make_updates(
     return Updates(
         tiers, rules[Tier.HOST], beside, pipeline, units, StepOrder(), clips=clips,
         two_versions=storage.memory.versions == 2, commits=storage.commits, on_failure=on_failure,
-        every=every, section=bookkeeping.states,
+        every=every,
     )  # fmt: skip

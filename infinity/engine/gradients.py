@@ -290,11 +290,6 @@ class Gradients:
         """Whether a backward pass of this step gave gradients."""
         return bool(self._received)
 
-    @property
-    def half_done(self) -> bool:
-        """Whether a backward pass gave gradients and has not ended."""
-        return self._fired
-
     # --- what hooks call ---------------------------------------------------------------------
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:

@@ -51,7 +51,7 @@ of a call opens the saved-tensor hooks and closes them.
 PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended. So the outermost call keeps the Python
 frame in which it runs: only a frame that has ended can be cleared. What such a call holds is given back
 before the next call, visit, backward pass or step. Units that stayed pinned would keep weights from before
-their updates.
+their updates. The hooks themselves are never ended halfway: see :mod:`infinity.core.interrupts`.
 """
 
 import functools
@@ -73,7 +73,7 @@ from infinity.activations.controller import Activations
 from infinity.activations.logits import LogitSlices, PendingLogits
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
-from infinity.core.interrupts import Bookkeeping
+from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient
 from infinity.partition.prefetcher import BackwardPins, Prefetcher
@@ -135,26 +135,20 @@ class Hooks:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
         activations: Takes what autograd saves and no unit has.
-        bookkeeping: Of the model; None: one of its own.
 
     Attributes:
         logits: Decides which logits are computed in slices.
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations,
-        bookkeeping: Bookkeeping | None = None,
-    ) -> None:  # fmt: skip
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations
+    ) -> None:
         self.units, self.activations = units, activations
-        self.bookkeeping = bookkeeping or Bookkeeping()
         self.logits = LogitSlices(self._running, self._stamp)
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
         self._leaves = leaves
         self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
         self._unscoped: list[int] = []  # units touched outside any forward
@@ -170,26 +164,10 @@ class Hooks:
         """Whether autograd recorded a forward pass."""
         return bool(self._hooked)
 
-    @property
-    def running(self) -> bool:
-        """Whether a call of a module has not ended; one whose Python frame is not known has."""
-        call = self.stack[0].call if self.stack else None
-        return call is not None and not _has_ended(call)
-
-    def forget(self) -> None:
-        """Leave every pass, whatever an interrupt left of it; others give back what it held."""
-        self._leave_calls()
-        self._begin_anew()
-        self._drop_gradients()
-
-    def _leave_calls(self) -> None:
-        while self.stack:
-            self._leave_contexts(self.stack[-1])
-            self.stack.pop()
-
     def end(self, why: str) -> None:
         """Raise ``why`` from whatever a module or autograd asks from now on."""
-        self._leave_calls()  # a forward that was left without its hook
+        while self.stack:  # a forward that was left without its hook
+            self._leave_contexts(self.stack.pop())
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
@@ -248,12 +226,12 @@ class Hooks:
                 self._reads[index] += 1
                 value.register_hook(functools.partial(weakly(self._passed), index))  # type: ignore[no-untyped-call]
 
+    @uninterrupted
     def _passed(self, index: int, grad: Tensor) -> None:
-        with self.bookkeeping:
-            if self._reads[index]:
-                self._reads[index] -= 1
-                if not self._reads[index]:
-                    self.pins.unpin(index)
+        if self._reads[index]:
+            self._reads[index] -= 1
+            if not self._reads[index]:
+                self.pins.unpin(index)
 
     def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
@@ -278,18 +256,12 @@ class Hooks:
         """Close ``frame``, and those above it, whose calls were left without their hook."""
         top = None
         while top is not frame:
-            top = self.stack[-1]
-            try:
-                self._close(top, output if top is frame else None)
-            except Exception:
-                self.stack.pop()
-                raise
-            self.stack.pop()  # not earlier: see `forget`
+            top = self.stack.pop()
+            self._close(top, output if top is frame else None)
 
     def serves(self, parameters: object) -> bool:
         """Whether ``parameters`` are those of the module that runs, which has been served."""
-        runs = self.stack and not self.bookkeeping.interrupted
-        return bool(runs) and self.stack[-1].served is parameters
+        return bool(self.stack) and self.stack[-1].served is parameters
 
     def touch(self, param: nn.Parameter) -> None:
         """Use the unit of ``param``, which a module was asked for by name."""
@@ -359,9 +331,8 @@ class Hooks:
             with self._saving_handles():
                 yield
             return
-        used = False
-        try:
-            with self.bookkeeping:
+        with UninterruptedExit() as stack:
+            with uninterrupted:
                 recomputed = torch._C._current_graph_task_id() != -1
                 if recomputed:  # beside what backward keeps
                     self.pins.make_room(unit.index, _reading_node())
@@ -369,15 +340,11 @@ class Hooks:
                     self._begin_visit()  # which the next pass ends, if none does before
                 coming = [each.index for each in following if self.prefetcher.streams(each.index)]
                 self.prefetcher.use(unit.index, coming, recomputed=recomputed)
-                used = True
+                stack.callback(self.prefetcher.unpin, unit.index)
             for segment in unit.segments:
                 self._check_attached(unit, segment)
             with self._saving_handles():
                 yield
-        finally:
-            if used and not self.bookkeeping.interrupted:
-                with self.bookkeeping:
-                    self.prefetcher.unpin(unit.index)
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
@@ -409,8 +376,7 @@ class Hooks:
             return
         self._hook_parameters()
         self._begin_forward()
-        with self.bookkeeping.states:
-            frame.opened = self.activations.open(frame.module)
+        frame.opened = self.activations.open(frame.module)
         frame.opened.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
@@ -442,15 +408,11 @@ class Hooks:
             yield  # recomputed: its calls say what they use
             return
         frame = Frame(module, [], leaf=True)
-        with ExitStack() as stack:
-            try:
-                with self.bookkeeping:
-                    self._run(frame, stack)
-                yield
-            finally:
-                if not self.bookkeeping.interrupted:
-                    with self.bookkeeping:
-                        self._end_run(frame)
+        with UninterruptedExit() as stack:
+            with uninterrupted:
+                stack.callback(self._end_run, frame)
+                self._run(frame, stack)
+            yield
 
     def _run(self, frame: Frame, stack: ExitStack) -> None:
         if not self.stack and torch.is_grad_enabled():
@@ -485,14 +447,14 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
         unit = self.unit_of(tensor)
         if unit is None:
-            with self.bookkeeping:
+            with uninterrupted:
                 return self.activations.cache.pack(tensor)
         return Handle(
             unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )
 
     def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
-        with self.bookkeeping:
+        with uninterrupted:
             if not isinstance(packed, Handle):
                 return self.activations.cache.unpack(packed)
             unit = packed.unit
@@ -515,10 +477,9 @@ class Hooks:
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
         """Ask autograd, once per backward pass, to call back when it ends."""
-        self.bookkeeping.check()
         if self._backward is not None and self._backward() is not None:
             return
-        with self.bookkeeping:
+        with uninterrupted:
             self._close_ended()  # an evaluation, whose pass would go on
             self._end_outside()
             if self._backward is not None:
@@ -553,14 +514,14 @@ class Hooks:
             for unit in left:  # those that are frozen
                 self.pins.unpin(unit.index)
 
+    @uninterrupted
     def _end_backward(self) -> None:
-        with self.bookkeeping:
-            self._move_to(())
-            for leaf, calls in self._leaf_calls.items():
-                if calls > 1:
-                    self.gradients.complete_together(leaf)
-            self.gradients.end_backward()
-            self._leave_backward()
+        self._move_to(())
+        for leaf, calls in self._leaf_calls.items():
+            if calls > 1:
+                self.gradients.complete_together(leaf)
+        self.gradients.end_backward()
+        self._leave_backward()
 
     def _abort_backward(self) -> None:
         """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
@@ -591,15 +552,15 @@ class Hooks:
             if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
                 segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
-                with self.bookkeeping.states:  # one that is noted and not hooked would lose its gradients
-                    self._hooked.add(id(segment.param))
-                    self._hook_parameter(segment.param)
+                self._hooked.add(id(segment.param))
+                self._hook_parameter(segment.param)
 
     def _hook_parameter(self, param: nn.Parameter) -> None:
         drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(param))
         param.register_hook(drop)  # type: ignore[no-untyped-call]
         param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
 
+    @uninterrupted
     def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
         param = ref()
         assert param is not None, "the units hold it"
@@ -609,17 +570,17 @@ class Hooks:
             self._dropped.append((param, param.grad))
             param.grad = None
 
+    @uninterrupted
     def _take_gradient(self, param: nn.Parameter) -> None:
         place = self.units.find(param)
         assert place is not None
         unit, segment = place
-        with self.bookkeeping:
-            self._enter_backward()
-            self._move_to(self._leaf_of.get(unit.index, ()))
-            grad = param.grad
-            self._replace_gradient(param, unit, segment)
-            if grad is not None:
-                self.gradients.receive(unit, segment, grad)
+        self._enter_backward()
+        self._move_to(self._leaf_of.get(unit.index, ()))
+        grad = param.grad
+        self._replace_gradient(param, unit, segment)
+        if grad is not None:
+            self.gradients.receive(unit, segment, grad)
 
     def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
         param.grad = ReleasedGradient.of(segment.shape, unit.dtype, param.device)

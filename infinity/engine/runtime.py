@@ -40,7 +40,7 @@ from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import BEGIN_ANEW, BudgetError, DiskError, PeerError, StateError
-from infinity.core.interrupts import Bookkeeping
+from infinity.core.interrupts import uninterrupted
 from infinity.core.lifecycle import UnitState
 from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
@@ -102,7 +102,7 @@ class Runtime:
         self.config = config
         self.stack = OwnedStack()
         self.stack.close_with(self)
-        self.bookkeeping = Bookkeeping(weakly(self.repair))
+        self._sections_broken = uninterrupted.broken
         self._ended = ""  # why nothing can be asked of it any more
         self.timeline = Timeline(enabled=config.timeline)
         self.stalls = Stalls(self.timeline)
@@ -164,9 +164,7 @@ class Runtime:
             device,
             self._compute_in_tiles,
         )
-        self.values = FullValues(
-            self.units, ranks, self.tiers, self.construction, self.executor, self.bookkeeping
-        )
+        self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
 
     def _cut_sizes(self) -> CutSizes:
         """Return how large units and tiles are; the same on every rank."""
@@ -284,7 +282,7 @@ class Runtime:
         if self._executor is None or not (
             clips in (None, self._executor.clips) or self._executor.gradients.received
         ):
-            with self.bookkeeping.states:
+            with uninterrupted:
                 self._rebuild(clips is not False)
         assert self._executor is not None
         return self._executor
@@ -297,8 +295,7 @@ class Runtime:
         in_use = UnitsInUse(self.construction.roots, self.units, recomputes=recomputes)
         self._executor = StepExecutor(
             self.units, self._leaves, in_use, self.ranks, self.tiers, self.activations, self.config,
-            self.stalls, self.timeline, self.bookkeeping, clips=clips, before=before,
-            on_failure=weakly(self.fail),
+            self.stalls, self.timeline, clips=clips, before=before, on_failure=weakly(self.fail),
         )  # fmt: skip
         self.stack.callback(self._executor.stack.close)
 
@@ -326,20 +323,20 @@ class Runtime:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
-            with self.bookkeeping:
+            with uninterrupted:
                 self.values.end_load()
                 self.executor().hooks.enter(module, args)
 
     def _leave(self, module: nn.Module, output: object) -> None:
-        if self._executor is not None and not self.bookkeeping.interrupted:
-            with self.bookkeeping:
+        if self._executor is not None:
+            with uninterrupted:
                 self._executor.hooks.leave(module, output)
 
     def _touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
         if self.construction.active:
             self.construction.touch(param, siblings)
         elif self._executor is None or not self._executor.hooks.serves(siblings):
-            with self.bookkeeping:
+            with uninterrupted:
                 self.executor().hooks.touch(param)
 
     def _check(self, param: nn.Parameter) -> None:
@@ -377,19 +374,14 @@ class Runtime:
 
     def forget_step(self) -> None:
         """Drop the gradients of this step: ``zero_grad()`` without ``step()``."""
-        self._check_not_ended()
-        if self.bookkeeping.interrupted:
-            self.repair(forgets=True)
         self.check_open()
         if self._executor is not None:
-            with self.bookkeeping:
+            with uninterrupted:
                 self._executor.gradients.reset()
 
     def synchronize(self) -> None:
         """Block until every update has landed."""
-        self._check_not_ended()
-        if self.bookkeeping.states.interrupted:
-            self.repair()
+        self.check_open()
         if self._executor is not None:
             self._executor.updates.drain()
 
@@ -479,35 +471,18 @@ class Runtime:
         """Raise if the runtime has ended.
 
         Raises:
-            StateError: The model was closed, or belongs to the process that forked this one.
+            StateError: The model was closed, or belongs to the process that forked this one; or Ctrl-C was
+                pressed again while the first one was held back.
         """
-        self._check_not_ended()
-        self.bookkeeping.check()
-
-    def _check_not_ended(self) -> None:
         if self._ended:
             raise StateError(self._ended)
-
-    def repair(self, *, forgets: bool = False) -> None:
-        """Forget what passes have in memory after an interrupt: see :mod:`infinity.core.interrupts`.
-
-        Args:
-            forgets: The gradients of the step are to be dropped, too.
-
-        Raises:
-            StateError: Stored states may be wrong; or gradients of the step are lost.
-        """
-        executor, ranks = self._executor, self.ranks
-        if self.bookkeeping.states.interrupted or ranks.on_accelerator or ranks.world_size > 1:
+        if self._doubtful:
             raise StateError(_INTERRUPTED.format(self._named(), self._left()))
-        if executor is not None:
-            if executor.hooks.running:
-                raise StateError(_CAUGHT)
-            if executor.gradients.received and not (executor.gradients.half_done or forgets):
-                raise StateError(_LOST)
-            self.values.loading = None
-            executor.forget_passes()
-        self.bookkeeping.interrupted = False
+
+    @property
+    def _doubtful(self) -> bool:
+        """Whether a second Ctrl-C ended lines that one alone does not come between."""
+        return uninterrupted.broken != self._sections_broken
 
     def _left(self) -> str:
         """What a new model goes on from."""
@@ -535,8 +510,7 @@ class Runtime:
         if not self._ended:
             error = error or sys.exception()
             try:
-                doubtful = self.bookkeeping.states.interrupted
-                lost = self._settle(error or (KeyboardInterrupt() if doubtful else None), keep)
+                lost = self._settle(error or (KeyboardInterrupt() if self._doubtful else None), keep)
                 if hasattr(self, "tiers"):  # it may have failed while it was built
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
@@ -616,16 +590,8 @@ _CLOSED = (
     "export a model before it is closed; to go on, build it again under infinity.Init"
 )
 _INTERRUPTED = (
-    "Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. Build the "
-    "model again, after infinity.close(model, keep=True); {}"
-)
-_CAUGHT = (
-    "Ctrl-C interrupted a forward pass, and was caught inside it: let it leave the model, and call the "
-    "model again"
-)
-_LOST = (
-    "Ctrl-C interrupted this package's own bookkeeping, so that the gradients of the step that is not over "
-    "are lost: call optimizer.zero_grad(), and run all of the step again"
+    "a second Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. "
+    "Build the model again, after infinity.close(model, keep=True); {}"
 )
 _FORKED = (
     "{} belongs to process {}. This process, {}, was forked from it and has neither its weights nor its "

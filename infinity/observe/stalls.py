@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from infinity.core.interrupts import ends_a_wait
 from infinity.core.transfer import Lease, Pool
 from infinity.observe.timeline import Timeline
 
@@ -27,9 +26,6 @@ class Stalls:
         self._timeline.add("compute", "compute", self._waited_until, begin)
         try:
             wait()
-        except BaseException as error:
-            ends_a_wait(error)
-            raise
         finally:
             self._waited_until = end = time.perf_counter()
             self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin

@@ -245,15 +245,11 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if not (transformed or torch.is_inference_mode_enabled()):  # each tile comes here several times
             grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
             try:
-                try:
-                    torch._C._set_grad_enabled(False)
-                    return method(*args, **kwargs)
-                finally:
-                    torch._C._set_grad_enabled(grad)
-            except BaseException:  # Ctrl-C may come before the line above
+                return method(*args, **kwargs)
+            finally:
                 torch._C._set_grad_enabled(grad)
-                raise
         with torch.inference_mode(False), torch.no_grad():
             if not transformed:
                 return method(*args, **kwargs)
@@ -447,13 +443,6 @@ class UnitMover:
         arriving = self._arriving.get(index)
         if arriving is not None:  # most uses find the unit here
             self._finish(self.units[index], arriving)
-        elif self.units[index].flat is None:  # better than to compute with the placeholder's NaN
-            self._detach(self.units[index])  # its buffer is never lent again: a read may be on its way there
-            raise StateError(
-                f"the weights of {self.units[index].name} are missing: Ctrl-C interrupted their fetch. Build "
-                "the model again, after infinity.close(model, keep=True); a named run goes on with "
-                "infinity.resume"
-            )
 
     @_never_inference
     def _finish(self, unit: Unit, arriving: Arriving) -> None:
@@ -462,7 +451,7 @@ class UnitMover:
         except Exception as error:  # the next use raises it, too
             self._arriving[unit.index] = error
             raise
-        del self._arriving[unit.index]  # not earlier: a wait that Ctrl-C ends is not the end of what comes
+        del self._arriving[unit.index]
         assert unit.lease is not None
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)

@@ -233,10 +233,9 @@ class Prefetcher:
         self.pins[unit] = self.pins.get(unit, 0) + 1
         try:
             self._use(unit, following, recomputed)
-        except BaseException as error:  # the caller does not unpin it
+        except Exception:  # the caller does not unpin it
             self.pins[unit] -= 1
-            if isinstance(error, Exception):  # after Ctrl-C it may still be on its way
-                self._release_all([unit])  # the next use reads it again
+            self._release_all([unit])  # the next use reads it again
             raise
 
     def _use(self, unit: int, following: Sequence[int] | None, recomputed: bool) -> None:

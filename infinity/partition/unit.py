@@ -253,15 +253,6 @@ class Unit:
         for segment in self.segments if attached else ():
             segment.param.data = self._released(segment)
 
-    def abandon(self) -> None:
-        """Be released, whatever an interrupt left: the buffer goes with what still reads or writes it."""
-        self.flat = self.lease = None
-        for segment in self.segments:
-            segment.param.data = self._released(segment)
-        home = UnitState.ON_NVME if self.home is Tier.NVME else UnitState.ON_HOST
-        if self.state is not home:
-            self.lifecycle.move(home)
-
     def _released(self, segment: Segment) -> Tensor:
         """The placeholder of a parameter: the one from before, unless an alias of it was written."""
         had = segment.released

@@ -28,7 +28,6 @@ from functools import partial
 from torch import Tensor
 
 from infinity.core.errors import StateError
-from infinity.core.interrupts import Section
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
 from infinity.optim.rules import Rule
@@ -202,7 +201,6 @@ class Updates:
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
-        section: Of bookkeeping that changes stored states; None: one of its own.
 
     Attributes:
         ready: Updates of this step, by index of the unit.
@@ -218,9 +216,7 @@ class Updates:
         pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, *,
         two_versions: bool, clips: bool, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
-        section: Section | None = None,
     ) -> None:  # fmt: skip
-        self._section = section or Section()
         self.tiers, self.rule, self._beside, self.pipeline = tiers, rule, beside, pipeline
         self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
         self.predictor = Predictor()
@@ -266,10 +262,9 @@ class Updates:
             spills=unit.index in self.stored_gradients.chosen,
         )  # fmt: skip
         pending = PendingUpdate(unit, update, grad, squares, lease, weights, used)
-        with self._section:
-            self.hypers.begin_step()
-            self.ready[unit.index] = pending
-            self._on(pending, partial(update.complete, finite=math.isfinite(squares)))
+        self.hypers.begin_step()
+        self.ready[unit.index] = pending
+        self._on(pending, partial(update.complete, finite=math.isfinite(squares)))
 
     def _on(self, pending: PendingUpdate, event: Callable[[], tuple[Do, ...]]) -> None:
         """Tell an update what has happened, and carry out what follows; any thread."""

@@ -224,49 +224,6 @@ def test_a_tile_that_was_to_be_decoded_ahead_and_could_not_be_read_says_so_when_
     mover.close()
 
 
-def test_a_wait_that_the_keyboard_ends_is_not_the_end_of_the_read(parts):
-    mover, units, shards, pool, _ = parts
-    waits = mover.waits
-
-    def interrupted(cause, wait):
-        raise KeyboardInterrupt
-
-    mover.start(0)
-    mover.waits = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        mover.finish(0)
-    mover.waits = waits
-    shards.arrive(3.0)
-    mover.finish(0)
-    assert all((s.param == 3).all() for s in units[0].segments)
-    mover.release(0)
-    assert pool.leased_nbytes == 0
-
-
-def test_a_unit_that_the_keyboard_kept_from_being_sent_for_is_not_computed_with(parts, monkeypatch):
-    mover, units, shards, pool, _ = parts
-    fetch = shards.fetch
-
-    def interrupted(*given):
-        fetch(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shards, "fetch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        mover.start(0)
-    with pytest.raises(StateError, match=r"Ctrl-C .* Build the model"):
-        mover.finish(0)
-    mover.release(0)
-    assert pool.leased_nbytes == units[0].nbytes  # the read that was sent goes on
-    monkeypatch.setattr(shards, "fetch", fetch)
-    mover.start(0)
-    shards.fetches.reverse()
-    shards.arrive(3.0)
-    mover.finish(0)
-    shards.arrive(5.0)  # the one from before
-    assert all((s.param == 3).all() for s in units[0].segments)
-
-
 def test_a_unit_is_not_started_twice(parts):
     mover, units, _, _, _ = parts
     mover.start(0)

@@ -1,6 +1,5 @@
 """The prefetcher with a mover that only writes down what it is told."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,19 +211,6 @@ def test_stale_copies_are_dropped_and_others_stay():
     assert set(mover.present) == {0, 2, 4}  # 4 is pinned
     prefetcher.forget()
     assert set(mover.present) == {4}
-
-
-def test_a_use_that_the_keyboard_ends_pins_nothing(monkeypatch):
-    def interrupted(unit):
-        raise KeyboardInterrupt
-
-    prefetcher, mover = make()
-    monkeypatch.setattr(mover, "finish", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prefetcher.use(0)
-    assert set(mover.present) == {0}  # it comes all the same
-    prefetcher.forget([0])
-    assert not mover.present
 
 
 def test_a_pinned_unit_stays_until_its_last_user_ends():
