@@ -172,7 +172,7 @@ class ChunkQueue:
     def __init__(self, depth: int) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}; a pipeline holds at least 1 chunk")
-        self._depth = depth
+        self.depth = depth
         self.in_flight: list[ChunkInFlight] = []
         self.jobs: dict[tuple[int, int], Job] = {}  # those that have not ended
         self._waiting: list[tuple[tuple[int, int], Job]] = []  # a heap of jobs with chunks to start
@@ -270,7 +270,7 @@ class ChunkQueue:
         return self._read() or self._compute()
 
     def _read(self) -> Read | None:
-        if self._refused or len(self.in_flight) >= self._depth:
+        if self._refused or len(self.in_flight) >= self.depth:
             return None
         while self._waiting and self._waiting[0][1].started == self._waiting[0][1].chunks:
             heappop(self._waiting)
@@ -295,7 +295,7 @@ class ChunkQueue:
             self._ahead = 0
         if not expected or self._unended[expected[0].name]:  # the earlier update has not landed
             return None
-        most = min(self._depth, expected[0].fits or self._depth) - RESERVE
+        most = min(self.depth, expected[0].fits or self.depth) - RESERVE
         return expected[0] if len(self.in_flight) < most else None
 
     def _compute(self) -> Compute | None:

@@ -175,11 +175,9 @@ class UpdatePipeline:
         self._engine, self._pool, self._layout, self._rule = engine, pool, layout, rule
         self.stats = PipelineStats()
         self._inbox: SimpleQueue[Callable[[], Actions]] = SimpleQueue()  # what has happened
-        self._lock = threading.Lock()  # guards the next two, and the order of what is put beside them
-        self._error: BaseException | None = None
-        self._closing = False
+        self._lock = threading.Lock()  # guards the next one, and the order of what is put beside it
+        self._refusal: BaseException | None = None  # of what comes: it failed, or is closed
         self._drained: list[Transfer] = []  # end when the queue is idle
-        self._depth = depth
         self._queue = ChunkQueue(depth)  # the thread's, as what follows
         self._buffers: dict[ChunkInFlight, _Buffer] = {}
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -224,23 +222,21 @@ class UpdatePipeline:
     def close(self) -> None:
         """Finish what was submitted, then end the thread; raises nothing. May be called again."""
         with self._lock:
-            self._closing = True
+            self._refusal = self._refusal or StateError("the update pipeline is closed")
         self.expect(())
         self._thread.join()
 
     def _tell(self, event: Callable[[], Actions]) -> None:
         with self._lock:
-            if self._error is not None:
-                raise copied(self._error)
-            if self._closing:
-                raise StateError("the update pipeline is closed")
+            if self._refusal is not None:
+                raise copied(self._refusal)
             self._inbox.put(event)
 
     # --- the pipeline's thread ---------------------------------------------------------------
 
     def _main(self) -> None:
         try:
-            while not (self._closing and self._inbox.empty() and self._queue.idle):
+            while not (self._refusal and self._inbox.empty() and self._queue.idle):
                 self._turn()
         except BaseException as error:  # everyone who waits must learn of it
             self._fail(error)
@@ -255,7 +251,7 @@ class UpdatePipeline:
         action = self._queue.next()
         if action is not None:
             self._carry_out([action])
-        elif not (self._closing and self._queue.idle):
+        elif not (self._refusal and self._queue.idle):
             self._carry_out(self._sleep()())
 
     def _sleep(self) -> Callable[[], Actions]:
@@ -325,7 +321,7 @@ class UpdatePipeline:
     def fits(self, numel: int, grad_itemsize: int) -> int:
         """Return how many chunks that read a gradient have the room of ``depth`` others."""
         nbytes = self._chunk_nbytes(numel)
-        return self._depth * rounded(nbytes) // rounded(nbytes + grad_itemsize * numel)
+        return self._queue.depth * rounded(nbytes) // rounded(nbytes + grad_itemsize * numel)
 
     def _chunk_nbytes(self, numel: int) -> int:
         return self._layout.state_nbytes(numel) + self._layout.weight_nbytes(numel)
@@ -399,7 +395,7 @@ class UpdatePipeline:
     def _fail(self, error: BaseException) -> None:
         """End every job with ``error``; see [Note: one error ends all]."""
         with self._lock:
-            self._error = error
+            self._refusal = error
         for buffer in self._buffers.values():
             buffer.settle()
         failed: list[Job] = []
