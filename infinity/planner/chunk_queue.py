@@ -47,8 +47,8 @@ class Expected:
         name: Of its unit.
         chunks: As many.
         source: What they are read from.
-        fits: Chunks of it that memory holds at one time; None: as many as of others. See [Note: a gradient on
-            NVMe].
+        fits: Chunks of it that memory holds at one time; None: as many as of others.
+            See [Note: a gradient on NVMe].
     """
 
     name: str
