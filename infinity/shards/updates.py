@@ -335,7 +335,8 @@ class Updates:
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
-        on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
+        once = dict.fromkeys(self.order.gradients)  # a step that was forgotten may have begun it
+        on_nvme = [index for index in once if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
