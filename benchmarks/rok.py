@@ -6,9 +6,10 @@ The ways are recompute, offload, keep (hence the name) and plans for several bud
     python benchmarks/rok.py RECIPE [key=value ...] [--batches 1,2,4] [--steps 5] [--out runs/rok]
 
 [Note: how it is measured]
-Each point is a short training of the recipe's model on the recipe's data in a process of its own (``--point
-FOLDER``), so that no point inherits memory or speed from another, and one that fails leaves the others. ``memory.device`` of the recipe is ignored, so that units have the same share of
-memory in all points. The peak is metered in one pass; times are medians of later steps.
+Each point is a short training of the recipe's model on the recipe's data in a process of its own, so that no
+point inherits memory or speed from another, and one that fails leaves the others. ``memory.device`` of the
+recipe is ignored, so that units have the same share of memory in all points. The peak is metered in one pass;
+times are medians of later steps.
 
 Source: SSDTrain (arXiv:2408.10013): a run is a point, its activation peak against its model throughput.
 """

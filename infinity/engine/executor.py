@@ -33,13 +33,13 @@ from infinity.engine.update_rules import device_nbytes, make_rules
 from infinity.observe.stalls import CountingPool, Stalls
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
-from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.policies import device_error
 from infinity.shards.on_device import DeviceShards
+from infinity.shards.pipeline import UpdatePipeline
 from infinity.shards.tiers import Tiers
 from infinity.shards.updates import Updates
 

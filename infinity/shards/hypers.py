@@ -8,14 +8,25 @@ both group and count in common: one run, or one for each group, as long as every
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from infinity.optim.pipeline import Run
 from infinity.optim.rules import Hyper
 from infinity.partition.unit import Segment, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements ``[start, stop)`` of the shard, updated with one group's ``hyper``.
+
+    Elements in no run are frozen or padding: their weights and state are carried over unchanged.
+    """
+
+    start: int
+    stop: int
+    hyper: Tensor
 
 
 class StepHypers:

@@ -32,9 +32,9 @@ from infinity.core.transfer import Lease, Transfer
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool
 from infinity.optim.layout import StateLayout
-from infinity.optim.pipeline import Run
 from infinity.optim.rules import RESIDENT_NUMEL, adamw_on_device
 from infinity.partition.unit import Unit
+from infinity.shards.hypers import Run
 
 
 @dataclass(slots=True)

@@ -22,24 +22,22 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from infinity.core.errors import StateError
-from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.transfer import ChainedTransfer, Lease, Transfer
-from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
 from infinity.optim.rules import Rule
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.shard_update import Do, Predictor, ShardUpdate
 from infinity.shards.commits import Commits
-from infinity.shards.hypers import StepHypers
+from infinity.shards.hypers import Run, StepHypers
+from infinity.shards.pipeline import ExpectedUpdate, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
-from infinity.shards.store import Version
 from infinity.shards.tiers import Tiers
 
 
@@ -104,7 +102,7 @@ class PendingUpdate:
         used: Parameters that have a gradient.
         grad_scale: The clip coefficient, as far as it is known.
         future: Of the update, when it has started.
-        progress: Of one in the pipeline; ``place`` is the version that it writes.
+        job: Of one in the pipeline; ``place`` is the version that it writes.
         stored: Ends when the gradient is on NVMe; None: it stays in memory.
     """
 
@@ -118,7 +116,7 @@ class PendingUpdate:
     grad_scale: float = 1.0
     future: UpdateFuture | None = None
     place: int | None = None
-    progress: Progress | None = None
+    job: UpdateJob | None = None
     stored: Transfer | None = None
 
 
@@ -280,8 +278,8 @@ class Updates:
                     self._start(pending)
                 case Do.CANCEL:
                     assert self.pipeline is not None
-                    assert pending.progress is not None
-                    self.pipeline.cancel([pending.progress])
+                    assert pending.job is not None
+                    self.pipeline.cancel(pending.job)
                 case Do.FREE_GRADIENT:
                     pending.lease.release()
                 case Do.FREE_WEIGHTS:
@@ -323,16 +321,22 @@ class Updates:
             self._expecting = True
             self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
 
-    def _expected(self, unit: Unit) -> Expected:
-        committed = self.tiers.version(unit)  # where the update writes is not known yet, nor needed
-        reads_gradient = unit.index in self.stored_gradients.chosen and not self.early
-        gradient = self.tiers.gradient(unit) if reads_gradient else None
-        chunks = partial(_chunks, committed, committed, gradient)
-        return Expected(unit.name, chunks, self._futures.get(unit.index))
+    def _expected(self, unit: Unit) -> ExpectedUpdate:
+        assert self.pipeline is not None
+        reads = self.tiers.version(unit)  # where the update writes is not known yet, nor needed
+        gradient, itemsize, fits = None, 0, None
+        if unit.index in self.stored_gradients.chosen and not self.early:
+            gradient, itemsize = self.tiers.gradient(unit), self.tiers.gradient_dtype(unit).itemsize
+            fits = self.pipeline.fits(reads.chunks[0].numel, itemsize)
+        return ExpectedUpdate(
+            name=unit.name, chunks=len(reads.chunks), source=(reads, gradient), fits=fits, reads=reads,
+            grad_itemsize=itemsize,
+        )  # fmt: skip
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
-        on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
+        once = dict.fromkeys(self.order.gradients)  # a step that was forgotten may have begun it
+        on_nvme = [index for index in once if self.units[index].home is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
@@ -373,12 +377,12 @@ class Updates:
             self._on(pending, pending.update.roll_back)
         for pending in speculated:
             assert pending.future is not None
-            assert pending.progress is not None
+            assert pending.job is not None
             pending.future.wait()
             if pending.weights.stay is not None:
                 pending.weights = Weights(stay=pending.weights.stay)  # some of them may be new ones
-            self.planned_read -= pending.progress.unread_nbytes
-            self.planned_written -= pending.progress.unwritten_nbytes
+            self.planned_read -= pending.job.unread_nbytes
+            self.planned_written -= pending.job.unwritten_nbytes
         self.speculated = self.rolled_back = len(speculated)
 
     @property
@@ -540,20 +544,20 @@ class Updates:
             pending.stored.wait()  # at once after land_held
             gradient = self.tiers.gradient(unit)
             self.planned_read += gradient.nbytes
-        chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, pending.place), gradient)
         weight_nbytes, state_nbytes = self._sizes(unit)
         self.planned_read += state_nbytes + (weight_nbytes if pending.weights.values is None else 0)
         self.planned_written += weight_nbytes + state_nbytes
         future = UpdateFuture(pending.update)
-        job = UpdateJob(
+        job = pending.job = UpdateJob(
             name=unit.name, weight=pending.weights.values, grad=grad if gradient is None else grad.dtype,
-            chunks=chunks, runs=self._runs(pending), priority=self.order.first_use(unit.index),
+            reads=self.tiers.version(unit), writes=self.tiers.version(unit, pending.place), gradient=gradient,
+            runs=self._runs(pending), priority=self.order.first_use(unit.index),
             on_computed=partial(self._computed, pending, future),
             on_done=partial(self._landed, pending, future), in_place=pending.weights.stay,
         )  # fmt: skip
         pending.future = self._futures[unit.index] = future  # from here on fetches wait for it
         try:
-            pending.progress = self.pipeline.submit(job)
+            self.pipeline.submit(job)
         except BaseException as error:
             future.finish(error)  # it may be waited for
             raise
@@ -602,15 +606,3 @@ _CLIPPED = (
     "started inside backward. Make the optimizer with max_grad_norm (math.inf: never clip), and change the "
     "attribute later"
 )
-
-
-def _chunks(committed: Version, following: Version, gradient: Extent | None = None) -> tuple[Chunk, ...]:
-    """Those of an update from one version to the next, which read their parts of ``gradient``."""
-    pairs = zip(committed.chunks, following.chunks, strict=True)
-    chunks = tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
-    if gradient is None:
-        return chunks
-    size = gradient.nbytes // sum(chunk.numel for chunk in chunks)  # of an element
-    return tuple(
-        replace(chunk, grad_read=gradient.part(size * chunk.start, size * chunk.numel)) for chunk in chunks
-    )

@@ -11,7 +11,7 @@ import torch
 import infinity
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
 from infinity.nvme.run_directory import RunDirectory
-from infinity.optim.pipeline import UpdatePipeline
+from infinity.shards.pipeline import UpdatePipeline
 from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Net, go_on
 from tests.helpers.launch import holding
