@@ -4,8 +4,7 @@
 The model is built on the meta device, from ``config.json`` alone, and cut by the runtime's own builder. One
 micro-batch then runs on fake tensors, which have shapes and no memory: torch's own operators say what they
 would make, the runtime's own hooks and prefetcher what units they use. So the trace is that of the runtime,
-whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot. Of blocks
-that are alike a few run: see :mod:`infinity.app.repeats`.
+whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot.
 """
 
 import math
@@ -33,7 +32,7 @@ from infinity.app.operators import Candidate, OperatorTimes
 from infinity.app.recipe import Recipe
 from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
-from infinity.app.repeats import record_model
+from infinity.app.recording import record as record_micro_batch
 from infinity.checkpoint.conversions import Part
 from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
@@ -455,7 +454,9 @@ class _Model:
         everything = plan.policy == "recompute" and not plan.recomputed
         key = subject.tokens, subject.logits, subject.packing, everything, plan.recomputed
         if key not in self._records:
-            self._records[key] = record_model(subject, lambda region: everything or region in plan.recomputed)
+            self._records[key] = record_micro_batch(
+                subject, lambda region: everything or region in plan.recomputed
+            )
         return self._records[key]
 
     def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
