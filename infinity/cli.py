@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["rok"]:
+        parser.error("infinity rok is now python benchmarks/rok.py, with the same arguments")
     args, more = parser.parse_known_args(argv)
     if more and (not hasattr(args, "overrides") or any(each.startswith("-") for each in more)):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -178,12 +180,6 @@ def _probe(args: argparse.Namespace) -> None:
         print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
 
 
-def _rok(args: argparse.Namespace) -> None:
-    from infinity.app.rok import show_rok
-
-    show_rok(args.recipe, args.overrides, batches=args.batches, steps=args.steps, console=_console())
-
-
 def _recipe(args: argparse.Namespace) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -328,17 +324,6 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("dir", nargs="*", metavar="DIR", help="a directory on each drive")
     probe.add_argument("--output", metavar="FILE", help="the hardware file to write, such as here.yaml")
     probe.set_defaults(run_command=_probe)
-
-    rok = commands.add_parser(
-        "rok",
-        help="measure throughput against activation memory: the recompute-offload-keep curve",
-        description="Measure throughput against the activation peak for keep, recompute, offload and plans, "
-        "each in a short training of its own. Writes a table, rok.json and rok.png.",
-    )
-    _add_recipe(rok)
-    rok.add_argument("--batches", default="1,2,4", help="factors of train.batch_size (default: 1,2,4)")
-    rok.add_argument("--steps", type=int, default=5, help="timed steps per point (default: 5)")
-    rok.set_defaults(run_command=_rok)
 
     recipe = commands.add_parser("recipe", help="list every recipe key with type, default and meaning")
     recipe.set_defaults(run_command=_recipe)
