@@ -97,12 +97,14 @@ class ChunkInFlight:
     """A chunk in flight, which has a buffer.
 
     Attributes:
+        name: Of its unit.
         job: That it belongs to; None: it was read ahead, or for a job that was cancelled.
         expected: The job for which it was read ahead; None: for one that had come.
         index: Among the chunks of its job.
         moving: Transfers that have not ended; the driver sets it before it starts some.
     """
 
+    name: str
     job: Job | None
     expected: Expected | None
     index: int
@@ -188,6 +190,13 @@ class ChunkQueue:
         """Whether no job is left, and nothing is in flight."""
         return not self.jobs and not self.in_flight
 
+    def state(self) -> tuple[object, ...]:
+        """Return everything that the next decisions follow from, in values that can be compared."""
+        names = [each.name for each in self._expected if each.name not in self._came]
+        jobs = [(each.name, each.started, each.computed, each.landed) for each in self.jobs.values()]
+        flying = [(each.index, each.stage, each.moving, each.ahead) for each in self.in_flight]
+        return tuple(names), self._ahead, jobs, flying
+
     # --- what has happened -----------------------------------------------------------------------
 
     def expect(self, expected: Iterable[Expected]) -> Actions:
@@ -203,7 +212,7 @@ class ChunkQueue:
         job.order = job.priority, self._submitted
         self.jobs[job.order] = job
         self._unended[job.name] += 1
-        ahead = [c for c in self.in_flight if c.ahead and c.expected and c.expected.name == job.name]
+        ahead = [chunk for chunk in self.in_flight if chunk.ahead and chunk.name == job.name]
         self._came.add(job.name)
         if any(chunk.expected and chunk.expected.source != job.source for chunk in ahead):
             actions = self._drop(ahead)
@@ -276,13 +285,13 @@ class ChunkQueue:
             heappop(self._waiting)
         if self._waiting:
             job = self._waiting[0][1]
-            chunk = ChunkInFlight(job, None, job.started)
+            chunk = ChunkInFlight(job.name, job, None, job.started)
             job.started += 1
         else:
             expected = self._next_expected()
             if expected is None:
                 return None
-            chunk = ChunkInFlight(None, expected, self._ahead)
+            chunk = ChunkInFlight(expected.name, None, expected, self._ahead)
             self._ahead += 1
         self.in_flight.append(chunk)
         return Read(chunk)

@@ -41,16 +41,32 @@ from functools import partial
 from itertools import pairwise
 
 from infinity.core.budget import DeviceBudget, rounded
+from infinity.core.lifecycle import UpdateState
 from infinity.planner.channels import Channel
+from infinity.planner.chunk_queue import (
+    Action,
+    Actions,
+    ChunkInFlight,
+    ChunkQueue,
+    Compute,
+    Computed,
+    Ended,
+    Expected,
+    Read,
+    ReadRest,
+    Write,
+)
+from infinity.planner.chunk_queue import (
+    Job as ChunkJob,
+)
 from infinity.planner.machines import COLLECTIVE_S, RankRates
 from infinity.planner.prefetch_plan import Event, Kind
+from infinity.planner.shard_update import Do, ShardUpdate
 from infinity.planner.simulator import Job, Server, TransferQueues
 from infinity.planner.step import MicroBatch, StepScript, StepSetup, StepTrace, Stored, tries
 
 #: Steps are played until so many take about as long as each other, and so many at most.
 _LEAST_STEPS, _ALIKE, _MOST_STEPS = 3, 0.005, 10
-#: Chunks of staging that are kept for updates whose gradients exist.
-_RESERVE = 2
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8
 _NEVER_S = float("inf")
@@ -260,60 +276,54 @@ class _DeviceMemory:
 # --- updates -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Update:
-    """The update of a unit's shard in one step.
-
-    It has more attributes than other classes: a record of how far one update is.
+@dataclass(slots=True, kw_only=True, eq=False)
+class _ShardJob(ChunkJob):
+    """The computation of an update, with the bytes of each of its chunks.
 
     Attributes:
-        nbytes: Device memory of the gradient; ``weights_nbytes`` of weights that are kept for it.
-        storing: The gradient is on its way to NVMe.
-        turn: Of device memory, in which the gradient was complete.
-        launched: Its gradient is there, and it may run.
-        unread: Chunks whose read has not started; likewise the others.
-        then: Called when it has been computed; ``landed`` when its writes have ended.
+        rest_nbytes: Of what is read beside the state: weights and gradient, where they are not at hand.
+        compute_s: What the rule takes.
+    """
+
+    pending: "_Pending"
+    rest_nbytes: int
+    written_nbytes: int
+    compute_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A unit whose gradient of this step is complete.
+
+    Attributes:
+        nbytes: Device memory of the gradient, which was complete in ``turn``; ``weights_nbytes`` of weights
+            that are kept for the update.
+        computed: Calls that follow when the new weights exist; None: they do, or no update runs.
+        landed: Calls that follow when its writes have ended.
     """
 
     unit: int
-    chunk_numel: int
-    chunks: int
-    nbytes_read: int
-    nbytes_written: int
-    nbytes: int = 0
-    storing: bool = False
-    turn: int = 0
-    weights_nbytes: int = 0
-    launched: bool = False
-    unread: int = 0
-    waiting: int = 0
-    uncomputed: int = 0
-    unwritten: int = 0
-    then: list[Callable[[], None]] = field(default_factory=list)
+    update: ShardUpdate
+    nbytes: int
+    turn: int
+    weights_nbytes: int
+    computed: list[Callable[[], None]] | None = None
     landed: list[Callable[[], None]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.unread = self.uncomputed = self.unwritten = self.chunks
 
 
 class _Updates:
-    """Plays the pipeline of updates: chunks are read into staging memory, computed, and written.
+    """Drives the updates of shards, and the queue of their chunks, by the clock.
 
     Attributes:
         weights: Device memory of weights that wait for their unit's update.
-        uncommitted: Units whose update belongs to a step that is not committed yet.
     """
 
     def __init__(self, script: StepScript, setup: StepSetup, clock: _Clock, memory: _DeviceMemory) -> None:
         self._script, self._setup, self._clock, self._memory = script, setup, clock, memory
+        self._queue = ChunkQueue(setup.staged_chunks)
         self.weights: dict[int, int] = {}
-        self.uncommitted: set[int] = set()
-        self._latest: dict[int, _Update] = {}  # of each unit
-        self._expected: dict[int, _Update] = {}  # whose gradients will come, in that order
-        self._unread: deque[_Update] = deque()  # launched, with chunks to read
-        self._slots = setup.staged_chunks
-        #: Whether the training thread hands gradients over: with other ranks, or an accelerator, others do.
-        self._waits = setup.ranks == 1 and not setup.on_accelerator
+        self._ready: dict[int, _Pending] = {}  # those of this step
+        self._latest: dict[int, _Pending] = {}  # those that were started, the last of each unit
 
     def expect(self) -> None:
         """Let the states of this step's updates be read ahead."""
@@ -322,43 +332,37 @@ class _Updates:
         if not self._setup.early:
             ended = set(order)
             order = [unit for unit in script.first_uses if unit in ended]
-        self._expected = {u: self._update(u) for u in order if units[u].on_nvme and units[u].trainable}
-        self._pump()
+        coming = [unit for unit in order if units[unit].on_nvme and units[unit].trainable]
+        self._play(self._queue.expect(Expected(name=str(u), chunks=self._chunks(u)) for u in coming))
 
-    def launch(self, unit: int, nbytes: int, turn: int = -1, *, stores: bool = False) -> None:
-        """Start a unit's update: its gradient is there.
+    def add(self, unit: int, nbytes: int, turn: int) -> None:
+        """Take in a unit's gradient, with ``nbytes`` of device memory, which was complete in ``turn``."""
+        setup = self._setup
+        update = ShardUpdate(
+            str(unit), early=setup.early and setup.units[unit].on_nvme, keeps=setup.clips,
+            spills=unit in setup.spilled,
+        )  # fmt: skip
+        self._ready[unit] = pending = _Pending(unit, update, nbytes, turn, self.weights.pop(unit, 0))
+        self._on(pending, update.complete())
 
-        Args:
-            nbytes: Device memory of the gradient, which was complete in ``turn``.
-            stores: The gradient is written to NVMe meanwhile.
-        """
-        update, before = self._expected.pop(unit, None) or self._update(unit), self._latest.get(unit)
-        update.nbytes, update.weights_nbytes, update.launched = nbytes, self.weights.pop(unit, 0), True
-        update.turn = turn
-        self._clock.count(Channel.NVME_READ, update.nbytes_read)
-        self._clock.count(Channel.NVME_WRITE, update.nbytes_written)
-        if before is not None and before.unwritten and self._waits:
-            self._clock.wait(lambda: not before.unwritten, "update")
-        self._latest[unit] = update
-        self.uncommitted.add(unit)
-        if update.unread:
-            self._unread.append(update)
-        for _ in range(update.waiting):
-            self._compute_chunk(update)
-        update.waiting = 0
-        self._pump()
-        if stores:
-            update.storing = True
-            gradient_nbytes = self._setup.gradient_nbytes(unit)
-            self._clock.move(Channel.NVME_WRITE, gradient_nbytes, partial(self._stored, update))
+    def commit(self) -> None:
+        """``optimizer.step()``: publish updates, start those that waited."""
+        ready, self._ready = list(self._ready.values()), {}
+        for pending in ready:
+            if pending.update.speculated:
+                self._on(pending, pending.update.validate())
+        for pending in ready:
+            if pending.unit in self._setup.spilled and pending.update.state is UpdateState.HELD:
+                self._clock.wait(lambda each=pending: not each.nbytes, "write")  # type: ignore[misc]
+        for pending in sorted(ready, key=lambda each: self._script.first_uses.get(each.unit, each.unit)):
+            self._on(pending, pending.update.commit())
 
     def is_landing(self, unit: int) -> bool:
-        """Whether an update of a step that is committed is still being written."""
-        update = self._latest.get(unit)
-        return update is not None and update.unwritten > 0 and unit not in self.uncommitted
+        """Whether fetches of a unit wait for its update."""
+        return unit in self._latest and self._latest[unit].update.holds_fetches
 
     def when_landed(self, unit: int, then: Callable[[], None]) -> None:
-        """Call ``then`` as soon as that has been written."""
+        """Call ``then`` as soon as fetches of the unit need not wait."""
         if self.is_landing(unit):
             self._latest[unit].landed.append(then)
         else:
@@ -366,101 +370,117 @@ class _Updates:
 
     def when_computed(self, unit: int, then: Callable[[], None]) -> None:
         """Call ``then`` as soon as the unit's latest update has been computed."""
-        update = self._latest.get(unit)
-        if update is not None and update.uncomputed:
-            update.then.append(then)
+        computed = self._latest[unit].computed if unit in self._latest else None
+        if computed is not None:
+            computed.append(then)
         else:
             then()
 
-    def give_back_gradients(self) -> None:
-        """Give back gradients that were kept until the step's commit."""
-        for update in self._latest.values():
-            if update.nbytes and not update.uncomputed and not update.storing:
-                self._memory.give_back(update.nbytes)
-                update.nbytes = 0
-
     def state(self) -> tuple[object, ...]:
         """What is expected and under way."""
-        updates = [
-            (each.unit, each.launched, each.unread, each.waiting, each.uncomputed, each.unwritten)
-            for each in (*self._expected.values(), *self._latest.values())
-            if each.unwritten
-        ]
-        return self._slots, self.weights.copy(), updates
+        held = [(each.unit, each.nbytes) for each in self._ready.values()]
+        return self._queue.state(), self.weights.copy(), held
 
-    def _update(self, unit: int) -> _Update:
-        shape, setup = self._setup.units[unit], self._setup
-        chunks = min(1 if self._script.is_long else _CHUNKS, -(-shape.shard_numel // setup.chunk_numel))
+    # --- what an update says ---------------------------------------------------------------------
+
+    def _on(self, pending: _Pending, actions: tuple[Do, ...]) -> None:
+        for action in actions:
+            match action:
+                case Do.STORE:
+                    nbytes = self._setup.gradient_nbytes(pending.unit)
+                    stored = lambda: self._on(pending, pending.update.stored())  # noqa: E731
+                    self._clock.move(Channel.NVME_WRITE, nbytes, stored)
+                case Do.START:
+                    if self._setup.units[pending.unit].on_nvme:
+                        self._start(pending)
+                    else:
+                        self._update_in_memory(pending)
+                case Do.FREE_GRADIENT:
+                    self._memory.give_back_late(pending.nbytes, pending.turn)
+                    pending.nbytes = 0
+                case Do.FREE_WEIGHTS:
+                    self._memory.give_back(pending.weights_nbytes)
+
+    def _start(self, pending: _Pending) -> None:
+        setup, unit, before = self._setup, pending.unit, self._latest.get(pending.unit)
+        # With other ranks, or an accelerator, it is not the training thread that hands gradients over.
+        if before is not None and before.update.in_flight and setup.ranks == 1 and not setup.on_accelerator:
+            self._clock.wait(lambda: not before.update.in_flight, "update")
+        shape, chunks = setup.units[unit], self._chunks(unit)
+        rest = 0 if self._script.kept.get(unit, False) else shape.weight_nbytes
+        rest += setup.gradient_nbytes(unit) if pending.update.reads_stored_gradient else 0
         written = shape.state_nbytes + shape.weight_nbytes
-        read = shape.state_nbytes if self._script.kept.get(unit, False) else written
-        if unit in setup.spilled and not setup.early:
-            read += setup.gradient_nbytes(unit)
-        return _Update(unit, shape.shard_numel // chunks, chunks, read, written)
+        self._clock.count(Channel.NVME_READ, shape.state_nbytes + rest)
+        self._clock.count(Channel.NVME_WRITE, written)
+        touched = (2 * written + setup.gradient_nbytes(unit)) / chunks
+        job = _ShardJob(
+            name=str(unit), chunks=chunks, priority=self._script.first_uses.get(unit, unit), pending=pending,
+            rest_nbytes=round(rest / chunks), written_nbytes=round(written / chunks),
+            compute_s=touched / setup.rates.background_bytes_per_s,
+        )  # fmt: skip
+        pending.computed = []
+        self._latest[unit] = pending
+        self._play(self._queue.submit(job))
 
-    def _pump(self) -> None:
-        """Start to read chunks for which there is staging memory, those whose gradient exists first."""
-        while self._slots > 0:
-            update = self._unread[0] if self._unread else None
-            if update is None and self._slots > _RESERVE:
-                update = next((each for each in self._expected.values() if each.unread), None)
-                if update is not None:
-                    before = self._latest.get(update.unit)
-                    if before is not None and before.unwritten:
-                        return
-            if update is None:
-                return
-            self._slots -= 1
-            update.unread -= 1
-            if self._unread and not self._unread[0].unread:
-                self._unread.popleft()
-            nbytes = round(update.nbytes_read / update.chunks)
-            self._clock.send(Channel.NVME_READ, nbytes, partial(self._read, update))
+    def _chunks(self, unit: int) -> int:
+        most = 1 if self._script.is_long else _CHUNKS
+        return min(most, -(-self._setup.units[unit].shard_numel // self._setup.chunk_numel))
 
-    def _read(self, update: _Update) -> None:
-        if update.launched:
-            self._compute_chunk(update)
-        else:
-            update.waiting += 1
+    def _update_in_memory(self, pending: _Pending) -> None:
+        """Update a shard that is in host memory, or on the device, while nothing else computes."""
+        setup, shape, clock = self._setup, self._setup.units[pending.unit], self._clock
+        moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + setup.gradient_nbytes(pending.unit)
+        there, rates = pending.unit in setup.division.on_device, setup.rates
+        time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
+        clock.busy_s[UPDATE] += time_s
+        clock.stall_s[UPDATE] += time_s
+        while time_s > 1e-12:
+            time_s -= clock.elapse(time_s)
+        self._on(pending, pending.update.landed())
 
-    def _compute_chunk(self, update: _Update) -> None:
-        gradient = update.chunk_numel * self._setup.reduce_itemsize
-        nbytes = 2 * update.nbytes_written / update.chunks + gradient
-        rates = self._setup.rates
-        time_s = nbytes / rates.background_bytes_per_s
-        self._clock.serve(UPDATE, time_s, partial(self._computed, update), rates.background_threads)
+    # --- what the queue says ---------------------------------------------------------------------
 
-    def _computed(self, update: _Update) -> None:
-        update.uncomputed -= 1
-        if not update.uncomputed:
-            self._memory.give_back(update.weights_nbytes)
-            setup, unit = self._setup, update.unit
-            waits = setup.clips and unit in self.uncommitted and unit not in setup.spilled
-            if not (waits or update.storing):
-                self._give_back_gradient(update)
-            for then in update.then:
-                then()
-            update.then.clear()
-        nbytes = round(update.nbytes_written / update.chunks)
-        self._clock.send(Channel.NVME_WRITE, nbytes, partial(self._written, update))
+    def _play(self, actions: Actions) -> None:
+        """Carry out what follows from an event, and begin what can begin now."""
+        for action in actions:
+            self._carry_out(action)
+        while (begins := self._queue.next()) is not None:
+            self._carry_out(begins)
 
-    def _written(self, update: _Update) -> None:
-        update.unwritten -= 1
-        self._slots += 1
-        if not update.unwritten:
-            for then in update.landed:
-                then()
-            update.landed.clear()
-        self._pump()
+    def _carry_out(self, action: Action | Computed | Ended) -> None:
+        match action:
+            case Read(chunk):
+                unit, rest = int(chunk.name), _job(chunk).rest_nbytes if chunk.job else 0
+                state_nbytes = round(self._setup.units[unit].state_nbytes / self._chunks(unit))
+                self._send(chunk, Channel.NVME_READ, state_nbytes + rest)
+            case ReadRest(chunk):
+                if _job(chunk).rest_nbytes:
+                    self._send(chunk, Channel.NVME_READ, _job(chunk).rest_nbytes)
+            case Compute(chunk):
+                computed = lambda: self._play(self._queue.computed(chunk))  # noqa: E731
+                threads = self._setup.rates.background_threads
+                self._clock.serve(UPDATE, _job(chunk).compute_s, computed, threads)
+            case Write(chunk):
+                self._send(chunk, Channel.NVME_WRITE, _job(chunk).written_nbytes)
+            case Computed(_ShardJob(pending=pending)):
+                self._on(pending, pending.update.computed())
+                follows, pending.computed = pending.computed or (), None
+                for call in follows:
+                    call()
+            case Ended(_ShardJob(pending=pending)):
+                self._on(pending, pending.update.landed())
+                for call in pending.landed:
+                    call()
+                pending.landed.clear()
 
-    def _stored(self, update: _Update) -> None:
-        """A gradient is on NVMe; its memory is given back when its update has read it, too."""
-        update.storing = False
-        if not update.uncomputed:
-            self._give_back_gradient(update)
+    def _send(self, chunk: ChunkInFlight, channel: Channel, nbytes: int) -> None:
+        chunk.moving += 1
+        self._clock.send(channel, nbytes, lambda: self._play(self._queue.moved(chunk)))
 
-    def _give_back_gradient(self, update: _Update) -> None:
-        self._memory.give_back_late(update.nbytes, update.turn)
-        update.nbytes = 0
+
+def _job(chunk: ChunkInFlight) -> _ShardJob:
+    assert isinstance(chunk.job, _ShardJob)
+    return chunk.job
 
 
 # --- the player --------------------------------------------------------------------------------------
@@ -492,8 +512,6 @@ class _Player:
         self._arriving = 0  # gradients on their way to updates
         self._reducing = 0  # those of them that are being reduced
         self._carried = False  # one of the micro-batch before was
-        self._held: list[tuple[int, int]] = []
-        self._storing: set[int] = set()  # units whose held gradient is on its way to NVMe
         self._away: dict[int, bool] = {}
 
     # --- units ---------------------------------------------------------------------------------
@@ -636,32 +654,16 @@ class _Player:
     def _hand_over(self, unit: int, nbytes: int, turn: int) -> None:
         """Give a gradient, complete in ``turn`` and with ``nbytes`` of device memory, to its update."""
         if not self.setup.on_accelerator or unit in self._on_device:
-            self._add(unit, nbytes, turn)
+            self._updates.add(unit, nbytes, turn)
             return
         self._arriving += 1
 
         def arrived() -> None:
             self._arriving -= 1
             self._memory.give_back(nbytes)
-            self._add(unit, 0, turn)
+            self._updates.add(unit, 0, turn)
 
         self._clock.move(Channel.DEVICE_TO_HOST, self.setup.gradient_nbytes(unit), arrived)
-
-    def _add(self, unit: int, nbytes: int, turn: int) -> None:
-        spills = unit in self.setup.spilled
-        if self.units[unit].on_nvme and self.setup.early:
-            self._updates.launch(unit, nbytes, turn, stores=spills)
-        elif spills:
-            self._held.append((unit, 0))
-            self._storing.add(unit)
-
-            def stored() -> None:
-                self._storing.discard(unit)
-                self._memory.give_back_late(nbytes, turn)
-
-            self._clock.move(Channel.NVME_WRITE, self.setup.gradient_nbytes(unit), stored)
-        else:
-            self._held.append((unit, nbytes))
 
     # --- the step ------------------------------------------------------------------------------
 
@@ -701,7 +703,7 @@ class _Player:
             else:
                 self._play_one(micro_batch)
         self._clock.wait(lambda: not self._arriving, LINKS)
-        self._commit()
+        self._updates.commit()
 
     def _repeat(self, micro_batch: MicroBatch, times: int) -> None:
         """Play a micro-batch so many times; see [Note: micro-batches that repeat]."""
@@ -720,7 +722,7 @@ class _Player:
         return (
             self._memory.state(), self._clock.state(), self._updates.state(), self._arriving,
             dict(self._ready), self._staying.copy(), dict(self._gradients), dict(self._reduced),
-            dict(self._away), self._held.copy(), self._storing.copy(),
+            dict(self._away),
         )  # fmt: skip
 
     def _play_one(self, micro_batch: MicroBatch) -> None:
@@ -805,26 +807,3 @@ class _Player:
                     self._clock.move(Channel.DEVICE_TO_HOST, shape.weight_nbytes, lambda: None)
             if shape.trainable:
                 self._end_gradient(unit, True)
-
-    def _commit(self) -> None:
-        """``optimizer.step()``: publish updates, start those that waited, update what is in memory."""
-        self._updates.uncommitted.clear()
-        self._updates.give_back_gradients()
-        held, self._held = self._held, []
-        for unit, nbytes in sorted(held, key=lambda each: self.script.first_uses.get(each[0], each[0])):
-            shape = self.units[unit]
-            if shape.on_nvme:
-                self._clock.wait(lambda unit=unit: unit not in self._storing, "write")  # type: ignore[misc]
-                self._updates.launch(unit, nbytes)
-            else:
-                moved = 2 * (shape.weight_nbytes + shape.state_nbytes) + self.setup.gradient_nbytes(unit)
-                rates = self.setup.rates
-                there = unit in self._on_device
-                time_s = moved / (rates.memory_bytes_per_s if there else rates.update_bytes_per_s)
-                self._clock.busy_s[UPDATE] += time_s
-                self._clock.stall_s[UPDATE] += time_s
-                left_s = time_s
-                while left_s > 1e-12:
-                    left_s -= self._clock.elapse(left_s)
-                self._memory.give_back(nbytes)
-        self._updates.uncommitted.clear()

@@ -292,15 +292,15 @@ class UpdatePipeline:
         """Lease a buffer and read the state into it; of a job that has come the rest, too."""
         job = chunk.job
         if isinstance(job, UpdateJob):
-            name, extents = job.name, job.reads.chunks[chunk.index]
+            extents = job.reads.chunks[chunk.index]
             gradient = job.grad_read(extents)
             grad_nbytes = 0 if gradient is None else gradient.nbytes
         else:
             expected = chunk.expected
             assert isinstance(expected, ExpectedUpdate)
-            name, extents = expected.name, expected.reads.chunks[chunk.index]
+            extents = expected.reads.chunks[chunk.index]
             grad_nbytes = expected.grad_itemsize * extents.numel
-        lease = self._lease(chunk, self._chunk_nbytes(extents.numel) + grad_nbytes, f"update of {name}")
+        lease = self._lease(chunk, self._chunk_nbytes(extents.numel) + grad_nbytes, f"update of {chunk.name}")
         if lease is None:
             self._carry_out(self._queue.refuse(chunk))
             return

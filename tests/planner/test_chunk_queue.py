@@ -38,7 +38,7 @@ class Driver:
                 case Read(chunk):
                     if self.buffers:
                         self.buffers -= 1
-                        self.read.append(((chunk.job or chunk.expected).name, chunk.index))
+                        self.read.append((chunk.name, chunk.index))
                         self.move(chunk)
                     else:
                         self.on(self.queue.refuse(chunk))
