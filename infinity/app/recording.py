@@ -45,7 +45,8 @@ from infinity.core.plan import Place
 from infinity.core.profile import Kind, Phase, SlotKey
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.planner.prefetch_plan import Event
@@ -577,10 +578,10 @@ def _never(param: nn.Parameter) -> nn.Parameter:
 class _Mover:
     """Moves nothing; see :class:`infinity.partition.prefetcher.Mover`."""
 
-    def start(self, unit: int) -> None:
+    def start(self, item: object) -> None:
         pass
 
-    finish = release = start_stored = decode = release_decoded = start
+    finish = release = start
 
     def stored_nbytes(self, unit: int) -> int:
         return 0

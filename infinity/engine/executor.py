@@ -35,7 +35,8 @@ from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
-from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.policies import device_error
 from infinity.shards.on_device import DeviceShards
@@ -176,8 +177,7 @@ class StepExecutor:
         self._blocks = blocks, tiles, described
         if self.budget.division is not before:
             self._apply_division()
-        self.prefetcher.capacity_nbytes = window_nbytes
-        self.prefetcher.hold_together(tiles)
+        self.prefetcher.hold_blocks(window_nbytes, tiles)
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
@@ -375,10 +375,10 @@ class StepExecutor:
         updates = self.updates
         read, written = updates.planned_read, updates.planned_written + updates.records.planned_written
         before, self._update_mark = self._update_mark, (read, written)
-        self.on_demand = self.prefetcher.on_demand
-        self.tiles_used = len(self.prefetcher.routed_used)
+        self.on_demand = self.prefetcher.training.on_demand
+        self.tiles_used = len(self.prefetcher.tiles.used)
         self.planned = None
-        fetched = self.prefetcher.planned
+        fetched = self.prefetcher.training.fetched
         if fetched is not None:
             staging = self.mover.staging
             piece_nbytes = None if staging is None else staging.piece_nbytes

@@ -56,7 +56,8 @@ from infinity.device.memory import HostPool
 from infinity.observe.stalls import CountingPool
 from infinity.optim.norm import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex, placeholder
 from infinity.shards.updates import Updates, Weights
 
@@ -369,7 +370,7 @@ class Gradients:
         units have parameters of modules that run inside each other. Several ranks decide alike, since they
         begin and complete the same units; those of leaves, where they differ, have room of their own.
         """
-        several, lent = self.collectives is not None, self.prefetcher.lent_nbytes
+        several, lent = self.collectives is not None, self.prefetcher.residents.borrowed_nbytes
         opened = [*beginning, *(each.unit for each in self._open.values())]
         if several:
             opened = [unit for unit in opened if unit.index not in self._leaves]
@@ -378,7 +379,7 @@ class Gradients:
         beside = self._beside_open_nbytes()
         if beside is None:
             return
-        room = self.pool.capacity_nbytes - self.prefetcher.capacity_nbytes
+        room = self.pool.capacity_nbytes - self.prefetcher.residents.capacity_nbytes
         beyond = max(0, beside + sum(rounded(unit.nbytes) for unit in opened) - room)
         self.prefetcher.lend(beyond)
         if beyond > lent:
@@ -508,7 +509,7 @@ class Gradients:
         total = None
         if gradient is not None:
             del self._open[unit.index]
-            if self.prefetcher.lent_nbytes:
+            if self.prefetcher.residents.borrowed_nbytes:
                 self._share_window()
             gradient.seal()
             gradient.lease.record_use()
@@ -573,7 +574,7 @@ class Gradients:
         if self._reducing is not None:  # see [Note: gradients that pass]
             self.mover.waits("collective", self._reducing.wait)
         gradient = self._open.pop(unit.index)
-        if self.prefetcher.lent_nbytes:
+        if self.prefetcher.residents.borrowed_nbytes:
             self._share_window()
         gradient.seal()
         gradient.lease.record_use()

@@ -76,7 +76,8 @@ from infinity.core.errors import StateError
 from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients, ReleasedGradient
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
 #: Stands for the autograd node that reads a frozen head, for all slices; others are numbered from 0.

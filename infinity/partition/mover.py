@@ -17,9 +17,9 @@ above, and a thread decodes them on the device, on an accelerator on a stream of
 back. What the stream still does with both buffers is in their leases.
 
 [Note: stored bytes first]
-Tiles of experts may come in two steps: their stored bytes, far ahead, and the full buffer, shortly before
-it is used. What has been used can be decoded again as long as its stored bytes are there. So memory holds
-several times as many tiles ahead of compute, and a few full buffers take turns.
+Tiles of experts may be two items: their stored bytes, which come far ahead, and the full buffer, shortly
+before it is used. What has been used can be decoded again as long as its stored bytes are there. So memory
+holds several times as many tiles ahead of compute, and a few full buffers take turns.
 
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
@@ -43,7 +43,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
@@ -57,6 +57,7 @@ from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.optim.threads import background_threads
+from infinity.partition.prefetcher import Item, Stored
 from infinity.partition.unit import StoredForm, Unit
 
 _CPU = torch.device("cpu")
@@ -155,6 +156,8 @@ def _settle(readings: Iterable[_Reading]) -> None:
 S = UnitState
 P = ParamSpec("P")
 R = TypeVar("R")
+#: Counts the seconds that compute waits, by cause.
+Waits = Callable[[str, Callable[[], object]], None]
 #: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
 Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 
@@ -197,12 +200,6 @@ class Shards(Protocol):
         ...
 
 
-class Waits(Protocol):
-    """Counts the seconds that compute waits, by cause."""
-
-    def __call__(self, cause: str, wait: Callable[[], object]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Staying:
     """A unit's full buffer while the unit is updated; see [Note: a unit that stays].
@@ -229,12 +226,14 @@ class _Stored:
         ready: Waits until they are here; may be called again.
         stays: They are not given back as soon as they are decoded.
         resident: The lease is that of host memory.
+        failed: They could not be read, and the use of the unit has raised the error.
     """
 
     lease: Lease
     ready: Callable[[], object]
     stays: bool
     resident: bool = False
+    failed: bool = False
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
@@ -295,46 +294,30 @@ class UnitMover:
         self._decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, (device,))
 
     @_never_inference
-    def start(self, index: int) -> None:
-        unit = self.units[index]
-        staying = self._staying.pop(index, None)
+    def start(self, item: Item) -> None:
+        """Begin to bring an item: see :class:`infinity.partition.prefetcher.Mover`."""
+        if isinstance(item, Stored):
+            unit = self.units[item.unit]
+            assert unit.stored is not None
+            self._stored[item.unit] = self._bring_stored(unit, unit.stored, stays=True)
+            return
+        unit, staying = self.units[item], self._staying.pop(item, None)
         lease = unit.lease = staying.full if staying else self.pool.lease(unit.nbytes, who=unit.name)
         if staying is not None:
-            self._arriving[index] = self._gather(unit, lease, self._go_on(unit, staying)), None
+            self._arriving[item] = self._gather(unit, lease, self._go_on(unit, staying)), None
         elif unit.stored is None:
             arriving = self._gather(unit, lease, self._bring(unit, lease, unit.shard_nbytes))
-            self._arriving[index] = arriving, None
+            self._arriving[item] = arriving, None
         else:
-            stored = self._bring_stored(unit, unit.stored)
-            self._arriving[index] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
+            stored = self._stored.get(item) or self._bring_stored(unit, unit.stored)
+            if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
+                unit.lifecycle.move(S.FETCHING if unit.home is Tier.NVME else S.UPLOADING)
+            self._arriving[item] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
 
     def stored_nbytes(self, index: int) -> int:
         """Return the bytes of a unit's stored form; 0: it has none, and cannot come in two steps."""
         form = self.units[index].stored
         return 0 if form is None else rounded(form.nbytes)
-
-    @_never_inference
-    def start_stored(self, index: int) -> None:
-        """Begin to bring the stored bytes; see [Note: stored bytes first]."""
-        unit = self.units[index]
-        assert unit.stored is not None
-        self._stored[index] = self._bring_stored(unit, unit.stored, stays=True)
-
-    @_never_inference
-    def decode(self, index: int) -> None:
-        """Begin to decode a unit whose stored bytes are here, or on their way."""
-        unit, stored = self.units[index], self._stored[index]
-        assert unit.stored is not None
-        if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
-            unit.lifecycle.move(S.FETCHING if unit.home is Tier.NVME else S.UPLOADING)
-        lease = unit.lease = self.pool.lease(unit.nbytes, who=unit.name)
-        self._arriving[index] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
-
-    def release_decoded(self, index: int) -> None:
-        """Drop the full values, but not the stored bytes."""
-        lease = self.take(index)
-        if lease is not None:
-            lease.release()
 
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
@@ -450,6 +433,7 @@ class UnitMover:
             self._wait(unit, arriving)
         except Exception as error:  # the next use raises it, too
             self._arriving[unit.index] = error
+            self._note_failure(unit.index)
             raise
         del self._arriving[unit.index]
         assert unit.lease is not None
@@ -457,6 +441,11 @@ class UnitMover:
             unit.lifecycle.move(S.GATHERING)
         unit.lifecycle.move(S.GATHERED)
         self.attach(unit, unit.lease.tensor.view(unit.dtype))
+
+    def _note_failure(self, index: int) -> None:
+        stored = self._stored.get(index)
+        if stored is not None:
+            self._stored[index] = replace(stored, failed=True)
 
     def _wait(self, unit: Unit, arriving: Arriving) -> None:
         if isinstance(arriving, Exception):
@@ -473,29 +462,26 @@ class UnitMover:
         self.attached[flat.untyped_storage().data_ptr()] = unit
         unit.attach(flat)
 
-    def release(self, index: int) -> None:
-        staying = self._staying.pop(index, None)
+    def release(self, item: Item) -> None:
+        """Drop an item: see :class:`infinity.partition.prefetcher.Mover`."""
+        if isinstance(item, Stored):
+            self._release_stored(self.units[item.unit], self._stored.pop(item.unit))
+            return
+        staying = self._staying.pop(item, None)
         if staying is not None:
-            self.shards.wait_until_unused(self.units[index])
+            self.shards.wait_until_unused(self.units[item])
             staying.release()
-            return
-        told = (Exception,) if isinstance(self._arriving.get(index), Exception) else ()
-        try:
-            self.release_decoded(index)
-        finally:
-            with contextlib.suppress(*told):  # the error of a use is not that of the release, too
-                self._release_stored(index)
+        elif (lease := self.take(item)) is not None:
+            lease.release()
 
-    def _release_stored(self, index: int) -> None:
-        unit, stored = self.units[index], self._stored.pop(index, None)
-        if stored is None:
-            return
+    def _release_stored(self, unit: Unit, stored: _Stored) -> None:
         if unit.state in (S.FETCHING, S.UPLOADING):
             unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
-        if stored.resident:
-            return
-        self._wait_for_writers(stored.ready, stored.lease)
-        stored.lease.release()
+        if not stored.resident:
+            told = (Exception,) if stored.failed else ()
+            with contextlib.suppress(*told):  # the error of a use is not that of the release, too
+                self._wait_for_writers(stored.ready, stored.lease)
+                stored.lease.release()
 
     def _wait_for_writers(self, wait: Callable[[], object], lease: Lease) -> None:
         """Return when nothing more is written to a buffer; one that could not be filled is given back."""
@@ -552,6 +538,7 @@ class UnitMover:
                 self._wait_for_writers(decoded or ready, unit.lease)
             except Exception:
                 del self._arriving[index]
+                self._note_failure(index)
                 self._detach(unit)
                 raise
         failed, lease = isinstance(self._arriving.pop(index, None), Exception), self._detach(unit)

@@ -14,6 +14,7 @@ from infinity.core.errors import BudgetError, StateError
 from infinity.device.accelerator import on_stream, use_own_stream
 from infinity.device.memory import DevicePool, HostBuffer, HostPool
 from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.prefetcher import Stored
 from infinity.partition.unit import StoredForm
 from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated
@@ -79,11 +80,12 @@ def test_stored_bytes_of_a_tile_that_is_not_used_are_overwritten_after_they_were
     pool, staging = DevicePool(2**20, device), Staging(HostPool(2**20, device=device), 8192, device)
     shards = ShardsOnDisk(bytes(8192))
     mover = UnitMover(units, shards, pool, staging, None, lambda cause, wait: wait())
-    mover.start_stored(0)
-    mover.decode(0)
-    mover.release(0)  # the thread that computes has not waited for what decodes
-    mover.start_stored(1)  # in the same memory
-    mover.release(1)
+    mover.start(Stored(0))
+    mover.start(0)
+    mover.release(0)
+    mover.release(Stored(0))  # the thread that computes has not waited for what decodes
+    mover.start(Stored(1))  # in the same memory
+    mover.release(Stored(1))
     assert simulator.races == []
     mover.close()
     shards.engine.close()

@@ -386,7 +386,8 @@ def take_from_device(executor: Any) -> None:
     prefetcher.forget()
     executor.mover._uploads.submit(gate.wait)
     prefetcher.begin_visit()
-    prefetcher._start(executor.units[0].index)
+    unit = executor.units[0].index
+    prefetcher._start(unit, prefetcher.nbytes[unit])
 
     def left(index: int) -> None:
         leave(index)

@@ -305,7 +305,7 @@ def layered(recipe: Recipe) -> Layered:
             report = optimizer.report()
         executor = optimizer.runtime.executor()
         moved = report.planned_nbytes_read, report.planned_nbytes_written
-        window_nbytes = executor.prefetcher.capacity_nbytes
+        window_nbytes = executor.prefetcher.residents.capacity_nbytes
         assert meter is not None
         return Layered(meter.peak_nbytes(), moved, window_nbytes, executor.budget.division)
 

@@ -11,6 +11,7 @@ from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
 from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.prefetcher import Stored
 from infinity.partition.unit import StoredForm, Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
@@ -181,28 +182,37 @@ def test_a_unit_that_could_not_be_read_gives_all_back_and_is_read_again(parts, b
         decoded_from_bytes(units[0])
 
     def start() -> None:
-        mover.start(0) if begin == "start" else mover.start_stored(0)
+        mover.start(0) if begin == "start" else mover.start(Stored(0))
         if begin == "decode":
-            mover.decode(0)
+            mover.start(0)
 
+    def release() -> None:
+        for item in [*[0] * (begin != "start_stored"), *[Stored(0)] * (begin != "start")]:
+            try:
+                mover.release(item)
+            except DiskError as error:
+                errors.append(str(error))
+
+    errors: list[str] = []
     start()
     shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
-    told = used and begin != "start_stored"
-    if told:
+    if used and begin != "start_stored":
         with pytest.raises(DiskError, match="/fake"):
             mover.finish(0)
-        mover.release(0)
-    else:
-        with pytest.raises(DiskError, match="/fake"):
-            mover.release(0)
+        errors.append("/fake")
+    release()
+    assert len(errors) == 1, "the error surfaces once"
+    assert "/fake" in errors.pop()
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     start()
     shards.arrive()
     if begin == "start_stored":
-        mover.decode(0)
+        mover.start(0)
+        begin = "decode"
     mover.finish(0)
     assert units[0].gathered
-    mover.release(0)
+    release()
+    assert not errors
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     mover.close()
 
@@ -210,16 +220,17 @@ def test_a_unit_that_could_not_be_read_gives_all_back_and_is_read_again(parts, b
 def test_a_tile_that_was_to_be_decoded_ahead_and_could_not_be_read_says_so_when_it_is_used(parts):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
-    mover.start_stored(0)
+    mover.start(Stored(0))
     shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
-    mover.decode(0)
+    mover.start(0)
     with pytest.raises(DiskError, match="/fake"):
-        mover.release_decoded(0)
+        mover.release(0)
     assert pool.leased_nbytes == units[0].stored.nbytes
-    mover.decode(0)
+    mover.start(0)
     with pytest.raises(DiskError, match="/fake"):
         mover.finish(0)
     mover.release(0)
+    mover.release(Stored(0))
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     mover.close()
 
@@ -417,10 +428,10 @@ def test_stored_bytes_that_came_first_are_decoded_as_often_as_they_are_used(part
     mover, units, shards, pool, causes = parts
     decoded = decoded_from_bytes(units[0])
     assert (mover.stored_nbytes(0), mover.stored_nbytes(1)) == (rounded(units[0].stored.nbytes), 0)
-    mover.start_stored(0)
+    mover.start(Stored(0))
     assert units[0].state is UnitState.FETCHING
     assert pool.leased_nbytes == units[0].stored.nbytes
-    mover.decode(0)
+    mover.start(0)
     _, memory, ticket = shards.fetches.pop()
     torch.frombuffer(memory, dtype=torch.uint8).fill_(7)
     ticket.finish()
@@ -428,13 +439,13 @@ def test_stored_bytes_that_came_first_are_decoded_as_often_as_they_are_used(part
         mover.finish(0)
         assert (units[0].segments[0].param == 7).all()
         assert pool.leased_nbytes == units[0].nbytes + units[0].stored.nbytes
-        mover.release_decoded(0)
+        mover.release(0)
         assert all(is_placeholder(s.param.data) for s in units[0].segments)
         assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, units[0].stored.nbytes)
         assert (len(decoded), shards.fetches) == (times, [])
         if times == 1:
-            mover.decode(0)
-    mover.release(0)
+            mover.start(0)
+    mover.release(Stored(0))
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     assert causes == 2 * ["read", "decode"]
     mover.close()
@@ -444,12 +455,14 @@ def test_stored_bytes_that_came_first_are_decoded_as_often_as_they_are_used(part
 def test_a_release_waits_for_stored_bytes_that_are_on_their_way(parts, decodes):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
-    mover.start_stored(0)
+    mover.start(Stored(0))
     if decodes:
-        mover.decode(0)
+        mover.start(0)
     timer = threading.Timer(0.05, shards.arrive)
     timer.start()
-    mover.release(0)
+    if decodes:
+        mover.release(0)
+    mover.release(Stored(0))
     assert shards.fetches == []
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     mover.close()
@@ -462,15 +475,15 @@ def test_stored_bytes_in_host_memory_stay_there(parts):
     host = FakePool(2**20)
     shards.residents[0] = host.lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)
-    mover.start_stored(0)
+    mover.start(Stored(0))
     assert pool.leased_nbytes == 0
     for _ in range(2):
-        mover.decode(0)
+        mover.start(0)
         mover.finish(0)
         assert (units[0].segments[0].param == 5).all()
-        mover.release_decoded(0)
+        mover.release(0)
         assert units[0].state is UnitState.ON_HOST
-    mover.release(0)
+    mover.release(Stored(0))
     assert host.leased_nbytes == units[0].stored.shard_nbytes
     assert (shards.residents[0].tensor == 5).all()
     mover.close()
