@@ -16,7 +16,7 @@ from infinity.core.errors import StateError
 from infinity.device.accelerator import cached_nbytes
 from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rules import HostRule
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -86,17 +86,17 @@ def run(body: Callable[..., Any], *args: Any) -> Any:
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Inside the context: the elements of each update on the CPU."""
-    updated, update = [], AdamWRule.update
+    updated, update = [], HostRule.update
 
-    def counting(self: AdamWRule, weight: Tensor, *args: Any) -> None:
+    def counting(self: HostRule, weight: Tensor, *args: Any) -> None:
         updated.append(weight.numel())
         update(self, weight, *args)
 
-    AdamWRule.update = counting  # type: ignore[method-assign]
+    HostRule.update = counting  # type: ignore[method-assign]
     try:
         yield updated
     finally:
-        AdamWRule.update = update  # type: ignore[method-assign]
+        HostRule.update = update  # type: ignore[method-assign]
 
 
 #: Overrides of the recipe, by what they say about states on the device.
