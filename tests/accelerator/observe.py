@@ -54,16 +54,16 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 # --- engines -----------------------------------------------------------------------------------
 
 
-def _starts(start: Any, engine: Any, extent: Any, memory: Any, queue: Any, *, writes: bool) -> Move:
+def _starts(start: Any, engine: Any, extent: Any, memory: Any, *, urgent: bool, writes: bool) -> Move:
     if not isinstance(memory, memoryview):
-        return start(engine, extent, memory, queue, writes=writes)
+        return start(engine, extent, memory, urgent=urgent, writes=writes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ranges = [(address, address + memory.nbytes)]
     told = simulator.flight(
         f"{engine.name} {'write' if writes else 'read'}", ranges if writes else (), () if writes else ranges
     )
     try:
-        move = start(engine, extent, memory, queue, writes=writes)
+        move = start(engine, extent, memory, urgent=urgent, writes=writes)
     except BaseException:
         simulator.landed(told)
         raise

@@ -16,6 +16,7 @@ from infinity.core.errors import StateError
 from infinity.device.accelerator import cached_nbytes
 from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
+from infinity.optim.rule import UpdateRule
 from infinity.optim.rules import HostRule
 from tests.helpers import models, training
 from tests.helpers.cases import few
@@ -424,7 +425,7 @@ def test_units_leave_the_device_whose_next_copies_have_been_asked_for():
 
 def failing(where: str) -> tuple[str, bool]:
     """The error of an update on the device, as training meets it; whether every update has ended."""
-    from infinity.shards import on_device, updates
+    from infinity.shards import updates
 
     begin()
     model, optimizer = make(["memory.host=64MiB", *ALL])
@@ -437,7 +438,7 @@ def failing(where: str) -> tuple[str, bool]:
     if where == "lease":
         executor.tiers.on_device.pool._make = fail
     elif where == "update":
-        on_device.adamw_on_device = fail
+        UpdateRule.update_on_device = fail  # type: ignore[method-assign]
     else:
         updates.PendingUpdate.release = fail  # type: ignore[method-assign]
     with pytest.raises(StateError) as raised:
