@@ -18,6 +18,7 @@ import infinity
 from infinity.app.models.gpt import GPT, GPTConfig
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
+from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import prepare
 from tests.helpers import models
 from tests.helpers.cases import few
@@ -177,7 +178,7 @@ def test_one_rank_moves_the_planned_bytes_exactly(tmp_path, name, clip, tight):
 def grown(folder: str) -> tuple[int, int, int, int]:
     """Parameters; by how much a process grows that trains them; the peaks of its pools (bytes)."""
     # What hooks import later, and numba and LLVM, take the same whatever the model: before the baseline.
-    prepare(torch.bfloat16, torch.bfloat16)
+    prepare(ADAMW, torch.bfloat16, torch.bfloat16)
     for thread in threading.enumerate():
         if thread.name == "infinity-compile":
             thread.join()

@@ -274,11 +274,12 @@ class AdamW(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         state = dict(state_dict["state"])
         _check_groups(state_dict["param_groups"], self.param_groups)
+        _, *moments = self.runtime.tiers.layout.full_names
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if state and not any("master" in each for each in state.values()):
             for i in missing:  # torch's AdamW begins a state with the first gradient
                 zeros = torch.zeros(params[i].shape, device="cpu")
-                state[i] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
+                state[i] = {"step": 0, **dict.fromkeys(moments, zeros)}
         elif missing:
             raise StateError(
                 f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
@@ -286,7 +287,7 @@ class AdamW(torch.optim.Optimizer):
             )
         for i, param in enumerate(params):
             if i in state:
-                _check_state(i, param, state[i])
+                _check_state(i, param, state[i], moments)
         with uninterrupted:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             self._connect()
@@ -407,9 +408,9 @@ def _check_numbers(group: dict[str, Any]) -> None:
         )
 
 
-def _check_state(i: int, param: nn.Parameter, state: dict[str, Any]) -> None:
+def _check_state(i: int, param: nn.Parameter, state: dict[str, Any], moments: Sequence[str]) -> None:
     """Raise unless ``state`` is AdamW's state of ``param``, the i-th of the optimizer."""
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in moments:
         shape = tuple(state[name].shape) if name in state else None
         if shape != tuple(param.shape):
             got = "is missing" if shape is None else f"has shape {shape}"

@@ -74,7 +74,6 @@ from infinity.shards.tiers import Tiers
 CONTEXT_NBYTES = 2**30
 #: Tensors that a checkpoint without weights is taken to have.
 _UNKNOWN_TENSORS = 100_000
-_MOMENTS_ITEMSIZE = 8
 
 
 @dataclass(frozen=True)
@@ -609,7 +608,7 @@ class _Planner:
                 nbytes=unit.nbytes,
                 weight_nbytes=layout.weight_nbytes(unit.shard_numel),
                 state_nbytes=layout.state_nbytes(unit.shard_numel),
-                moments_nbytes=_MOMENTS_ITEMSIZE * unit.shard_numel,
+                moments_nbytes=layout.only(moments=True).state_nbytes(unit.shard_numel),
                 host_gradient_nbytes=self._tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),

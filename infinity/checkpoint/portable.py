@@ -14,7 +14,7 @@ optimizer's numbers, and last the metadata, for which the ranks send it what the
 [Note: the writer]
 torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is complete, hence all of the
 state. The records here are torch's (``torch.save``, one after the other); they are copied into blocks that
-threads write past the page cache. So memory holds one box of three fields, and those blocks.
+threads write past the page cache. So memory holds one box of each field, and those blocks.
 """
 
 import contextlib
@@ -57,10 +57,9 @@ BOX_NUMEL = 4 * 2**20
 #: What torch.save adds to the values of a record, at most (bytes).
 _AROUND_NBYTES = 2048
 OPTIMIZER = "optimizer"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 #: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, chunk by chunk in
-#: ascending order: the first element in the shard, and the three fields, which stay until the next chunk is
+#: ascending order: the first element in the shard, and the fields, which stay until the next chunk is
 #: asked for.
 ReadFields: TypeAlias = Callable[[Unit], Generator[tuple[int, tuple[Tensor, ...]]]]
 #: Where a value is in nested dictionaries and lists; its key has the items joined by dots.
@@ -104,7 +103,7 @@ class Contents:
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], groups: Sequence[Mapping[str, Any]],
-        extra: Mapping[Place, Any],
+        extra: Mapping[Place, Any], moments: Sequence[str],
     ) -> None:  # fmt: skip
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
@@ -124,7 +123,8 @@ class Contents:
             if not exact:
                 self.whole.append((tensor, self._weights[id(tensor)]))
         name_of = {id(tensor): first for tensor, (first, *_) in names}
-        self._add_state([s for g in groups for p in g["params"] if (s := sharded.get(id(p)))], name_of)
+        trained = [s for g in groups for p in g["params"] if (s := sharded.get(id(p)))]
+        self._add_state(trained, name_of, moments)
         for index, group in enumerate(groups):
             self._add_group(index, group, [name_of[id(p)] for p in group["params"] if id(p) in name_of])
         for path, value in extra.items():
@@ -141,7 +141,9 @@ class Contents:
             return []
         return [self._weights[id(segment.whole)], *self._moments.get(id(segment.whole), ())]
 
-    def _add_state(self, segments: Sequence[Segment], name_of: Mapping[int, str]) -> None:
+    def _add_state(
+        self, segments: Sequence[Segment], name_of: Mapping[int, str], moments: Sequence[str]
+    ) -> None:
         """Add moments and step counts of what is trained now, or was."""
         steps: dict[int, list[Place]] = {}
         for segment in segments:
@@ -149,7 +151,7 @@ class Contents:
                 path = OPTIMIZER, "state", name_of[id(segment.whole)]
                 self._moments[id(segment.whole)] = tuple(
                     self._add_tensor(torch.float32, segment.whole_shape, (*path, moment))
-                    for moment in MOMENTS
+                    for moment in moments
                 )
                 steps.setdefault(segment.steps, []).append((*path, "step"))
         for count, paths in steps.items():
@@ -239,6 +241,7 @@ class PortableSave:
         groups: The optimizer's ``param_groups``; none: only weights are saved.
         extra: Further values of the optimizer, by path.
         ranks: That share the model.
+        moments: Names of the fields that the update rule keeps of each parameter.
 
     Attributes:
         out: Where it will be.
@@ -247,7 +250,7 @@ class PortableSave:
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], out: Path, *, groups: Sequence[Mapping[str, Any]],
-        extra: Mapping[Place, Any], ranks: Ranks,
+        extra: Mapping[Place, Any], ranks: Ranks, moments: Sequence[str],
     ) -> None:  # fmt: skip
         text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
         place, self._token = json.loads(
@@ -261,7 +264,7 @@ class PortableSave:
         self._beside = self._publishing = self.ended = False
         with contextlib.ExitStack() as stack:
             with all_ranks_or_raise(ranks, f"planning {self.out}"):
-                self._contents = Contents(model, units, groups, extra)
+                self._contents = Contents(model, units, groups, extra, moments)
                 if ranks.rank == 0:
                     self._publication = stack.enter_context(Publication(self.out, self._token))
             needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))

@@ -88,7 +88,7 @@ class StepExecutor:
             None if before is None else before._blocks
         )
         storage = tiers.storage
-        rules = make_rules(config.memory, ranks, storage.layout.dtype)
+        rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
                 units, leaves, in_use, ranks, tiers, config.memory.device,
@@ -98,7 +98,7 @@ class StepExecutor:
             )  # fmt: skip
             tiers.on_device = None
             if ranks.on_accelerator:
-                tiers.on_device = DeviceShards(storage.layout, ranks.device)
+                tiers.on_device = DeviceShards(storage.rule, storage.layout, ranks.device)
                 stack.callback(tiers.on_device.close)
             self.host: HostPools | None = None
             staging: Staging | None = None

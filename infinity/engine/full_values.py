@@ -256,7 +256,7 @@ class FullValues:
             fulls = [self.tiers.gather(unit, shard) for shard in shards]
             for s in trained if self.ranks.rank == 0 else ():
                 fields = out.setdefault(id(s.whole), {"step": torch.tensor(float(s.steps), device="cpu")})
-                for name, full in zip(("master", "exp_avg", "exp_avg_sq"), fulls, strict=True):
+                for name, full in zip(self.tiers.layout.full_names, fulls, strict=True):
                     if s.first == 0:
                         fields[name] = torch.empty(s.whole_shape, dtype=full.dtype, device="cpu")
                     fields[name].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
@@ -275,8 +275,8 @@ class FullValues:
             self._executor().updates.drain()
             self._executor().prefetcher.forget()  # copies of them may still be asked of the device
         for unit in trained:
-            exact = self.tiers.shard_fields(unit)[0]
-            self.tiers.set_shard_fields(unit, (exact, torch.zeros_like(exact), torch.zeros_like(exact)))
+            exact, *moments = self.tiers.shard_fields(unit)
+            self.tiers.set_shard_fields(unit, (exact, *map(torch.zeros_like, moments)))
             for segment in unit.segments:
                 segment.steps = 0
 
@@ -295,12 +295,12 @@ class FullValues:
                 s.steps = int(saved["step"])
                 start, stop = max(low, s.offset), min(high, s.stop)
                 if start < stop:
-                    for shard, key in zip(shards, ("master", "exp_avg", "exp_avg_sq"), strict=True):
+                    for shard, key in zip(shards, self.tiers.layout.full_names, strict=True):
                         if key not in saved:
                             continue  # torch.optim.AdamW has no exact weight beside the model's
                         values = saved[key].reshape(-1)
                         shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
-            self.tiers.set_shard_fields(unit, (shards[0], shards[1], shards[2]))
+            self.tiers.set_shard_fields(unit, shards)
             unit.updates += 1
 
 

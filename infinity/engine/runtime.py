@@ -64,7 +64,7 @@ from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
-from infinity.optim.rules import prepare
+from infinity.optim.rules import default_rule, prepare
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles
@@ -205,7 +205,9 @@ class Runtime:
         chosen, line = choose_dtype(self.config.dtype, self.ranks.device, self._least_ratio)
         self.dtype, self.config = DTYPES[chosen], replace(self.config, dtype=chosen)
         several = self.ranks.world_size > 1
-        prepare(self.dtype, reduction_dtype(self.config, self.dtype) if several else self.dtype)
+        prepare(
+            default_rule(), self.dtype, reduction_dtype(self.config, self.dtype) if several else self.dtype
+        )
         if line:
             self._note(line)
 

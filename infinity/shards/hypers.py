@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.optim.rules import Hyper
+from infinity.optim.rule import Hyper, UpdateRule
 from infinity.partition.unit import Segment, Unit
 
 
@@ -32,12 +32,16 @@ class Run:
 class StepHypers:
     """The hyperparameters of a step, read once from the optimizer's groups for all of its updates.
 
+    Args:
+        rule: Reads the groups.
+
     Attributes:
         groups: The optimizer's ``param_groups``.
         loss_scale: Of the gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: UpdateRule) -> None:
+        self._rule = rule
         self.groups: Sequence[Mapping[str, Any]] = ()
         self.loss_scale = 1.0
         self._hypers: list[Hyper] | None = None  # of each group; None: not read in this step
@@ -95,13 +99,7 @@ class StepHypers:
         self._hypers = None
 
     def _read(self) -> list[Hyper]:
-        return [
-            Hyper(
-                lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
-                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
-            )
-            for group in self.groups
-        ]  # fmt: skip
+        return [self._rule.hyper(group) for group in self.groups]
 
 
 def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:

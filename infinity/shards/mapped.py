@@ -437,8 +437,7 @@ class MappedBase:
             if values.dtype == out.dtype:
                 out.copy_(values)
                 return
-            fields = self._layout.fields[:1]
-            exact = [torch.empty(len(out), dtype=field.dtype, device="cpu") for field in fields]
+            exact = [torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self._layout.exact]
             store_master(self._layout, values, out, tuple(exact))
 
     def _read_tail(self, piece: Piece, memory: memoryview) -> None:

@@ -32,7 +32,8 @@ from infinity.core.transfer import Lease, Transfer
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool
 from infinity.optim.layout import StateLayout
-from infinity.optim.rules import RESIDENT_NUMEL, adamw_on_device
+from infinity.optim.rule import UpdateRule
+from infinity.optim.rules import RESIDENT_NUMEL
 from infinity.partition.unit import Unit
 from infinity.shards.hypers import Run
 
@@ -62,7 +63,7 @@ class DeviceShards:
     """Shards of this rank in accelerator memory: see [Note: two places of one shard].
 
     Args:
-        layout: Of the states.
+        rule: Updates them; ``layout`` is that of their states.
         device: The accelerator.
 
     Attributes:
@@ -70,8 +71,8 @@ class DeviceShards:
         pool: Of the shards.
     """
 
-    def __init__(self, layout: StateLayout, device: torch.device) -> None:
-        self._layout, self._device = layout, device
+    def __init__(self, rule: UpdateRule, layout: StateLayout, device: torch.device) -> None:
+        self._rule, self._layout, self._device = rule, layout, device
         self.chosen: frozenset[int] = frozenset()
         self.pool = DevicePool(0, device)
         self._thread = ThreadPoolExecutor(1, "infinity-device-update", use_own_stream, (device,))
@@ -150,7 +151,9 @@ class DeviceShards:
         for run in runs:
             part = slice(run.start, run.stop)
             state = tuple(each[part] for each in shard.fields[1:])
-            adamw_on_device(weight[part], grad[part], state, run.hyper, piece_numel=RESIDENT_NUMEL)
+            self._rule.update_on_device(
+                weight[part], grad[part], state, run.hyper, piece_numel=RESIDENT_NUMEL
+            )
         shard.weight.record_use()  # which other streams copy; states are used by this one only
 
     def bring_home(self, index: int, before: Callable[[], object] = lambda: None) -> Transfer | None:

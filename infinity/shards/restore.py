@@ -22,6 +22,7 @@ from infinity.core.errors import BEGIN_ANEW, StateError
 from infinity.core.files import open_found
 from infinity.core.intervals import ShardPiece, Span, shard_pieces
 from infinity.nvme.volume import SealedFile, Volume, open_direct
+from infinity.optim.adamw import ADAMW
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.saved import SavedRank, SavedRun
 from infinity.shards.store import ShardStore, Version, versions_of_plain, versions_to_plain
@@ -48,7 +49,8 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
         listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
     base = dict(tiers.base_files) if tiers.from_base else {}
     return {
-        "dtype": str(tiers.layout.dtype), "drives": tiers.storage.drives, "units": listed, "base": base
+        "dtype": str(tiers.layout.dtype), "rule": tiers.storage.rule.name, "drives": tiers.storage.drives,
+        "units": listed, "base": base,
     }  # fmt: skip
 
 
@@ -94,6 +96,9 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
         raise StateError(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
+    rule, was = tiers.storage.rule.name, layout.get("rule", ADAMW.name)
+    if was != rule:
+        raise StateError(f"the interrupted run was updated by {was}, this one by {rule}: {BEGIN_ANEW}")
     mine = None if saved.own is None else _Source(saved.own, 0)
     likes = {u.index for u in units if mine is not None and mine.is_like(u, tiers.chunk_numel)}
     unsaved = {

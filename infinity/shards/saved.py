@@ -15,7 +15,9 @@ from infinity.core.files import is_locked
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import finished_path
 from infinity.nvme.volume import Space
+from infinity.optim.adamw import ADAMW
 from infinity.optim.layout import StateLayout
+from infinity.optim.rules import RULES
 from infinity.shards.journal import (
     MOST_PLACES,
     CommitRecord,
@@ -324,7 +326,8 @@ def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]
         ValueError: They are not, or contradict the record; another error if something is missing.
     """
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
-    sizes, [drives] = StateLayout.of(dtypes[layout["dtype"]]), whole_numbers([layout["drives"]], most=2**12)
+    sizes = RULES[layout.get("rule", ADAMW.name)].layout(dtypes[layout["dtype"]])
+    [drives] = whole_numbers([layout["drives"]], most=2**12)
     units, base = layout["units"], layout.get("base", {})
     if type(base) is not dict:
         raise ValueError("no files of a base")
@@ -351,11 +354,10 @@ def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None
         at = 0
         for start, numel, *extents in version:
             whole_numbers([start, numel])
-            moments = 8 * numel
             allowed = (
                 (sizes.weight_nbytes(numel),),
-                (0, sizes.state_nbytes(numel) - moments),
-                (0, moments),
+                (0, sizes.only(exact=True).state_nbytes(numel)),
+                (0, sizes.only(moments=True).state_nbytes(numel)),
             )
             found = [sum(whole_numbers([piece[2] for piece in extent])) for extent in extents]
             if start != at or not numel or any(n not in most for n, most in zip(found, allowed, strict=True)):

@@ -21,6 +21,8 @@ from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
+from infinity.optim.rule import UpdateRule
+from infinity.optim.rules import default_rule
 from infinity.shards.commits import Commits
 from infinity.shards.config import Resume
 from infinity.shards.journal import Journal, RankFiles
@@ -42,6 +44,7 @@ class Storage:
         device: Where this rank computes. For an accelerator host memory is pinned, and holds gradients too.
 
     Attributes:
+        rule: Updates the shards, whose states have its ``layout``.
         host_pool: Staging buffers, and shards that stay in host memory.
         volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
         units_engine: The same engine for shards, which can be watched.
@@ -58,7 +61,8 @@ class Storage:
         self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
-        self.layout = StateLayout.of(dtype)
+        self.rule: UpdateRule = default_rule()
+        self.layout: StateLayout = self.rule.layout(dtype)
         self._stack = contextlib.ExitStack()
         self.host_pool = self._stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
         self.volume: Volume | None = None
@@ -149,10 +153,8 @@ class Storage:
             self.commits = Commits(journal, self.volume.sync if synced else None, sums)
             self._stack.callback(self.commits.close)
         self.store = ShardStore(
-            self.volume, weight_itemsize=self.layout.weight_nbytes(1),
-            state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,
-            chunk_numel=self.chunk_numel,
-        )  # fmt: skip
+            self.volume, self.layout, versions=self.memory.versions, chunk_numel=self.chunk_numel
+        )
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]

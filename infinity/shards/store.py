@@ -19,6 +19,7 @@ from typing import Any
 from infinity.core.errors import DiskError
 from infinity.core.extent import Extent, Piece
 from infinity.nvme.volume import Volume
+from infinity.optim.layout import StateLayout
 
 _NOWHERE = Extent(())
 
@@ -119,23 +120,17 @@ class ShardStore:
 
     Args:
         volume: Where they are allocated.
-        weight_itemsize: Bytes of weight per element.
-        state_itemsize: Bytes of state per element, moments included.
+        layout: Of weights and states.
         versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
-        moments_itemsize: Bytes of moments per element.
 
     Attributes:
         changes: Grows whenever a unit gets or loses extents.
     """
 
-    def __init__(
-        self, volume: Volume, *, weight_itemsize: int, state_itemsize: int, versions: int, chunk_numel: int,
-        moments_itemsize: int = 8,
-    ) -> None:  # fmt: skip
+    def __init__(self, volume: Volume, layout: StateLayout, *, versions: int, chunk_numel: int) -> None:
         self.volume, self.versions, self.chunk_numel = volume, versions, chunk_numel
-        self._weight_itemsize, self._moments_itemsize = weight_itemsize, moments_itemsize
-        self._exact_itemsize = state_itemsize - moments_itemsize
+        self._layout, self._exact, self._moments = layout, layout.only(exact=True), layout.only(moments=True)
         self._shards: dict[int, StoredShard] = {}  # by unit
         self._gradients: dict[int, Extent] = {}  # by unit, if its gradient waits here; no commit names it
         self.changes = 0
@@ -274,19 +269,20 @@ class ShardStore:
             self.volume.free(chunk.state)
 
     def _weights(self, places: Iterable[tuple[int, int]], name: str) -> tuple[ChunkExtents, ...]:
-        itemsize = self._weight_itemsize
         return tuple(
-            ChunkExtents(start, numel, self.volume.allocate(numel * itemsize, what=name))
+            ChunkExtents(start, numel, self.volume.allocate(self._layout.weight_nbytes(numel), what=name))
             for start, numel in places
         )
 
     def _with_exact(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
-        if chunk.exact.pieces or not self._exact_itemsize:
+        if chunk.exact.pieces or not self._exact.fields:
             return chunk
-        return replace(chunk, exact=self._zeros(chunk.numel * self._exact_itemsize, name))
+        return replace(chunk, exact=self._zeros(self._exact.state_nbytes(chunk.numel), name))
 
     def _with_moments(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
-        return replace(chunk, moments=self._zeros(chunk.numel * self._moments_itemsize, name))
+        if not self._moments.fields:
+            return chunk
+        return replace(chunk, moments=self._zeros(self._moments.state_nbytes(chunk.numel), name))
 
     def _zeros(self, nbytes: int, name: str) -> Extent:
         return self.volume.allocate(nbytes, what=name, zeroed=True)

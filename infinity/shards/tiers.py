@@ -39,9 +39,6 @@ from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
 
-#: Every rule keeps two, the last fields of a state.
-_MOMENTS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Resident:
@@ -117,8 +114,7 @@ class Tiers:
         self.pool: Pool = storage.host_pool
         self.store, self.engine = storage.store, storage.units_engine
         self.chunk_numel = storage.chunk_numel
-        self._exact = StateLayout(self.layout.dtype, self.layout.fields[:-_MOMENTS])
-        self._moments = StateLayout(self.layout.dtype, self.layout.fields[-_MOMENTS:])
+        self._exact, self._moments = self.layout.only(exact=True), self.layout.only(moments=True)
         self.residents: dict[int, Resident] = {}
         self.resident_nbytes, self._used_nbytes = storage.resident_nbytes, 0
         self.base: MappedBase | None = None
@@ -372,11 +368,11 @@ class Tiers:
             if not trains:
                 continue
             if moments is None:
-                for moment in state[-_MOMENTS:]:
+                for moment in self.layout.moments_of(state):
                     moment.zero_()
             else:
                 given = moments(first + start, first + start + len(weight))
-                for moment, value in zip(state[-_MOMENTS:], given, strict=True):
+                for moment, value in zip(self.layout.moments_of(state), given, strict=True):
                     moment.copy_(value)
         if self.base is not None:
             self.from_base.add(unit.index)
@@ -397,7 +393,7 @@ class Tiers:
 
     def shard_fields(self, unit: Unit) -> tuple[Tensor, ...]:
         """Copies of this shard's exact values and moments, fp32, ``(shard_numel,)`` each."""
-        out = [torch.empty(unit.shard_numel, device="cpu") for _ in range(1 + _MOMENTS)]
+        out = [torch.empty(unit.shard_numel, device="cpu") for _ in self.layout.full_names]
         for start, chunk in self.chunk_fields(unit):
             for field, values in zip(out, chunk, strict=True):
                 field[start : start + len(values)] = values
@@ -407,7 +403,7 @@ class Tiers:
         """This shard's exact values and moments, fp32, in chunks that stay until the next one is asked for.
 
         Yields:
-            The chunk's first element in the shard, and its three fields.
+            The chunk's first element in the shard, and its fields.
         """
         yield from self._fields(self._each_chunk(unit))
 
@@ -415,16 +411,16 @@ class Tiers:
         self, chunks: Iterable[tuple[int, Tensor, tuple[Tensor, ...]]]
     ) -> Generator[tuple[int, tuple[Tensor, ...]]]:
         for start, weight, state in chunks:
-            yield start, (master_of(self.layout, weight, state), *state[-_MOMENTS:])
+            yield start, self.layout.full_values(weight, state)
 
-    def set_shard_fields(self, unit: Unit, fields: tuple[Tensor, Tensor, Tensor]) -> None:
+    def set_shard_fields(self, unit: Unit, fields: Sequence[Tensor]) -> None:
         """Replace this shard's exact values and moments (optimizer state that is loaded)."""
         self._give_moments(unit)
         for start, weight, state in self._each_chunk(unit, write=True):
             stop = start + len(weight)
             store_master(self.layout, fields[0][start:stop], weight, state)
-            state[-2].copy_(fields[1][start:stop])
-            state[-1].copy_(fields[2][start:stop])
+            for moment, values in zip(self.layout.moments_of(state), fields[1:], strict=True):
+                moment.copy_(values[start:stop])
 
     def set_weights(self, unit: Unit, weight: Tensor, before: Tensor) -> None:
         """Replace this shard's weights, ``(shard_numel,)`` in the compute dtype.
@@ -459,11 +455,10 @@ class Tiers:
             else:
                 yield from self._each_distant_chunk(unit, read=read, write=write)
             return
-        missing = self.layout.fields[len(resident.state) :]
         for start in range(0, unit.shard_numel, self.chunk_numel):
             stop = min(start + self.chunk_numel, unit.shard_numel)
-            zeros = (torch.zeros(stop - start, dtype=field.dtype, device="cpu") for field in missing)
-            yield start, resident.weight[start:stop], (*(f[start:stop] for f in resident.state), *zeros)
+            state = self.layout.complete([field[start:stop] for field in resident.state], stop - start)
+            yield start, resident.weight[start:stop], state
 
     def _each_distant_chunk(
         self, unit: Unit, *, read: bool = True, write: bool = False
@@ -486,7 +481,7 @@ class Tiers:
                 state = self.layout.views(lease.tensor[nbytes:], numel)
                 with base.master(unit, first + start, first + start + numel) as values:
                     self._set_master(values, weight, state)
-                for moment in state[-_MOMENTS:]:
+                for moment in self.layout.moments_of(state):
                     moment.zero_()
                 yield start, weight, state
 
@@ -494,7 +489,7 @@ class Tiers:
         """Write exact values, of fp32 or of bf16, into weights and what makes them exact."""
         if values.dtype == torch.bfloat16:
             weight.copy_(values)
-            for field in state[:-_MOMENTS]:
+            for field in state[: len(self.layout.exact)]:
                 field.zero_()
         else:
             store_master(self.layout, values, weight, state)
@@ -550,8 +545,8 @@ class Tiers:
     def _each_missing_chunk(self, unit: Unit) -> Iterator[tuple[int, Tensor, tuple[Tensor, ...]]]:
         """Zeros: while a model is built some code reads values, which count for nothing then."""
         for start, numel in self._store.places(unit.shard_numel):
-            state = (torch.zeros(numel, dtype=field.dtype, device="cpu") for field in self.layout.fields)
-            yield start, torch.zeros(numel, dtype=unit.dtype, device="cpu"), tuple(state)
+            weight = torch.zeros(numel, dtype=unit.dtype, device="cpu")
+            yield start, weight, self.layout.complete((), numel)
 
     def _awaits(self, unit: Unit) -> bool:
         """Whether the unit's states will come from an interrupted run."""
@@ -572,14 +567,14 @@ class Tiers:
         if not chunk.exact.pieces:
             store_master(self.layout, weight.float(), weight, state)
         if not chunk.moments.pieces:
-            for moment in state[-_MOMENTS:]:
+            for moment in self.layout.moments_of(state):
                 moment.zero_()
 
     def _has_remainder(self, weight: Tensor, state: tuple[Tensor, ...]) -> bool:
         """Whether any fp32 master differs from its rounded weight."""
         if self.layout.dtype is torch.float16:
             return True  # room that was not written reads as zeros, which are no float16 masters
-        return any(bool(remainder.view(torch.int64).any()) for remainder in state[:-_MOMENTS])
+        return any(bool(remainder.view(torch.int64).any()) for remainder in state[: len(self.layout.exact)])
 
     def _start(
         self, move: Callable[[Extent, memoryview], Transfer], chunk: ChunkExtents, memory: memoryview

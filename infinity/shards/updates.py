@@ -224,7 +224,7 @@ class Updates:
         self.on_failure = on_failure
         self._expecting = False
         self._incoming: list[Transfer] = []  # after which gradients have been added
-        self.hypers = StepHypers()
+        self.hypers = StepHypers(tiers.storage.rule)
         self.ready: dict[int, PendingUpdate] = {}
         self.planned_read = self.planned_written = 0
         self._futures: dict[int, UpdateFuture] = {}

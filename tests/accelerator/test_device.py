@@ -167,7 +167,7 @@ def test_a_model_may_be_built_on_the_device(tmp_path: Path) -> None:
 def break_an_update(folder: str) -> tuple[str, str]:
     """The rule raises in step 1, beside the step: what the runtime is told at once, and how training ends."""
     from infinity.engine.runtime import runtime_of
-    from infinity.optim.rules import AdamWRule
+    from infinity.optim.rules import HostRule
     from tests.accelerator import device, harness
 
     device.start().reset("eager", 0)
@@ -178,7 +178,7 @@ def break_an_update(folder: str) -> tuple[str, str]:
 
     def before(step: int, model: nn.Module, optimizer: Any) -> None:
         if step == 0:
-            AdamWRule.update = fail  # type: ignore[method-assign]
+            HostRule.update = fail  # type: ignore[method-assign]
         if step == 1:
             runtime = runtime_of(model)
             beside = runtime.executor().updates._beside

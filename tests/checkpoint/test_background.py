@@ -24,7 +24,7 @@ from infinity.core.owned import close_collected
 from infinity.core.transfer import Lease
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
-from infinity.optim.layout import StateLayout
+from infinity.optim.adamw import ADAMW
 from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.store import ChunkExtents, ShardStore, Version
 from infinity.shards.tiers import Tiers
@@ -161,7 +161,7 @@ def test_without_room_for_a_copy_an_update_in_memory_waits_until_its_unit_is_rea
 def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_others(
     pages: int, copied: bool
 ) -> None:
-    layout = StateLayout.of(torch.bfloat16)
+    layout = ADAMW.layout(torch.bfloat16)
     values = (torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(8, dtype=f.dtype) for f in layout.fields))
     assert len(values) == 4  # a page each
     pool, rooms = HostPool(pages * 4096, patience_s=0), []

@@ -26,6 +26,7 @@ from torch import nn
 import infinity
 from infinity.comm import peers
 from infinity.engine.runtime import runtime_of
+from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import prepare
 from tests.helpers.launch import free_port
 from tests.helpers.limits import HANG_S
@@ -458,7 +459,7 @@ class Expected:
 def play(folder: str, trials: Sequence[Trial], allowed: Sequence[str] = ()) -> list[Outcome]:
     """The nursery: runs trials one after the other."""
     peers.BEAT_S = 0.2  # of the lives: who survives learns sooner
-    prepare(torch.float32, torch.float32)
+    prepare(ADAMW, torch.float32, torch.float32)
     here = Path(folder)
     expected = Expected(here)
     return [run_trial(here / str(number), trial, expected, allowed) for number, trial in enumerate(trials)]

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.optim.layout import GRAIN_NUMEL, StateLayout
+from infinity.optim.adamw import ADAMW
+from infinity.optim.layout import GRAIN_NUMEL
 from infinity.planner.chunk_queue import RESERVE
 from infinity.shards.pipeline import ExpectedUpdate
 from tests.helpers.cases import examples
@@ -12,7 +13,7 @@ from tests.helpers.fakes import FakeEngine
 from tests.helpers.limits import comes_true
 from tests.shards.test_pipeline import DTYPES, make_shard, playing
 
-LAYOUT = StateLayout.of(DTYPES[0])
+LAYOUT = ADAMW.layout(DTYPES[0])
 
 
 def expected(shard, pipeline) -> ExpectedUpdate:

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
-from infinity.optim.layout import StateLayout
+from infinity.optim.adamw import ADAMW
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine
 from tests.helpers.limits import HANG_S, comes_true
 from tests.shards.test_ahead import done, expected, shards_of
 from tests.shards.test_pipeline import DTYPES, Ends, playing
 
-LAYOUT = StateLayout.of(DTYPES[0])
+LAYOUT = ADAMW.layout(DTYPES[0])
 
 
 def again(shard):

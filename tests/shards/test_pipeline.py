@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.core.errors import BudgetError, DiskError, StateError
+from infinity.optim.adamw import ADAMW, AdamWHyper
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
-from infinity.optim.rules import AdamWRule, Hyper, adamw_by_torch
+from infinity.optim.rules import HostRule
 from infinity.shards.hypers import Run
 from infinity.shards.pipeline import UpdateJob, UpdatePipeline
 from infinity.shards.store import ChunkExtents, Version
@@ -23,7 +24,7 @@ from tests.helpers.fakes import FakeEngine, FakePool
 from tests.helpers.limits import comes_true
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-HYPERS = [Hyper(lr=1e-2, weight_decay=0.1, step=3).tensor(), Hyper(lr=1e-3, step=3).tensor()]
+HYPERS = [AdamWHyper(lr=1e-2, weight_decay=0.1, step=3).tensor(), AdamWHyper(lr=1e-3, step=3).tensor()]
 
 
 class Ends:
@@ -98,7 +99,9 @@ def make_shard(
     )  # fmt: skip
     for run in job_runs:
         part = slice(run.start, run.stop)
-        adamw_by_torch(weight[part], grad[part], tuple(f[part] for f in state), weight[part], run.hyper)
+        ADAMW.update_by_torch(
+            weight[part], grad[part], tuple(f[part] for f in state), weight[part], run.hyper
+        )
     return Shard(job, ends, weight, state)
 
 
@@ -108,7 +111,7 @@ def playing(
 ) -> Iterator[tuple[UpdatePipeline, FakePool]]:
     """A pipeline whose pool holds ``grains`` times 2048 elements."""
     pool = FakePool((layout.state_itemsize + layout.dtype.itemsize) * GRAIN_NUMEL * grains)
-    rule = AdamWRule(layout.dtype)
+    rule = HostRule(ADAMW, layout.dtype)
     pipeline = UpdatePipeline(engine, pool, layout, rule, depth=depth)
     try:
         yield pipeline, pool
@@ -138,7 +141,7 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
 )  # fmt: skip
 def test_any_chunks_runs_priorities_and_depth_give_the_bits_of_one_whole_update(dtype, jobs, depth, room):
     """Weights and gradients at hand or on disk, gradients of the compute dtype or fp32."""
-    layout, engine = StateLayout.of(dtype), FakeEngine(threads=3)
+    layout, engine = ADAMW.layout(dtype), FakeEngine(threads=3)
     shards = [
         make_shard(
             engine, layout, grains, runs, priority=priority, at_hand=at_hand, grad_at_hand=grad_at_hand,
@@ -158,7 +161,7 @@ def test_any_chunks_runs_priorities_and_depth_give_the_bits_of_one_whole_update(
 
 
 def test_elements_outside_runs_keep_their_weights_and_state():
-    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine()
+    layout, engine = ADAMW.layout(torch.bfloat16), FakeEngine()
     shard = make_shard(engine, layout, [1, 1], [(100, 200), (3000, 3001)])
     before = engine.get(shard.job.reads.chunks[0].state)
     with playing(engine, layout) as (pipeline, _):
@@ -179,7 +182,7 @@ def test_elements_outside_runs_keep_their_weights_and_state():
 @pytest.mark.parametrize("at_hand", [True, False])
 @pytest.mark.parametrize("grad_at_hand", [True, False])
 def test_bytes_moved_are_those_of_the_layout(at_hand, grad_at_hand):
-    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine()
+    layout, engine = ADAMW.layout(torch.bfloat16), FakeEngine()
     shard = make_shard(
         engine, layout, [2, 1], [(0, 6000)], at_hand=at_hand, grad_at_hand=grad_at_hand,
         grad_dtype=torch.float32,
@@ -196,7 +199,7 @@ def test_bytes_moved_are_those_of_the_layout(at_hand, grad_at_hand):
 
 def test_a_chunk_is_read_while_one_is_updated_and_the_one_before_is_written():
     """Read i + 2 and write i end when both have begun: one after the other would not end."""
-    layout, chunks = StateLayout.of(torch.float32), 12
+    layout, chunks = ADAMW.layout(torch.float32), 12
     engine = FakeEngine()
     shard = make_shard(engine, layout, [1] * chunks, [(0, 2048)])
 
@@ -214,7 +217,7 @@ def test_a_chunk_is_read_while_one_is_updated_and_the_one_before_is_written():
 
 
 def test_a_more_urgent_job_goes_before_chunks_that_have_not_started():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     slow = make_shard(engine, layout, [1] * 8, [(0, 100)], name="slow", priority=9, file=1)
     urgent = make_shard(engine, layout, [1], [(0, 100)], name="urgent", priority=1, file=2)
     with playing(engine, layout, depth=2) as (pipeline, _):
@@ -229,7 +232,7 @@ def test_a_more_urgent_job_goes_before_chunks_that_have_not_started():
 
 
 def test_weight_and_grad_are_free_while_the_last_writes_are_in_flight():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     shard = make_shard(engine, layout, [1], [(0, 100)])
     in_flight_when_computed = []
 
@@ -246,7 +249,7 @@ def test_weight_and_grad_are_free_while_the_last_writes_are_in_flight():
 
 
 def test_a_job_without_chunks_is_done_at_once():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     ends = Ends()
     with playing(engine, layout) as (pipeline, _):
         none = Version(())
@@ -262,7 +265,7 @@ def test_a_job_without_chunks_is_done_at_once():
 
 @pytest.mark.parametrize("fault", [{"fail_write": 1}, {"fail_write": 7}, {"fail_read": 1}, {"fail_read": 5}])
 def test_a_disk_error_fails_its_job_and_all_later_ones_and_gives_back_every_buffer(fault):
-    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine(seconds=0.002, **fault)
+    layout, engine = ADAMW.layout(torch.bfloat16), FakeEngine(seconds=0.002, **fault)
     shards = [make_shard(engine, layout, [1, 1, 1], [(0, 5000)], priority=i) for i in range(3)]
     with playing(engine, layout) as (pipeline, pool):
         for shard in shards:
@@ -292,10 +295,10 @@ def test_an_error_of_ours_ends_the_pipeline_loudly(where, monkeypatch):
     def broken(*args: object) -> None:
         raise RuntimeError("broken")
 
-    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     first, second = (make_shard(engine, layout, [1], [(0, 100)], priority=i) for i in range(2))
     if where == "rule":
-        monkeypatch.setattr(AdamWRule, "update", broken)
+        monkeypatch.setattr(HostRule, "update", broken)
     else:
         setattr(first.job, where, broken)
     with playing(engine, layout, depth=1) as (pipeline, _):
@@ -309,7 +312,7 @@ def test_an_error_of_ours_ends_the_pipeline_loudly(where, monkeypatch):
 
 
 def test_a_callback_that_raises_when_told_of_an_error_hides_neither_error_nor_job():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine(fail_read=1)
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine(fail_read=1)
     first, second = (make_shard(engine, layout, [1], [(0, 100)], priority=i) for i in range(2))
     first.job.on_done = lambda error: 1 // 0
     with playing(engine, layout) as (pipeline, _):
@@ -324,7 +327,7 @@ def test_a_callback_that_raises_when_told_of_an_error_hides_neither_error_nor_jo
 
 
 def test_a_chunk_that_can_never_fit_the_pool_is_a_budget_error():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     shard = make_shard(engine, layout, [4], [(0, 100)])
     with playing(engine, layout, grains=2) as (pipeline, _):
         pipeline.submit(shard.job)
@@ -333,7 +336,7 @@ def test_a_chunk_that_can_never_fit_the_pool_is_a_budget_error():
 
 
 def test_it_waits_for_buffers_that_others_hold():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     shard = make_shard(engine, layout, [1, 1], [(0, 4096)])
     with playing(engine, layout, grains=1) as (pipeline, pool):
         other = pool.lease(pool.capacity_nbytes, who="prefetch")
@@ -347,7 +350,7 @@ def test_it_waits_for_buffers_that_others_hold():
 
 
 def test_a_closed_pipeline_takes_no_jobs_and_has_finished_those_it_took():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine(seconds=0.005)
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine(seconds=0.005)
     shard = make_shard(engine, layout, [1, 1], [(0, 4096)])
     with playing(engine, layout) as (pipeline, _):
         pipeline.submit(shard.job)
@@ -358,7 +361,7 @@ def test_a_closed_pipeline_takes_no_jobs_and_has_finished_those_it_took():
 
 
 def test_an_idle_pipeline_sleeps():
-    layout, engine = StateLayout.of(torch.float32), FakeEngine()
+    layout, engine = ADAMW.layout(torch.float32), FakeEngine()
     with playing(engine, layout):
         [thread] = [each for each in threading.enumerate() if each.name == "infinity-update"]
         clock = time.pthread_getcpuclockid(thread.ident)
@@ -368,7 +371,7 @@ def test_an_idle_pipeline_sleeps():
 
 
 def test_gradients_on_disk_take_no_memory_beside_the_buffers_of_their_chunks():
-    layout, engine = StateLayout.of(torch.bfloat16), FakeEngine()
+    layout, engine = ADAMW.layout(torch.bfloat16), FakeEngine()
     shard = make_shard(engine, layout, [1] * 40, [(0, 40 * GRAIN_NUMEL)], at_hand=False, grad_at_hand=False)
     with playing(engine, layout, grains=3, depth=3) as (pipeline, pool):
         pipeline.submit(shard.job)

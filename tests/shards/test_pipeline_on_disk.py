@@ -12,8 +12,9 @@ from infinity.core.transfer import Transfer
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
+from infinity.optim.adamw import ADAMW, AdamWHyper
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
-from infinity.optim.rules import AdamWRule, Hyper
+from infinity.optim.rules import HostRule
 from infinity.shards.hypers import Run
 from infinity.shards.pipeline import UpdateJob, UpdatePipeline
 from infinity.shards.store import ChunkExtents, Version
@@ -101,11 +102,11 @@ class Shard:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ten_steps_over_two_versions_equal_the_same_steps_in_memory(disk, dtype):
-    layout, rule = StateLayout.of(dtype), AdamWRule(dtype)
+    layout, rule = ADAMW.layout(dtype), HostRule(ADAMW, dtype)
     shards = [Shard(disk, layout) for _ in range(3)]
     pipeline = UpdatePipeline(disk.engine, disk.pool, layout, rule)
     for step in range(1, 11):
-        hyper = Hyper(lr=1e-2, weight_decay=0.1, step=step).tensor()
+        hyper = AdamWHyper(lr=1e-2, weight_decay=0.1, step=step).tensor()
         for at, shard in enumerate(shards):
             grad = torch.randn(NUMEL).to(dtype)
             at_hand = shard.weight.clone() if (step + at) % 2 else None
@@ -132,7 +133,7 @@ def lost() -> Transfer:
 
 
 def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypatch):
-    layout = StateLayout.of(torch.bfloat16)
+    layout = ADAMW.layout(torch.bfloat16)
     shard = Shard(disk, layout)
     write, count = disk.engine.write, 0
 
@@ -142,8 +143,8 @@ def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypa
         return lost() if count == 4 else write(extent, memory)
 
     monkeypatch.setattr(disk.engine, "write", faulty)
-    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, AdamWRule(torch.bfloat16))
-    run = Run(0, NUMEL, Hyper(lr=1e-2).tensor())
+    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, HostRule(ADAMW, torch.bfloat16))
+    run = Run(0, NUMEL, AdamWHyper(lr=1e-2).tensor())
     pipeline.submit(shard.job(0, None, torch.ones(NUMEL), runs=(run,)))
     with pytest.raises(OSError, match="lost"):
         pipeline.drain()

@@ -17,7 +17,7 @@ import infinity
 from infinity.comm.collectives import Collectives
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rules import HostRule
 from infinity.shards import storage
 from tests.helpers import models
 from tests.helpers.cases import few
@@ -249,7 +249,7 @@ def jitter(seed: int) -> Iterator[None]:
     make = storage.make_engine
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "make_engine", lambda *args: JitteryEngine(make(*args)))
-        patch.setattr(AdamWRule, "update", late(AdamWRule.update))
+        patch.setattr(HostRule, "update", late(HostRule.update))
         patch.setattr(Collectives, "_attempt", late(Collectives._attempt))
         yield
 

@@ -20,7 +20,7 @@ from infinity.activations import tensor_cache
 from infinity.core import interrupts
 from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rules import HostRule
 from infinity.shards.updates import Updates
 from tests.helpers import lockstep, training
 
@@ -191,7 +191,7 @@ def test_ctrl_c_at_any_call_leaves_no_wrong_number(tmp_path, name):
 
 
 def test_updates_that_step_computes_are_finished_before_the_interrupt_is_raised(tmp_path, monkeypatch):
-    update, left = AdamWRule.update, [1]
+    update, left = HostRule.update, [1]
 
     def interrupting(self, *args):
         if left:
@@ -202,7 +202,7 @@ def test_updates_that_step_computes_are_finished_before_the_interrupt_is_raised(
     with lockstep.lockstep("host", tmp_path) as pair:
         pair.step()
         loss = pair.backward(2)
-        monkeypatch.setattr(AdamWRule, "update", interrupting)
+        monkeypatch.setattr(HostRule, "update", interrupting)
         with pytest.raises(KeyboardInterrupt):
             pair.optimizer.step()
         assert not left
