@@ -393,7 +393,7 @@ class Gradients:
         all_wait = self._accumulated or not self.syncing or not (early or spilled)
 
         def waits(unit: Unit) -> bool:
-            return unit.index not in spilled and (all_wait or not early or unit.home is Tier.HOST)
+            return unit.index not in spilled and (all_wait or not early or unit.home.tier is Tier.HOST)
 
         if self.collectives is None:
             delivered = (self.units[i] for i in self._delivered)
@@ -630,7 +630,7 @@ class Gradients:
 
     def _kept(self, unit: Unit, lease: Lease) -> Callable[[], Weights]:
         """Keep this rank's weights of a full buffer that is not needed any more, for their update."""
-        if not self.hold_weights or unit.home is Tier.HOST:
+        if not self.hold_weights or unit.home.tier is Tier.HOST:
             lease.release()
             return Weights
         if unit.world_size == 1 and self.host is None:

@@ -35,22 +35,23 @@ from infinity.optim.layout import StateLayout
 from infinity.optim.rule import UpdateRule
 from infinity.optim.rules import RESIDENT_NUMEL
 from infinity.partition.unit import Unit
+from infinity.shards.homes import HostHome
 from infinity.shards.hypers import Run
 
 
 @dataclass(slots=True)
-class _DeviceShard:
+class DeviceShard:
     """A shard in accelerator memory.
 
     Attributes:
-        values: Returns weights, then each field of the state, in host memory, after earlier uses.
-        fields: The same on the accelerator, once it has come.
+        host: The home of its unit, which has older values.
+        fields: Weights, then each field of the state, on the accelerator, once it has come.
         home: The last copy of it to host memory; None: values there are older.
     """
 
     weight: Lease
     state: Lease
-    values: Callable[[], tuple[Tensor, ...]]
+    host: HostHome
     fields: tuple[Tensor, ...] = ()
     home: Transfer | None = None
 
@@ -79,26 +80,21 @@ class DeviceShards:
         self._stream = new_stream(device)
         self._lock = threading.Lock()  # guards what follows, and the order on the stream
         self._queued = 0  # calls that the thread has still to make
-        self._shards: dict[int, _DeviceShard] = {}
+        self._shards: dict[int, DeviceShard] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._shards
 
-    def weight(self, index: int) -> Lease | None:
-        """Return what holds the weights of a unit's shard; None: it is not here."""
-        shard = self._shards.get(index)
-        return None if shard is None else shard.weight
-
     def update(
-        self, unit: Unit, values: Callable[[], tuple[Tensor, ...]], gradient: Callable[[], Tensor],
-        runs: Iterable[Run], after: Transfer | None, ended: Callable[[BaseException | None], None],
+        self, unit: Unit, host: HostHome, gradient: Callable[[], Tensor], runs: Iterable[Run],
+        after: Transfer | None, ended: Callable[[BaseException | None], None],
     ) -> None:  # fmt: skip
         """Start to update a shard, which comes here if it is not here yet; does not block.
 
         Args:
-            values: Returns its weights and the fields of its state in host memory, after earlier uses.
+            host: Its home.
             gradient: Returns its gradient on the accelerator, after earlier uses.
-            after: The update in flight that makes ``values``; None: they are there.
+            after: The update in flight that makes the values of ``host``; None: they are there.
             ended: Called when the stream was given the update, or with the error.
         """
         with self._lock:
@@ -107,7 +103,7 @@ class DeviceShards:
             if found is None:
                 sizes = self._layout.weight_nbytes, self._layout.state_nbytes
                 weight, state = (self.pool.lease(size(unit.shard_numel), who=unit.name) for size in sizes)
-                found = self._shards[unit.index] = _DeviceShard(weight, state, values)
+                found = self._shards[unit.index] = host.mirror = DeviceShard(weight, state, host)
             shard = found
             shard.home = None
 
@@ -142,11 +138,11 @@ class DeviceShards:
 
         self._thread.submit(play)
 
-    def _update(self, shard: _DeviceShard, grad: Tensor, runs: Iterable[Run], *, comes: bool) -> None:
+    def _update(self, shard: DeviceShard, grad: Tensor, runs: Iterable[Run], *, comes: bool) -> None:
         weight: Tensor = shard.weight.tensor.view(self._layout.dtype)  # after the copies of other streams
         if comes:
             shard.fields = weight, *self._layout.views(shard.state.tensor, weight.numel())
-            for target, source in zip(shard.fields, shard.values(), strict=True):
+            for target, source in zip(shard.fields, shard.host.values(), strict=True):
                 target.copy_(source, non_blocking=True)
         for run in runs:
             part = slice(run.start, run.stop)
@@ -171,7 +167,7 @@ class DeviceShards:
             def copy() -> None:
                 before()
                 # Not through the lease: copies of the weights wait for what the update has left there.
-                for target, source in zip(shard.values(), shard.fields, strict=True):
+                for target, source in zip(shard.host.values(), shard.fields, strict=True):
                     target.copy_(source, non_blocking=True)
                 wait_on_host(record(self._device))
 
@@ -183,6 +179,7 @@ class DeviceShards:
         with self._lock:
             shard = self._shards.pop(index, None)
             if shard is not None:
+                shard.host.mirror = None
                 self._queue(shard.release)  # in the order of its stream
 
     def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:
