@@ -135,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _reduce(self) -> float | None:
-        synced = self.runtime.executor().gradients.synced
+        synced = self.runtime.executor().gradients.completions.synced
         if self.scaler is not None and not self._scaled and synced:
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
         if synced:

@@ -82,12 +82,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     executor = runtime.executor()
     with uninterrupted:
         executor.accumulate()
-    before = executor.gradients.syncing
+    before = executor.gradients.completions.syncing
     try:
-        executor.gradients.syncing = False
+        executor.gradients.completions.syncing = False
         yield
     finally:
-        executor.gradients.syncing = before
+        executor.gradients.completions.syncing = before
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from infinity.device.machine import free_host_nbytes, total_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget, UnitsInUse
-from infinity.engine.gradients import Gradients, HostPools
+from infinity.engine.gradient_path import GradientPath, HostPools
+from infinity.engine.gradients import Gradients
 from infinity.engine.hooks import Hooks
 from infinity.engine.update_rules import device_nbytes, make_rules
 from infinity.observe.stalls import CountingPool, Stalls
@@ -127,12 +128,15 @@ class StepExecutor:
                 routed=[unit.index for unit in streaming if unit.routed],
             )  # fmt: skip
             pins = BackwardPins(self.prefetcher)
-            self.gradients = Gradients(
-                units, frozenset(unit.index for leaf in leaves.values() for unit in leaf), self.prefetcher,
-                pins, self.mover, self.updates, pool, self.host, ranks.collectives,
-                reduction_dtype(config, storage.layout.dtype), hold_weights=self.budget.hold_weights,
+            path = GradientPath(
+                self.mover, self.updates, pool, self.host, ranks.collectives,
+                reduction_dtype(config, storage.layout.dtype),
             )  # fmt: skip
-            stack.callback(self.gradients.close)
+            stack.callback(path.close)
+            of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
+            self.gradients = Gradients(
+                units, of_leaves, self.prefetcher, pins, path, hold_weights=self.budget.hold_weights
+            )
             self.hooks.connect(
                 self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
             )
@@ -313,12 +317,12 @@ class StepExecutor:
         if self.tiers.storage.volume is not None:
             self.tiers.storage.volume.check()
         self.hooks.release_unscoped_units()
-        self.stalls("collective", self.gradients.finish)
-        if not self.gradients.synced:
+        self.stalls("collective", self.gradients.path.finish)
+        if not self.gradients.completions.synced:
             self._count_step()
             return None
         self.gradients.check()
-        self.gradients.read_norms()
+        self.gradients.path.read_norms()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
         return math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
 

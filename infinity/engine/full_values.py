@@ -56,7 +56,7 @@ class FullValues:
     def gathered(self, params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
         units = self.units.holding(params)
         if modify:
-            self._executor().gradients.finish()  # those that are on the way from other ranks
+            self._executor().gradients.path.finish()  # those that are on the way from other ranks
             for unit in units:
                 self._check_writable(unit)
             self._executor().updates.drain()  # an update in flight would write over them

@@ -75,7 +75,8 @@ from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
 from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.core.owned import weakly
-from infinity.engine.gradients import Gradients, ReleasedGradient
+from infinity.engine.gradients import Gradients
+from infinity.engine.unit_gradient import ReleasedGradient
 from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex

@@ -56,6 +56,11 @@ class Weights:
     lease: Lease | None = None
     stay: Tensor | None = None
 
+    @classmethod
+    def staying(cls, values: Tensor) -> "Weights":
+        """Return weights in memory in which the new ones will be, too."""
+        return cls(values, stay=values)
+
     def release(self) -> None:
         """They are read no more; may be called twice."""
         if self.lease is not None:

@@ -135,7 +135,7 @@ class Loop:
         runtime = runtime_of(self.model)
         executor = runtime.executor()
         executor.prefetcher.forget()
-        executor.gradients.pool.give_back()
+        executor.gradients.path.pool.give_back()
         leased = executor.device_pool.leased_nbytes, runtime.storage.host_pool.leased_nbytes
         infinity.close(self.model)
         return values, leased
