@@ -6,7 +6,6 @@ and write exact values: construction, saved checkpoints, exports, people.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from infinity.optim.layout import StateLayout, store_master
 from infinity.partition.unit import Home, Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
-
-if TYPE_CHECKING:
-    from infinity.shards.on_device import DeviceShard
 
 #: The first element of a chunk in its shard, its weights, and the fields of its state.
 Chunk = tuple[int, Tensor, tuple[Tensor, ...]]
@@ -196,7 +192,7 @@ class HostHome(ShardHome):
         leases: The first is of the weights, which an accelerator copies.
         copy: Where it is written on NVMe for a commit.
         recorded: ``copy`` has its values.
-        mirror: Its newest values in accelerator memory: see :mod:`infinity.shards.on_device`.
+        mirror: Of its newest weights in accelerator memory: see :mod:`infinity.shards.on_device`.
     """
 
     def __init__(self, storage: Storage, unit: Unit, *, set_aside: bool) -> None:
@@ -206,7 +202,7 @@ class HostHome(ShardHome):
         self.state: tuple[Tensor, ...] = ()
         self.copy: DiskHome | None = None
         self.recorded = False
-        self.mirror: DeviceShard | None = None
+        self.mirror: Lease | None = None
         if self.layout.exact:
             self._add(self.layout.only(exact=True))
 
@@ -233,7 +229,7 @@ class HostHome(ShardHome):
     @property
     def lease(self) -> Lease:
         """What holds the newest weights: accelerator memory, if they are there, too."""
-        return self.leases[0] if self.mirror is None else self.mirror.weight
+        return self.leases[0] if self.mirror is None else self.mirror
 
     @property
     def weight(self) -> Tensor:

@@ -40,7 +40,7 @@ from infinity.shards.hypers import Run
 
 
 @dataclass(slots=True)
-class DeviceShard:
+class _DeviceShard:
     """A shard in accelerator memory.
 
     Attributes:
@@ -80,7 +80,7 @@ class DeviceShards:
         self._stream = new_stream(device)
         self._lock = threading.Lock()  # guards what follows, and the order on the stream
         self._queued = 0  # calls that the thread has still to make
-        self._shards: dict[int, DeviceShard] = {}
+        self._shards: dict[int, _DeviceShard] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self._shards
@@ -103,7 +103,8 @@ class DeviceShards:
             if found is None:
                 sizes = self._layout.weight_nbytes, self._layout.state_nbytes
                 weight, state = (self.pool.lease(size(unit.shard_numel), who=unit.name) for size in sizes)
-                found = self._shards[unit.index] = host.mirror = DeviceShard(weight, state, host)
+                found = self._shards[unit.index] = _DeviceShard(weight, state, host)
+                host.mirror = weight
             shard = found
             shard.home = None
 
@@ -138,7 +139,7 @@ class DeviceShards:
 
         self._thread.submit(play)
 
-    def _update(self, shard: DeviceShard, grad: Tensor, runs: Iterable[Run], *, comes: bool) -> None:
+    def _update(self, shard: _DeviceShard, grad: Tensor, runs: Iterable[Run], *, comes: bool) -> None:
         weight: Tensor = shard.weight.tensor.view(self._layout.dtype)  # after the copies of other streams
         if comes:
             shard.fields = weight, *self._layout.views(shard.state.tensor, weight.numel())
