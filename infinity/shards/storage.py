@@ -156,8 +156,9 @@ class Storage:
             )
             self._stack.callback(self.commits.close)
         self.store = ShardStore(
-            self.volume, self.layout, versions=self.memory.versions, chunk_numel=self.chunk_numel
-        )
+            self.volume, self.units_engine, self.host_pool, self.layout,
+            versions=self.memory.versions, chunk_numel=self.chunk_numel,
+        )  # fmt: skip
 
     def _write_heads(self, files: RankFiles, oldest: int) -> None:
         assert self.volume is not None
