@@ -52,8 +52,9 @@ from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.executor import reduction_dtype
 from infinity.partition.builder import CutSizes, UnitBuilder
+from infinity.partition.home import Home
 from infinity.partition.init_context import Construction
-from infinity.partition.unit import Home, StoredForm, Unit, UnitIndex
+from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play

@@ -120,7 +120,9 @@ class StepExecutor:
             self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
-            self.mover = UnitMover(units, self.updates, pool, staging, ranks.collectives, stalls)
+            self.mover = UnitMover(
+                units, pool, staging, ranks.collectives, stalls, self.updates.wait_until_unused
+            )
             stack.callback(self.mover.close)
             self.prefetcher = Prefetcher(
                 self.mover, {unit.index: unit.gathered_nbytes for unit in streaming},

@@ -44,7 +44,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -167,39 +167,6 @@ _MOST_DECODED = 4
 _LEAST_DECODED = 2
 
 
-class Shards(Protocol):
-    """The source of a unit's shards."""
-
-    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
-        """Start reading the shard's newest committed weights; waits for its own update first.
-
-        Args:
-            memory: For weights, or for their stored form if the unit has one.
-            start: The first byte of the shard that is read; whole blocks.
-        """
-        ...
-
-    def resident(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard (or its stored form) of a unit whose home is host memory; else None."""
-        ...
-
-    def at_hand(self, unit: Unit) -> bool:
-        """Whether the newest weights are in the accelerator's memory, or what makes them was given to it."""
-        ...
-
-    def fetch_waits_for(self, unit: Unit) -> str:
-        """Return the cause of a wait for ``unit``'s fetch: ``update`` or ``read``."""
-        ...
-
-    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """Return a wait until an update of the unit has put the new weights where the old ones were."""
-        ...
-
-    def wait_until_unused(self, unit: Unit) -> None:
-        """Return when no update reads or writes the weights that the unit stayed with."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Staying:
     """A unit's full buffer while the unit is updated; see [Note: a unit that stays].
@@ -266,19 +233,19 @@ class UnitMover:
 
     Args:
         units: All of the model's.
-        shards: The source of shards.
         pool: Where full buffers are leased (the device tier).
         staging: Through pinned host memory, only with an accelerator.
         collectives: None with one rank.
         waits: Counts stalls.
+        wait_until_unused: Returns when no update reads or writes the weights that a unit stayed with.
     """
 
     def __init__(
-        self, units: Sequence[Unit], shards: Shards, pool: Pool, staging: Staging | None,
-        collectives: Collectives | None, waits: Waits,
+        self, units: Sequence[Unit], pool: Pool, staging: Staging | None,
+        collectives: Collectives | None, waits: Waits, wait_until_unused: Callable[[Unit], object],
     ) -> None:  # fmt: skip
-        self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
-        self.collectives, self.waits = collectives, waits
+        self.units, self.pool, self.staging = units, pool, staging
+        self.collectives, self.waits, self._wait_until_unused = collectives, waits, wait_until_unused
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Arriving] = {}
         self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
@@ -323,9 +290,7 @@ class UnitMover:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
         if self._uploads is not None:
             ready = (
-                self._within_device(ready)
-                if self.shards.at_hand(unit)
-                else self._uploads.submit(ready).result
+                self._within_device(ready) if unit.home.is_on_device else self._uploads.submit(ready).result
             )
         if self.collectives is None:
             return ready
@@ -346,7 +311,7 @@ class UnitMover:
 
     def _bring_stored(self, unit: Unit, form: StoredForm, *, stays: bool = False) -> "_Stored":
         """Begin to bring the stored form, unless it is here: see [Note: decoded after the gather]."""
-        held = self.shards.resident(unit)
+        held = unit.home.lease
         if held is not None and self.staging is None and self.collectives is None:
             unit.lifecycle.move(S.UPLOADING)
             return _Stored(held, lambda: None, stays=True, resident=True)
@@ -374,20 +339,20 @@ class UnitMover:
     def _bring(self, unit: Unit, lease: Lease, nbytes: int) -> Callable[[], object]:
         """Start to bring this rank's shard into its slice of ``lease``; what is returned ends it."""
         begin = unit.rank * nbytes
-        resident = self.shards.resident(unit)
+        resident = unit.home.lease
         if resident is not None:
             unit.lifecycle.move(S.UPLOADING)
-            updated = self.shards.updated_in_place(unit)
+            updated = unit.home.updated_in_place()
             return lambda: self._upload(updated, resident, lease, begin)
         unit.lifecycle.move(S.FETCHING)
         if self.staging is None:
-            return self.shards.fetch(unit, lease.memory[begin : begin + nbytes]).wait
+            return unit.home.read(lease.memory[begin : begin + nbytes]).wait
         return self._stage(self.staging, unit, lease, begin, nbytes)
 
     def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
         """After the update of a unit that stayed; what is returned brings the new weights to their slice."""
         unit.lifecycle.move(S.FETCHING)
-        updated = self.shards.updated_in_place(unit)
+        updated = unit.home.updated_in_place()
         shard = staying.shard
         if shard is None:
             return updated
@@ -406,8 +371,7 @@ class UnitMover:
         def upload(piece: Tensor, start: int) -> None:
             lease.tensor.narrow(0, begin + start, len(piece)).copy_(piece, non_blocking=True)
 
-        fetch = functools.partial(self.shards.fetch, unit)
-        bring = staging.bring(nbytes, unit.name, fetch, upload)
+        bring = staging.bring(nbytes, unit.name, unit.home.read, upload)
 
         def ready() -> None:
             bring()
@@ -452,7 +416,7 @@ class UnitMover:
             raise arriving
         ready, decoded = arriving
         try:
-            self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
+            self.waits("collective" if self.collectives else unit.home.waits_for, ready)
         finally:
             if decoded is not None:
                 self.waits("decode", decoded)
@@ -469,7 +433,7 @@ class UnitMover:
             return
         staying = self._staying.pop(item, None)
         if staying is not None:
-            self.shards.wait_until_unused(self.units[item])
+            self._wait_until_unused(self.units[item])
             staying.release()
         elif (lease := self.take(item)) is not None:
             lease.release()

@@ -37,7 +37,8 @@ from torch.utils._mode_utils import no_dispatch
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.transfer import Lease
+from infinity.partition.home import Home
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].
 SHARD_QUANTUM = 2048
@@ -120,42 +121,6 @@ class StoredForm:
     shard_nbytes: int
     scratch_nbytes: int
     decode: Callable[[Tensor, Tensor], None]
-
-
-class Home:
-    """Where a unit's committed shard is between uses; alone, a tier that is planned for it.
-
-    The homes of a model in training are :class:`infinity.shards.homes.ShardHome`.
-
-    Attributes:
-        version: Which of its places on NVMe is the committed one.
-    """
-
-    def __init__(self, tier: Tier) -> None:
-        self._tier, self.version = tier, 0
-
-    @property
-    def tier(self) -> Tier:
-        """Host memory or NVMe."""
-        return self._tier
-
-    @property
-    def resting_state(self) -> UnitState:
-        """The state of a unit that is nowhere else."""
-        return UnitState.ON_HOST if self.tier is Tier.HOST else UnitState.ON_NVME
-
-    @property
-    def lease(self) -> Lease | None:
-        """What holds the shard in memory, in the form that it travels in; None: nothing does."""
-        return None
-
-    def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
-        """Start reading the shard, in the form that it travels in, from byte ``start`` on."""
-        raise NotImplementedError
-
-    def fetched_nbytes(self, piece_nbytes: int | None) -> int:
-        """Return the bytes that a fetch reads, in pieces of ``piece_nbytes``; None: as a whole."""
-        return 0
 
 
 class Unit:

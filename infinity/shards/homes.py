@@ -15,7 +15,8 @@ from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier
 from infinity.core.transfer import ChainedTransfer, Lease, Pool, Transfer
 from infinity.optim.layout import StateLayout, store_master
-from infinity.partition.unit import Home, Unit
+from infinity.partition.home import Home
+from infinity.partition.unit import Unit
 from infinity.shards.storage import Storage
 from infinity.shards.store import ChunkExtents, ShardStore, Version
 
@@ -230,6 +231,11 @@ class HostHome(ShardHome):
     def lease(self) -> Lease:
         """What holds the newest weights: accelerator memory, if they are there, too."""
         return self.leases[0] if self.mirror is None else self.mirror
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the newest weights are in accelerator memory, or what makes them was given to it."""
+        return self.mirror is not None and (self.updating is None or self.updating.computed.is_set())
 
     @property
     def weight(self) -> Tensor:

@@ -53,7 +53,6 @@ class Records:
         units: All of the model's.
         commits: Writes the records; None if no process could go on with the run.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
-        updates: In flight or landed, the last of each unit, by its index.
         predictor: Belongs to the small state of a step.
 
     Attributes:
@@ -65,10 +64,10 @@ class Records:
 
     def __init__(
         self, tiers: Tiers, units: Sequence[Unit], commits: Commits | None, every: int | None,
-        updates: Mapping[int, Transfer], predictor: Predictor,
+        predictor: Predictor,
     ) -> None:  # fmt: skip
         self.tiers, self.units, self.commits = tiers, units, commits
-        self._updates, self._predictor = updates, predictor
+        self._predictor = predictor
         self.interval, self.steps, self.planned_written = CommitInterval(every), 0, 0
         self.recorded: int | None = None
         self._commit: Commit | None = None  # what is not recorded yet
@@ -112,7 +111,7 @@ class Records:
             if not isinstance(home, HostHome) or home.reloadable or home.recorded:
                 continue
             self._pass_barrier()
-            updated = self.bring_home(index) or self._updates.get(index)
+            updated = self.bring_home(index) or home.updating
             self._stored[index] = home.store_copy(self.tiers.store, self.next_place, updated)
             self.planned_written += home.nbytes
 
@@ -121,7 +120,10 @@ class Records:
         return self.tiers.bring_home(self.units[index], self._stored.get(index, ()))
 
     def _make_commit(self) -> "Commit":
-        landing: list[Transfer] = [*self._updates.values()]  # those of steps without a record, too
+        updates = (unit.home.updating for unit in self.units)
+        landing: list[Transfer] = [
+            update for update in updates if update is not None
+        ]  # those of steps without a record, too
         landing += [transfer for each in self._stored.values() for transfer in each]
         versions = tuple(unit.home.version for unit in self.units)
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
@@ -281,8 +283,8 @@ class Records:
         if self.commits is not None and self._commit is None:  # else the commit has stored them
             self._store_residents()
         landing: dict[int, Sequence[Transfer]] = {}
-        for index in {*self._updates, *self._stored}:
-            home = self.bring_home(index)
-            stored = self._stored.get(index, [self._updates[index]] if index in self._updates else [])
-            landing[index] = stored if home is None else [home, *stored]
+        for unit in self.units:
+            home, update = self.bring_home(unit.index), unit.home.updating
+            stored = self._stored.get(unit.index, [] if update is None else [update])
+            landing[unit.index] = stored if home is None else [home, *stored]
         return self.tiers.pin(self.units, landing)

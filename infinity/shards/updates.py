@@ -20,7 +20,7 @@ there. For a commit it is brought home first, and its next update waits for noth
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +29,9 @@ from torch import Tensor
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
-from infinity.core.transfer import ChainedTransfer, Lease, Transfer
+from infinity.core.transfer import Lease, Transfer
 from infinity.optim.rules import Rule
+from infinity.partition.home import UpdateFuture
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.shard_update import Do, Predictor, ShardUpdate
@@ -67,37 +68,6 @@ class Weights:
             self.lease.release()
 
 
-class UpdateFuture(Transfer):
-    """An update in flight; ends when its last write has landed.
-
-    Attributes:
-        update: The update itself.
-        computed: Set when the new weights exist, and the update reads what it was given no more.
-    """
-
-    __slots__ = ("computed", "update")
-
-    def __init__(self, update: ShardUpdate) -> None:
-        super().__init__()
-        self.update = update
-        self.computed = threading.Event()
-
-    def wait_computed(self) -> None:
-        """Return when the new weights exist, though they may not be on disk yet.
-
-        Raises:
-            DiskError: The update has failed.
-        """
-        while not self.computed.wait(1.0):  # in slices: Ctrl-C must get through
-            pass
-        if self.done():
-            self.wait()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        super().finish(error)
-        self.computed.set()
-
-
 @dataclass(slots=True)
 class PendingUpdate:
     """A unit whose gradient of this step is complete on this rank.
@@ -132,14 +102,13 @@ class StoredGradients:
     Args:
         tiers: Has their places.
         units: All of the model's.
-        updates: In flight or landed, the last of each unit, by its index: they read the places.
 
     Attributes:
         chosen: Indices of units whose gradients wait there.
     """
 
-    def __init__(self, tiers: Tiers, units: Sequence[Unit], updates: Mapping[int, Transfer]) -> None:
-        self._tiers, self._units, self._updates = tiers, units, updates
+    def __init__(self, tiers: Tiers, units: Sequence[Unit]) -> None:
+        self._tiers, self._units = tiers, units
         self.chosen: frozenset[int] = frozenset()
         self._writes: dict[int, Transfer] = {}  # the last of each unit
 
@@ -159,7 +128,7 @@ class StoredGradients:
         return stored
 
     def _wait_for_place(self, index: int) -> None:
-        for last in (self._updates.get(index), self._writes.get(index)):
+        for last in (self._units[index].home.updating, self._writes.get(index)):
             if last is not None:
                 last.wait()
 
@@ -234,9 +203,10 @@ class Updates:
         self.hypers = StepHypers(tiers.storage.rule)
         self.ready: dict[int, PendingUpdate] = {}
         self.planned_read = self.planned_written = 0
-        self._futures: dict[int, UpdateFuture] = {}
-        self.records = Records(tiers, units, commits, every, self._futures, self.predictor)
-        self.stored_gradients = StoredGradients(tiers, units, self._futures)
+        for unit in units:
+            unit.home.updating = None  # of an optimizer before
+        self.records = Records(tiers, units, commits, every, self.predictor)
+        self.stored_gradients = StoredGradients(tiers, units)
         self._lock = threading.Lock()  # guards the states of updates
 
     # --- gradients ---------------------------------------------------------------------------
@@ -421,40 +391,12 @@ class Updates:
             self._on(pending, pending.update.drop)
         self._close_step()
 
-    # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
-
-    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
-        """Start fetching a shard's committed weights from byte ``start`` on, after the update of them."""
-        future = self._futures.get(unit.index)
-        if future is None or future.update.speculated:  # which writes the next version
-            return unit.home.fetch(memory, start)
-        return ChainedTransfer(future, lambda: unit.home.fetch(memory, start))
-
-    def resident(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard of a unit in host memory, or on the accelerator; None for others."""
-        return unit.home.lease
-
-    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """Return a wait for the new weights of a unit where they were; without an update there is none."""
-        future = self._futures.get(unit.index)
-        return (lambda: None) if future is None else future.wait_computed
-
-    def at_hand(self, unit: Unit) -> bool:
-        """Whether the newest weights are in the accelerator's memory, or what makes them was given to it."""
-        on_device, future = self.tiers.on_device, self._futures.get(unit.index)
-        if on_device is None or unit.index not in on_device:
-            return False
-        return future is None or future.computed.is_set()
-
-    def fetch_waits_for(self, unit: Unit) -> str:
-        """Return the cause of a wait for ``unit``'s fetch: its ``update``, or the disk's ``read``."""
-        future = self._futures.get(unit.index)
-        return "update" if future is not None and future.update.holds_fetches else "read"
+    # --- what is in flight ---------------------------------------------------------------------
 
     def wait_until_unused(self, unit: Unit) -> None:
         """Return when no update reads or writes the weights that ``unit`` stayed with."""
         self.wait_for_gradients()  # its own may still be on the way to the update
-        pending, future = self.ready.get(unit.index), self._futures.get(unit.index)
+        pending, future = self.ready.get(unit.index), unit.home.updating
         if future is not None:
             future.computed.wait()
         if pending is not None:
@@ -464,9 +406,9 @@ class Updates:
         """Block until every update that was started has landed."""
         if self.pipeline is not None:
             self.pipeline.drain()
-        for index, future in list(self._futures.items()):
-            if self.units[index].home.tier is Tier.HOST:
-                future.wait()
+        for unit in self.units:
+            if unit.home.tier is Tier.HOST and unit.home.updating is not None:
+                unit.home.updating.wait()
         self.stored_gradients.land()
         if self.records.commits is not None:
             self.records.commits.wait()
@@ -497,8 +439,8 @@ class Updates:
         unit, dtype, on_device = pending.unit, pending.grad.dtype, self.tiers.on_device
         assert on_device is not None
         resident, _ = self.tiers.about_to_update(unit)  # its values in host memory stay
-        earlier, runs = self._futures.get(unit.index), self._runs(pending)
-        future = pending.future = self._futures[unit.index] = UpdateFuture(pending.update)
+        earlier, runs = unit.home.updating, self._runs(pending)
+        future = pending.future = unit.home.updating = UpdateFuture(pending.update)
         try:
             on_device.update(
                 unit, resident, lambda: pending.lease.tensor.view(dtype), runs, earlier,
@@ -528,7 +470,7 @@ class Updates:
             update()
             self._on(pending, pending.update.landed)
             return
-        future = pending.future = self._futures[pending.unit.index] = UpdateFuture(pending.update)
+        future = pending.future = pending.unit.home.updating = UpdateFuture(pending.update)
 
         def beside() -> None:
             error = None
@@ -545,7 +487,7 @@ class Updates:
         assert self.pipeline is not None
         unit, grad, gradient = pending.unit, pending.grad, None
         pending.place = self.records.next_place(unit)
-        earlier = self._futures.get(unit.index)
+        earlier = unit.home.updating
         if earlier is not None:
             earlier.wait()
         if pending.update.reads_stored_gradient:
@@ -564,7 +506,7 @@ class Updates:
             on_computed=partial(self._computed, pending, future),
             on_done=partial(self._landed, pending, future), in_place=pending.weights.stay,
         )  # fmt: skip
-        pending.future = self._futures[unit.index] = future  # from here on fetches wait for it
+        pending.future = unit.home.updating = future  # from here on fetches wait for it
         try:
             self.pipeline.submit(job)
         except BaseException as error:

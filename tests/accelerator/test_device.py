@@ -13,14 +13,14 @@ import infinity
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.accelerator import on_stream, use_own_stream
 from infinity.device.memory import DevicePool, HostBuffer, HostPool
-from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.mover import Staging
 from infinity.partition.prefetcher import Stored
 from infinity.partition.unit import StoredForm
 from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
-from tests.partition.test_mover import ShardsOnDisk, make_unit
+from tests.partition.test_mover import ShardsOnDisk, make_mover, make_unit
 
 
 @simulated
@@ -79,7 +79,7 @@ def test_stored_bytes_of_a_tile_that_is_not_used_are_overwritten_after_they_were
         unit.stored = StoredForm(8192, 8192, 0, lambda stored, flat: flat.copy_(stored[: flat.numel()]))
     pool, staging = DevicePool(2**20, device), Staging(HostPool(2**20, device=device), 8192, device)
     shards = ShardsOnDisk(bytes(8192))
-    mover = UnitMover(units, shards, pool, staging, None, lambda cause, wait: wait())
+    mover = make_mover(units, shards, pool, staging)
     mover.start(Stored(0))
     mover.start(0)
     mover.release(0)

@@ -444,7 +444,7 @@ def failing(where: str) -> tuple[str, bool]:
     with pytest.raises(StateError) as raised:
         steps(model, optimizer, range(2, 6))
     executor.tiers.on_device._thread.submit(int).result()  # after those that were asked for
-    ended = all(future.done() for future in executor.updates._futures.values())
+    ended = all(unit.home.updating is None or unit.home.updating.done() for unit in executor.units)
     infinity.close(model)
     return str(raised.value), ended
 

@@ -10,9 +10,10 @@ from infinity.core.budget import rounded
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
+from infinity.partition.home import Home
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import Stored
-from infinity.partition.unit import Home, StoredForm, Unit, is_placeholder, layout, placeholder
+from infinity.partition.unit import StoredForm, Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
 
@@ -32,23 +33,35 @@ class FakeShards:
         self.fetches.append((unit.index, memory, Transfer()))
         return self.fetches[-1][2]
 
-    def resident(self, unit):
-        return self.residents.get(unit.index)
-
-    def fetch_waits_for(self, unit):
-        return "read"
-
-    def updated_in_place(self, unit):
-        return self.update
-
-    def at_hand(self, unit):
-        return False
-
     def arrive(self, value: float = 1.0, error: Exception | None = None) -> None:
         """The oldest fetch ends."""
         _, memory, ticket = self.fetches.pop(0)
         torch.frombuffer(memory, dtype=torch.bfloat16).fill_(value)
         ticket.finish(error)
+
+
+class FakeHome(Home):
+    """The home of a unit whose shard is one of those."""
+
+    def __init__(self, shards: FakeShards, unit: Unit, tier: Tier = Tier.NVME) -> None:
+        super().__init__(tier)
+        self.shards, self.unit = shards, unit
+
+    @property
+    def lease(self) -> FakeLease | None:
+        return self.shards.residents.get(self.unit.index)
+
+    def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
+        return self.shards.fetch(self.unit, memory, start)
+
+    def updated_in_place(self):
+        return self.shards.update
+
+
+def make_mover(units, shards, pool, staging=None, collectives=None, waits=lambda cause, wait: wait()):
+    for unit in units:
+        unit.move_to(FakeHome(shards, unit))
+    return UnitMover(units, pool, staging, collectives, waits, shards.wait_until_unused)
 
 
 def make_unit(index: int = 0) -> Unit:
@@ -68,7 +81,7 @@ def parts():
         causes.append(cause)
         wait()
 
-    return UnitMover(units, shards, pool, None, None, waits), units, shards, pool, causes
+    return make_mover(units, shards, pool, waits=waits), units, shards, pool, causes
 
 
 def test_starting_waits_for_nothing_and_finishing_for_the_fetch(parts):
@@ -139,7 +152,7 @@ def test_what_is_taken_stays_leased_until_its_taker_gives_it_back(parts):
 
 def test_a_shard_in_host_memory_is_copied_and_goes_back_home(parts):
     mover, units, shards, _, _ = parts
-    units[0].move_to(Home(Tier.HOST))
+    units[0].move_to(FakeHome(shards, units[0], Tier.HOST))
     shards.residents[0] = FakePool(2**20).lease(units[0].shard_nbytes, who="a shard")
     shards.residents[0].tensor.view(torch.bfloat16).fill_(5)
     mover.start(0)
@@ -278,7 +291,7 @@ def test_what_is_stored_in_another_form_is_fetched_so_and_decoded_before_it_is_u
 def test_the_stored_form_in_host_memory_is_decoded_from_there(parts):
     mover, units, shards, pool, _ = parts
     decoded = decoded_from_bytes(units[0])
-    units[0].move_to(Home(Tier.HOST))
+    units[0].move_to(FakeHome(shards, units[0], Tier.HOST))
     shards.residents[0] = FakePool(2**20).lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)
     mover.start(0)
@@ -326,7 +339,7 @@ def test_a_shard_larger_than_host_memory_reaches_an_accelerator_in_pieces():
     values = torch.randn(unit.numel).bfloat16()
     shards = ShardsOnDisk(bytes(values.view(torch.uint8).numpy()))
     device, host = FakePool(unit.nbytes), FakePool(unit.nbytes // 8)
-    mover = UnitMover([unit], shards, device, Staging(host, 8192), None, lambda cause, wait: wait())
+    mover = make_mover([unit], shards, device, Staging(host, 8192))
     mover.start(0)
     mover.finish(0)
     assert torch.equal(weight.data.flatten(), values[: weight.numel()])
@@ -345,7 +358,7 @@ def staged():
     values = torch.full((unit.numel,), 2.0, dtype=torch.bfloat16)
     shards = ShardsOnDisk(bytes(values.view(torch.uint8).numpy()))
     device, host = FakePool(unit.nbytes), FakePool(2 * unit.nbytes)
-    mover = UnitMover([unit], shards, device, Staging(host, 8192), None, lambda cause, wait: wait())
+    mover = make_mover([unit], shards, device, Staging(host, 8192))
     yield mover, unit, shards, device, host
     mover.close()
     shards.engine.close()
@@ -390,7 +403,7 @@ class FailedPeer:
 @pytest.mark.parametrize("used", [False, True])
 def test_memory_that_a_failed_peer_may_write_to_is_never_lent_again(stored, used):
     unit, pool = make_unit(0), FakePool(2**20)
-    mover = UnitMover([unit], FakeShards(), pool, None, FailedPeer(), lambda cause, wait: wait())
+    mover = make_mover([unit], FakeShards(), pool, collectives=FailedPeer())
     if stored:
         decoded_from_bytes(unit)
     mover.start(0)
@@ -404,7 +417,7 @@ def test_memory_that_a_failed_peer_may_write_to_is_never_lent_again(stored, used
 
 def test_beside_an_accelerator_a_shard_in_host_memory_is_uploaded_after_its_update(staged):
     mover, unit, shards, _, _ = staged
-    unit.move_to(Home(Tier.HOST))
+    unit.move_to(FakeHome(shards, unit, Tier.HOST))
     shard = shards.residents[0] = FakePool(2**20).lease(unit.shard_nbytes, who="a shard")
     shards.update = lambda: shard.tensor.view(torch.bfloat16).fill_(4)
     mover.start(0)
@@ -471,7 +484,7 @@ def test_a_release_waits_for_stored_bytes_that_are_on_their_way(parts, decodes):
 def test_stored_bytes_in_host_memory_stay_there(parts):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
-    units[0].move_to(Home(Tier.HOST))
+    units[0].move_to(FakeHome(shards, units[0], Tier.HOST))
     host = FakePool(2**20)
     shards.residents[0] = host.lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)
