@@ -273,7 +273,7 @@ def train(job: Job) -> dict[str, Any]:
     model = infinity.add_lora(model, rank=LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     optimizer = infinity.AdamW(model, lr=1e-4)
     start_s = time.perf_counter() - began
-    engine: Any = runtime_of(model).tiers.engine
+    engine: Any = runtime_of(model).tiers.store.engine
     reading = ReadingTime(engine)
     schedule = infinity.layer_schedule(model, job.micro_batches) if job.layer_by_layer else None
     files, results = sorted(Path(job.source).glob("*.safetensors")), []

@@ -83,7 +83,7 @@ def count(folder: str, clip: float | None, *overrides: str) -> Counted:
     optimizer = optimizer_for(model, Rule(max_grad_norm=clip))
     with contextlib.closing(optimizer):
         runtime: Any = optimizer.runtime
-        assert all(unit.home is Tier.NVME for unit in runtime.units)
+        assert all(unit.home.tier is Tier.NVME for unit in runtime.units)
         planned, on_demand, speculated, rolled_back = [], 0, [], 0
         for step in range(WARM_UP + STEPS):
             if step == WARM_UP:

@@ -25,6 +25,7 @@ from infinity.core.files import user_path
 from infinity.core.transfer import Transfer
 from infinity.engine.runtime import runtime_of
 from infinity.partition.unit import Unit
+from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.tiers import Tiers
 
 #: Chunks of weights that are read at one time.
@@ -196,19 +197,19 @@ class _WeightRead:
 def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -> Iterator[_WeightRead]:
     """Start reading what is wanted of ``unit``, chunk by chunk."""
     first = unit.shard_start
-    resident = tiers.at_home(unit)
-    if resident is not None:
+    tiers.at_home(unit)
+    home, itemsize = unit.home, unit.dtype.itemsize
+    if isinstance(home, HostHome):
         if wanted(unit, first, first + unit.shard_numel):
-            yield _WeightRead(unit, first, resident.weight)
+            yield _WeightRead(unit, first, home.weight)
         return
-    store, itemsize = tiers.store, unit.dtype.itemsize
-    assert store is not None, "a unit that is not resident is on NVMe"
-    for begin, numel in store.places(unit.shard_numel):
+    assert isinstance(home, ShardHome)
+    for begin, numel in tiers.store.places(unit.shard_numel):
         start = first + begin
         if wanted(unit, start, start + numel):
             with contextlib.ExitStack() as held:
                 lease = held.enter_context(tiers.pool.lease(numel * itemsize, who="exporting weights"))
-                transfer = tiers.read_weight(unit, lease.memory, begin * itemsize)
+                transfer = home.read_weight(lease.memory, begin * itemsize)
                 held.callback(_settle, transfer)
                 yield _WeightRead(unit, start, lease.tensor.view(unit.dtype), transfer, held.pop_all())
 

@@ -16,7 +16,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import EngineConfig, HasEngineConfig
 from infinity.engine.runtime import Runtime
 from infinity.nvme.volume import open_sealed
-from infinity.shards.mapped import MappedBase
+from infinity.shards.mapped import BaseHome, MappedBase
 
 _DTYPE = "the recipe says it: train.dtype=bf16"
 _PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
@@ -155,14 +155,13 @@ def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runti
 
 def _describe_base(base: MappedBase, path: Path, runtime: Runtime) -> list[str]:
     """Lines for people about what is read where it lies and what is not; closes a base that has no unit."""
-    mapped, lines = base.mapped, []
-    if mapped:
-        held = runtime.tiers.held
-        nbytes = sum(base.nbytes(unit, unit.shard_nbytes) for unit in mapped if unit.index not in held)
-        in_host = sum(each.lease.nbytes for each in held.values())
+    homes, lines = [u.home for u in runtime.units if isinstance(u.home, BaseHome)], []
+    if homes:
+        nbytes = sum(home.fetched_nbytes(None) for home in homes)
+        in_host = sum(home.stored_form.nbytes for home in homes if home.stored_form is not None)
         lines.append(
             f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass"
-            + (f"; {format_nbytes(in_host)} are in host memory, as they are stored" if held else "")
+            + (f"; {format_nbytes(in_host)} are in host memory, as they are stored" if in_host else "")
             + f": keep {path} as it is while runs use it"
         )
     else:

@@ -53,7 +53,7 @@ from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.executor import reduction_dtype
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction
-from infinity.partition.unit import StoredForm, Unit, UnitIndex
+from infinity.partition.unit import Home, StoredForm, Unit, UnitIndex
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play
@@ -621,7 +621,7 @@ class _Planner:
             resident_nbytes = max(0, resident_nbytes - self._base_buffers.all_nbytes)
         placed = choose_homes(shapes, resident_nbytes, drives=drives, alone_on_cpu=self._ranks.alone_on_cpu)
         for unit, shape in zip(model.units, placed, strict=True):
-            unit.home = Tier.NVME if shape.on_nvme else Tier.HOST
+            unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
         return placed
 
     def _stored_shape(self, unit: Unit) -> StoredShape | None:
@@ -645,7 +645,7 @@ class _Planner:
         found = list(self.units)
         for index in model.values.mapped if self._has_base else ():
             unit = model.units[index]
-            if unit.home is Tier.NVME and not unit.trainable:
+            if unit.home.tier is Tier.NVME and not unit.trainable:
                 piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
                 nbytes = model.values.read_nbytes(unit, piece, self._base_buffers)
                 found[index] = replace(found[index], base_nbytes=nbytes)

@@ -39,7 +39,8 @@ from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
 from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.shards.tiers import Tiers
+from infinity.shards.homes import HostHome
+from infinity.shards.tiers import Tiers, stored_form
 
 
 class UnitsInUse:
@@ -295,11 +296,11 @@ class UnitBudget:
 
     def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
         tiers, storage = self._tiers, self._tiers.storage
-        aside = {index for index, resident in tiers.residents.items() if resident.set_aside}
+        aside = {u.index for u in self._units if isinstance(u.home, HostHome) and u.home.set_aside}
         residents = sum(
             tiers.resident_nbytes_of(unit, moments=unit.index in aside | trained)
             for unit in self._units
-            if unit.home is Tier.HOST or unit.index in tiers.held
+            if unit.home.tier is Tier.HOST or stored_form(unit) is not None
         )
         chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
         return budget.divide_host(
@@ -309,7 +310,7 @@ class UnitBudget:
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
         # A thawed unit leaves its stored form, also where that is in host memory, for a home on NVMe.
         stored, thawed = unit.stored, trainable and unit.stored is not None
-        on_nvme = unit.home is Tier.NVME or thawed
+        on_nvme = unit.home.tier is Tier.NVME or thawed
         until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
         largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         return budget.UnitSizes(

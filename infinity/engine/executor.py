@@ -40,6 +40,7 @@ from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.policies import device_error
+from infinity.shards.homes import HostHome
 from infinity.shards.on_device import DeviceShards
 from infinity.shards.pipeline import UpdatePipeline
 from infinity.shards.tiers import Tiers
@@ -150,7 +151,8 @@ class StepExecutor:
         for unit in set(units).difference(streaming):
             if not unit.gathered:
                 unit.lifecycle.move(UnitState.GATHERED)
-                unit.attach(self.tiers.residents[unit.index].weight)
+                assert isinstance(unit.home, HostHome)
+                unit.attach(unit.home.weight)
             assert unit.flat is not None
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
@@ -267,7 +269,7 @@ class StepExecutor:
 
     def _can_stay(self) -> set[int]:
         """Units that may be updated where they are; on an accelerator they have a copy in host memory."""
-        on_nvme = [unit for unit in self.units if unit.home is Tier.NVME]
+        on_nvme = [unit for unit in self.units if unit.home.tier is Tier.NVME]
         if self.budget.host is None:
             return {unit.index for unit in on_nvme}
         fitting, left = set(), self.budget.host.stays
@@ -386,9 +388,7 @@ class StepExecutor:
         if fetched is not None:
             staging = self.mover.staging
             piece_nbytes = None if staging is None else staging.piece_nbytes
-            read_weights = sum(
-                self.tiers.fetched_nbytes(self.units[index], piece_nbytes) for index in fetched
-            )
+            read_weights = sum(self.units[index].home.fetched_nbytes(piece_nbytes) for index in fetched)
             self.planned = (read_weights + read - before[0], written - before[1])
         self.prefetcher.end_training_pass()
 

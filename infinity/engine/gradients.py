@@ -209,7 +209,7 @@ class Gradients:
     def _keep_weights(self, unit: Unit, lease: Lease) -> Callable[[], Weights]:
         """Keep this rank's weights of a full buffer that is not needed any more, for their update."""
         host, kept = self.path.host, None
-        if self.hold_weights and unit.home is Tier.NVME:
+        if self.hold_weights and unit.home.tier is Tier.NVME:
             if unit.world_size == 1 and host is None:
                 return lambda: Weights(lease.tensor.view(unit.dtype), lease)
             who = f"weights of {unit.name}"
@@ -272,7 +272,7 @@ class WindowLoan:
         all_wait = completions.accumulated or not completions.syncing or not (early or spilled)
 
         def waits(unit: Unit) -> bool:
-            return unit.index not in spilled and (all_wait or not early or unit.home is Tier.HOST)
+            return unit.index not in spilled and (all_wait or not early or unit.home.tier is Tier.HOST)
 
         if self.path.collectives is None:
             delivered = (self.units[i] for i in completions.delivered)

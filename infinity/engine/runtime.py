@@ -446,7 +446,9 @@ class Runtime:
             PeerError: Another rank failed while it built its own.
         """
         if self.ranks.collectives is not None:
-            units = [(unit.home.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units]
+            units = [
+                (unit.home.tier.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units
+            ]
             numel = sum(segment.numel for unit in self.units for segment in unit.segments)
             where = f"of the model: {len(units)} units, {numel} parameters"
             self.ranks.collectives.check(zlib.crc32(repr(units).encode()), where)

@@ -311,7 +311,7 @@ class UnitMover:
         else:
             stored = self._stored.get(item) or self._bring_stored(unit, unit.stored)
             if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
-                unit.lifecycle.move(S.FETCHING if unit.home is Tier.NVME else S.UPLOADING)
+                unit.lifecycle.move(S.FETCHING if unit.home.tier is Tier.NVME else S.UPLOADING)
             self._arriving[item] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
 
     def stored_nbytes(self, index: int) -> int:
@@ -476,7 +476,7 @@ class UnitMover:
 
     def _release_stored(self, unit: Unit, stored: _Stored) -> None:
         if unit.state in (S.FETCHING, S.UPLOADING):
-            unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
+            unit.lifecycle.move(unit.home.resting_state)
         if not stored.resident:
             told = (Exception,) if stored.failed else ()
             with contextlib.suppress(*told):  # the error of a use is not that of the release, too
@@ -558,7 +558,7 @@ class UnitMover:
             lease.release()
             raise
         finally:
-            home = S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST
+            home = unit.home.resting_state
             if unit.state is not home:  # else its start raised
                 unit.lifecycle.move(home)
         return lease

@@ -37,7 +37,7 @@ from torch.utils._mode_utils import no_dispatch
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
-from infinity.core.transfer import Lease
+from infinity.core.transfer import Lease, Transfer
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].
 SHARD_QUANTUM = 2048
@@ -122,6 +122,42 @@ class StoredForm:
     decode: Callable[[Tensor, Tensor], None]
 
 
+class Home:
+    """Where a unit's committed shard is between uses; alone, a tier that is planned for it.
+
+    The homes of a model in training are :class:`infinity.shards.homes.ShardHome`.
+
+    Attributes:
+        version: Which of its places on NVMe is the committed one.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier, self.version = tier, 0
+
+    @property
+    def tier(self) -> Tier:
+        """Host memory or NVMe."""
+        return self._tier
+
+    @property
+    def resting_state(self) -> UnitState:
+        """The state of a unit that is nowhere else."""
+        return UnitState.ON_HOST if self.tier is Tier.HOST else UnitState.ON_NVME
+
+    @property
+    def lease(self) -> Lease | None:
+        """What holds the shard in memory, in the form that it travels in; None: nothing does."""
+        return None
+
+    def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
+        """Start reading the shard, in the form that it travels in, from byte ``start`` on."""
+        raise NotImplementedError
+
+    def fetched_nbytes(self, piece_nbytes: int | None) -> int:
+        """Return the bytes that a fetch reads, in pieces of ``piece_nbytes``; None: as a whole."""
+        return 0
+
+
 class Unit:
     """The layout of a unit on every rank, and where its weights are on this one.
 
@@ -131,11 +167,10 @@ class Unit:
         index: Position in the model's list of units; the same on every rank.
         segments: Parameters in the order of the flat buffer.
         numel: Elements of the flat buffer, padding included.
-        home: The tier where the shard lives between uses.
+        home: Where the shard lives between uses; another one by :meth:`move_to`.
         stored: The form in which shards travel; None: the compute dtype.
         device: Where the flat buffer and its placeholders are.
         routed: A tile of experts: used where a batch is routed to one of them, which no plan foresees.
-        version: Which of the two places on NVMe is the committed one.
         updates: How many committed updates the weights carry; a handle packed under another
             count is stale.
         flat: The full values, ``(numel,)``, while GATHERED.
@@ -150,12 +185,11 @@ class Unit:
         used = max((s.stop for s in segments), default=0)
         quantum = SHARD_QUANTUM * world_size
         self.numel = max(1, math.ceil(used / quantum)) * quantum
-        self.home = Tier.NVME
+        self.home = Home(Tier.NVME)
         self.stored: StoredForm | None = None
         self.device = torch.device("cpu")
         self.routed = False
         self.lifecycle: Lifecycle[UnitState] = Lifecycle(f"unit {index}", UnitState.ON_NVME)
-        self.version = 0
         self.updates = 0
         self.flat: Tensor | None = None
         self.lease: Lease | None = None
@@ -213,6 +247,13 @@ class Unit:
             segment.name = f"{name}[{rows.start}:{rows.stop}]" if segment.is_tile else name
         if self.segments:
             self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
+
+    def move_to(self, home: Home) -> None:
+        """Let ``home`` be where the shard lives; a unit that is nowhere else is there now."""
+        at_home = self.state is self.home.resting_state
+        self.home = home
+        if at_home and self.state is not home.resting_state:
+            self.lifecycle.move(home.resting_state)
 
     def attach(self, flat: Tensor) -> None:
         """Let every parameter view ``flat``, ``(numel,)``, also after an error.

@@ -16,11 +16,12 @@ from infinity.core.transfer import Transfer
 from infinity.partition.unit import Unit
 from infinity.planner.shard_update import Predictor
 from infinity.shards.commits import CommitInterval, Commits
+from infinity.shards.homes import HostHome
 from infinity.shards.journal import CommitRecord, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
-from infinity.shards.tiers import Tiers
+from infinity.shards.tiers import Tiers, is_reloadable
 
 
 @dataclass(slots=True)
@@ -98,8 +99,8 @@ class Records:
 
     def stores_residents(self, updated: Container[int]) -> bool:
         """Whether a commit of a step that updates these units writes units in host memory."""
-        residents, from_base = self.tiers.residents, self.tiers.from_base
-        return any(index in updated or index not in from_base for index in residents)
+        residents = [unit for unit in self.units if isinstance(unit.home, HostHome)]
+        return any(unit.index in updated or not is_reloadable(unit) for unit in residents)
 
     def take_stored(self, index: int) -> Sequence[Transfer]:
         """Return what writes a unit in host memory to NVMe, which is about to be updated in its place."""
@@ -107,11 +108,14 @@ class Records:
 
     def _store_residents(self) -> None:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
-        for index in self.tiers.changed_residents():
+        for unit in self.units:
+            index, home = unit.index, unit.home
+            if not isinstance(home, HostHome) or home.reloadable or home.recorded:
+                continue
             self._pass_barrier()
             updated = self.bring_home(index) or self._updates.get(index)
-            self._stored[index] = self.tiers.store_resident(self.units[index], self.next_place, updated)
-            self.planned_written += self.tiers.residents[index].nbytes
+            self._stored[index] = home.store_copy(self.tiers.store, self.next_place, updated)
+            self.planned_written += home.nbytes
 
     def bring_home(self, index: int) -> Transfer | None:
         """Start to copy a unit's newest values home, after writes of those there; None: they are."""
@@ -120,11 +124,10 @@ class Records:
     def _make_commit(self) -> "Commit":
         landing: list[Transfer] = [*self._updates.values()]  # those of steps without a record, too
         landing += [transfer for each in self._stored.values() for transfer in each]
-        versions = tuple(unit.version for unit in self.units)
+        versions = tuple(unit.home.version for unit in self.units)
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
         record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
         layout, store = None, self.tiers.store
-        assert store is not None
         if self._layout != store.changes:
             self._layout, layout = store.changes, describe(self.units, self.tiers)
         return Commit(record, landing, layout)

@@ -153,8 +153,9 @@ class Storage:
             self.commits = Commits(journal, self.volume.sync if synced else None, sums)
             self._stack.callback(self.commits.close)
         self.store = ShardStore(
-            self.volume, self.layout, versions=self.memory.versions, chunk_numel=self.chunk_numel
-        )
+            self.volume, self.units_engine, self.host_pool, self.layout,
+            versions=self.memory.versions, chunk_numel=self.chunk_numel,
+        )  # fmt: skip
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]

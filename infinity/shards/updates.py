@@ -35,6 +35,7 @@ from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.shard_update import Do, Predictor, ShardUpdate
 from infinity.shards.commits import Commits
+from infinity.shards.homes import ShardHome
 from infinity.shards.hypers import Run, StepHypers
 from infinity.shards.pipeline import ExpectedUpdate, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
@@ -154,7 +155,7 @@ class StoredGradients:
             DiskError: The one before could not be written; or there is no room.
         """
         self._wait_for_place(unit.index)
-        stored = self._writes[unit.index] = self._tiers.write_gradient(unit, memory)
+        stored = self._writes[unit.index] = self._tiers.store.engine.write(self._tiers.gradient(unit), memory)
         return stored
 
     def _wait_for_place(self, index: int) -> None:
@@ -172,9 +173,10 @@ class StoredGradients:
             DiskError: The file system has no room for them.
         """
         self.chosen = indices
-        for index in self._tiers.with_gradient - indices - set(in_use):
+        store = self._tiers.storage.store
+        for index in frozenset() if store is None else store.with_gradient - indices - set(in_use):
             self._wait_for_place(index)
-            self._tiers.free_gradient(self._units[index])
+            self._tiers.store.free_gradient(index)
         for index in sorted(indices):
             self._tiers.gradient(self._units[index])
 
@@ -263,7 +265,7 @@ class Updates:
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         update = ShardUpdate(
-            unit.name, early=self.early and unit.home is Tier.NVME, keeps=self.clips,
+            unit.name, early=self.early and unit.home.tier is Tier.NVME, keeps=self.clips,
             spills=unit.index in self.stored_gradients.chosen,
         )  # fmt: skip
         pending = PendingUpdate(unit, update, grad, squares, lease, weights, used)
@@ -341,7 +343,7 @@ class Updates:
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
         once = dict.fromkeys(self.order.gradients)  # a step that was forgotten may have begun it
-        on_nvme = [index for index in once if self.units[index].home is Tier.NVME]
+        on_nvme = [index for index in once if self.units[index].home.tier is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
@@ -393,7 +395,7 @@ class Updates:
     @property
     def computes(self) -> bool:
         """Whether :meth:`commit` computes updates itself, which takes long."""
-        return self._beside is None and any(each.unit.home is Tier.HOST for each in self.ready.values())
+        return self._beside is None and any(each.unit.home.tier is Tier.HOST for each in self.ready.values())
 
     def commit(self, grad_scale: float) -> None:
         """Commit the step: publish validated updates, start the others."""
@@ -402,10 +404,12 @@ class Updates:
             pending.grad_scale = grad_scale
             self._on(pending, pending.update.commit)
             self.hypers.count(pending.used)
-            self.tiers.from_base.discard(index)
+            home = pending.unit.home
+            assert isinstance(home, ShardHome)
+            home.reloadable = False
             pending.unit.updates += 1
             if pending.place is not None:
-                pending.unit.version = pending.place
+                home.version = pending.place
         self.records.end_step()
         self._close_step()
 
@@ -423,12 +427,12 @@ class Updates:
         """Start fetching a shard's committed weights from byte ``start`` on, after the update of them."""
         future = self._futures.get(unit.index)
         if future is None or future.update.speculated:  # which writes the next version
-            return self.tiers.fetch(unit, memory, start)
-        return ChainedTransfer(future, lambda: self.tiers.fetch(unit, memory, start))
+            return unit.home.fetch(memory, start)
+        return ChainedTransfer(future, lambda: unit.home.fetch(memory, start))
 
     def resident(self, unit: Unit) -> Lease | None:
         """Return what holds the shard of a unit in host memory, or on the accelerator; None for others."""
-        return self.tiers.lease_of(unit)
+        return unit.home.lease
 
     def updated_in_place(self, unit: Unit) -> Callable[[], object]:
         """Return a wait for the new weights of a unit where they were; without an update there is none."""
@@ -460,9 +464,9 @@ class Updates:
         """Block until every update that was started has landed."""
         if self.pipeline is not None:
             self.pipeline.drain()
-        for index in self.tiers.residents:
-            if index in self._futures:
-                self._futures[index].wait()
+        for index, future in list(self._futures.items()):
+            if self.units[index].home.tier is Tier.HOST:
+                future.wait()
         self.stored_gradients.land()
         if self.records.commits is not None:
             self.records.commits.wait()
@@ -476,7 +480,7 @@ class Updates:
 
     def _start(self, pending: PendingUpdate) -> None:
         """Start an update where its unit lives."""
-        if pending.unit.home is Tier.NVME:
+        if pending.unit.home.tier is Tier.NVME:
             self._update_in_pipeline(pending)
         elif pending.unit.index in self.chosen:
             self._update_on_device(pending)
@@ -497,7 +501,7 @@ class Updates:
         future = pending.future = self._futures[unit.index] = UpdateFuture(pending.update)
         try:
             on_device.update(
-                unit, resident.values, lambda: pending.lease.tensor.view(dtype), runs, earlier,
+                unit, resident, lambda: pending.lease.tensor.view(dtype), runs, earlier,
                 partial(self._landed, pending, future),
             )  # fmt: skip
         except BaseException as error:

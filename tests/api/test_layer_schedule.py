@@ -186,7 +186,7 @@ def count(
     optimizer = optimizer_for(model, rule)
     with contextlib.closing(optimizer):
         runtime: Any = optimizer.runtime
-        assert all(unit.home is Tier.NVME for unit in runtime.units)
+        assert all(unit.home.tier is Tier.NVME for unit in runtime.units)
         scheduled = infinity.layer_schedule(model, micro_batches) if schedule == "layer" else None
         planned, losses, on_demand, before = [], [], 0, (0, 0)
         for step in range(WARM_UP + STEPS):

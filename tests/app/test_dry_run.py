@@ -83,7 +83,7 @@ def run(
         executor = runtime.executor()
         plan = executor.prefetcher.training.plan
         return {
-            "units": [(u.name, u.numel, u.home is Tier.NVME) for u in runtime.units],
+            "units": [(u.name, u.numel, u.home.tier is Tier.NVME) for u in runtime.units],
             "division": executor.budget.division,
             "events": () if plan is None else plan.events,
             "fetched": [] if plan is None else list(plan.fetched()),

@@ -12,7 +12,7 @@ from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import Stored
-from infinity.partition.unit import StoredForm, Unit, is_placeholder, layout, placeholder
+from infinity.partition.unit import Home, StoredForm, Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
 
@@ -139,7 +139,7 @@ def test_what_is_taken_stays_leased_until_its_taker_gives_it_back(parts):
 
 def test_a_shard_in_host_memory_is_copied_and_goes_back_home(parts):
     mover, units, shards, _, _ = parts
-    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    units[0].move_to(Home(Tier.HOST))
     shards.residents[0] = FakePool(2**20).lease(units[0].shard_nbytes, who="a shard")
     shards.residents[0].tensor.view(torch.bfloat16).fill_(5)
     mover.start(0)
@@ -278,7 +278,7 @@ def test_what_is_stored_in_another_form_is_fetched_so_and_decoded_before_it_is_u
 def test_the_stored_form_in_host_memory_is_decoded_from_there(parts):
     mover, units, shards, pool, _ = parts
     decoded = decoded_from_bytes(units[0])
-    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    units[0].move_to(Home(Tier.HOST))
     shards.residents[0] = FakePool(2**20).lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)
     mover.start(0)
@@ -404,7 +404,7 @@ def test_memory_that_a_failed_peer_may_write_to_is_never_lent_again(stored, used
 
 def test_beside_an_accelerator_a_shard_in_host_memory_is_uploaded_after_its_update(staged):
     mover, unit, shards, _, _ = staged
-    unit.home, unit.lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    unit.move_to(Home(Tier.HOST))
     shard = shards.residents[0] = FakePool(2**20).lease(unit.shard_nbytes, who="a shard")
     shards.update = lambda: shard.tensor.view(torch.bfloat16).fill_(4)
     mover.start(0)
@@ -471,7 +471,7 @@ def test_a_release_waits_for_stored_bytes_that_are_on_their_way(parts, decodes):
 def test_stored_bytes_in_host_memory_stay_there(parts):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
-    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    units[0].move_to(Home(Tier.HOST))
     host = FakePool(2**20)
     shards.residents[0] = host.lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)

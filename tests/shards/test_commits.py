@@ -40,7 +40,7 @@ def test_the_record_follows_every_committed_step(tmp_path):
             optimizer.synchronize()
             record = newest(tmp_path / "mine")
             assert record.step == step + 1
-            assert record.versions == tuple(unit.version for unit in runtime.units)
+            assert record.versions == tuple(unit.home.version for unit in runtime.units)
             assert record.counts == tuple((step + 1,) * len(unit.segments) for unit in runtime.units)
         optimizer.close()
 

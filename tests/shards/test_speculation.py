@@ -40,7 +40,7 @@ def lockstep(place: str, directory: Any, dtype: str = "bf16", **options: Any) ->
     overrides = streaming(directory, *more.get(place, []))
     pair = Lockstep(overrides, dtype=dtype, rule=Rule(max_grad_norm=FREE), roomy=place == "roomy", **options)
     try:
-        homes = {unit.home for unit in pair.optimizer.runtime.units}
+        homes = {unit.home.tier for unit in pair.optimizer.runtime.units}
         assert homes == ({Tier.HOST, Tier.NVME} if place == "part" else {Tier.NVME})
         yield pair
     finally:
@@ -115,7 +115,7 @@ def play(pair: Lockstep, moves: str) -> list[tuple[int, int]]:
 
 
 def on_nvme(pair: Lockstep) -> int:
-    return sum(unit.home is Tier.NVME for unit in pair.optimizer.runtime.units)
+    return sum(unit.home.tier is Tier.NVME for unit in pair.optimizer.runtime.units)
 
 
 # --- when ----------------------------------------------------------------------------------------
