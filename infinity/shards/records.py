@@ -15,8 +15,9 @@ from infinity.core.errors import StateError
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Unit
 from infinity.planner.shard_update import Predictor
-from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
+from infinity.shards.commits import CommitInterval, Commits
 from infinity.shards.homes import HostHome
+from infinity.shards.journal import CommitRecord, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
@@ -207,7 +208,7 @@ class Records:
             self.recorded = saved.step
             self.commits.obsolete = obsolete
             if saved.own is not None:
-                self.commits.take_over(saved.own.record, saved.own.place)
+                self.commits.take_over(saved.own.record)
                 record = saved.own.record
                 # Of this model's units: cut otherwise, it may have more than the record.
                 places = (record.versions[u.index] if u.index in adopted else -1 for u in self.units)

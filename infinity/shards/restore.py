@@ -219,7 +219,7 @@ class _Source:
         """Every file of the rank in its generation; its locks, if it is none of ``world_size`` ranks."""
         rank = self.saved.files.rank
         stem = f"rank{rank}-{self.saved.files.generation}"
-        for folder in {self.saved.folder, *(path.parent for path in self.saved.data)}:
+        for folder in {self.saved.journal.parent, *(path.parent for path in self.saved.data)}:
             yield from folder.glob(f"{stem}[-.]*")
             if rank >= world_size:
                 yield folder / f"rank{rank}.lock"

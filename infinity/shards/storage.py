@@ -23,8 +23,9 @@ from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
 from infinity.optim.rule import UpdateRule
 from infinity.optim.rules import default_rule
-from infinity.shards.commits import Commits, RankFiles, head_of
+from infinity.shards.commits import Commits
 from infinity.shards.config import Resume
+from infinity.shards.journal import Journal, RankFiles
 from infinity.shards.saved import SavedRun, clear, find_saved
 from infinity.shards.store import ShardStore
 from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_of
@@ -117,6 +118,11 @@ class Storage:
                 finished_path(folder, rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
         own = None if self.saved is None else self.saved.own
+        journal = None
+        # It comes before the data files: those without a journal are of a run that has it elsewhere.
+        if resume is not None:
+            journal = Journal(folders[0] if own is None else own.journal.parent, files, synced=synced)
+            self._stack.callback(journal.close)
         paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
         paths = paths if own is None else list(own.data)
         self.drives = len(paths)
@@ -142,28 +148,14 @@ class Storage:
         self.units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
             self.engine = WatchedEngine(self.engine, timeline)
-        if resume in ("auto", "must") and self.memory.versions == 2:
-            folder = folders[0] if own is None else own.folder
-            if own is None:
-                self.volume.reserve_heads()
-                self._write_heads(files, 0)
-            self.commits = Commits(
-                folder,
-                files,
-                self.volume.sync if synced else None,
-                partial(self._write_heads, files),
-                None if self.sums is None else partial(self.sums.snapshot, self.drives),
-            )
+        if journal is not None and resume != "never" and self.memory.versions == 2:
+            sums = tuple if self.sums is None else partial(self.sums.snapshot, self.drives)
+            self.commits = Commits(journal, self.volume.sync if synced else None, sums)
             self._stack.callback(self.commits.close)
         self.store = ShardStore(
             self.volume, self.units_engine, self.host_pool, self.layout,
             versions=self.memory.versions, chunk_numel=self.chunk_numel,
         )  # fmt: skip
-
-    def _write_heads(self, files: RankFiles, oldest: int) -> None:
-        assert self.volume is not None
-        for drive in range(self.drives):
-            self.volume.write_head(drive, head_of(files, drive, oldest))
 
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]

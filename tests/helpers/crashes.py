@@ -45,10 +45,10 @@ POINTS = {
     "an update": "infinity.shards.updates:Updates._landed",
     "the commit": "infinity.shards.updates:Updates.commit",
     "handing the record over": "infinity.shards.records:Records.end_commit",
-    "the layout": "infinity.shards.commits:write_layout",
-    "the draft": "infinity.shards.commits:create_file",
+    "the head": "infinity.shards.journal:Head.write",
+    "in the transaction": "infinity.shards.journal:Journal._keep_from",
     "the rename": "pathlib:Path.replace",
-    "the record": "infinity.shards.commits:write_commit",
+    "the record": "infinity.shards.journal:Journal.append",
     "a removal": "pathlib:Path.unlink",
     "retire": "infinity.shards.commits:Commits.retire",
     "invalidate": "infinity.shards.commits:Commits.invalidate",
@@ -364,7 +364,11 @@ def run_trial(folder: Path, trial: Trial, expected: "Expected", allowed: Sequenc
                 continue
             if problem:
                 raise AssertionError(f"{kill}: {codes} {problem}\n{log_of(folder)}")
-            if reshards and (folder / "final").exists() and not list((folder / "nvme").glob("*/*.commit?")):
+            if (
+                reshards
+                and (folder / "final").exists()
+                and not list((folder / "nvme").glob("*/*.commits-head"))
+            ):
                 break  # it has ended; another life would begin anew, with the last number of ranks
         compare(folder, wanted)
         left = list((folder / "nvme").glob("*/*"))
