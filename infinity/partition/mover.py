@@ -191,11 +191,39 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
     return normal
 
 
+class _Lanes:
+    """Threads and streams on which weights move beside compute, and beside each other.
+
+    Args:
+        device: The accelerator; None: there is none, so units are decoded only.
+
+    Attributes:
+        uploads: Waits for the disk, and copies shards to the accelerator.
+        decoding: Makes full values of stored bytes.
+        leaving: The stream of copies to host memory.
+        within: The stream of copies inside the accelerator's memory.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.uploads: ThreadPoolExecutor | None = None
+        self.leaving: torch.Stream | None = None
+        self.within: torch.Stream | None = None
+        decoders = 1 if device else min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
+        if device is not None:
+            self.uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
+            self.leaving, self.within = new_stream(device), new_stream(device)
+        own = (device or _CPU,)
+        self.decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, own)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.decoding.shutdown()
+        if self.uploads is not None:
+            self.uploads.shutdown()
+
+
 class UnitMover:
     """Starts, finishes and drops the full values of units.
-
-    It has more attributes than other classes: the parts that it connects, what is on its way or stays, and a
-    thread or a stream for each way.
 
     Args:
         units: All of the model's.
@@ -216,15 +244,7 @@ class UnitMover:
         self._arriving: dict[int, Arriving] = {}
         self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
         self._staying: dict[int, Staying] = {}
-        self._uploads: ThreadPoolExecutor | None = None
-        self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
-        self._within: torch.Stream | None = None  # of weights that are copied inside the accelerator's
-        device, decoders = _CPU, min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
-        if staging is not None:
-            device, decoders = staging.device, 1
-            self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
-            self._leaving, self._within = new_stream(device), new_stream(device)
-        self._decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, (device,))
+        self._lanes = _Lanes(None if staging is None else staging.device)
 
     @_never_inference
     def start(self, item: Item) -> None:
@@ -254,10 +274,9 @@ class UnitMover:
 
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
-        if self._uploads is not None:
-            ready = (
-                self._within_device(ready) if unit.home.is_on_device else self._uploads.submit(ready).result
-            )
+        uploads = self._lanes.uploads
+        if uploads is not None:
+            ready = self._within_device(ready) if unit.home.is_on_device else uploads.submit(ready).result
         if self.collectives is None:
             return ready
 
@@ -271,7 +290,7 @@ class UnitMover:
     def _within_device(self, ready: Callable[[], object]) -> Callable[[], object]:
         """Give the accelerator a copy that has nothing to wait for; what is returned raises its error."""
         given = Transfer()
-        with on_stream(self._within):
+        with on_stream(self._lanes.within):
             given.run(ready)
         return given.wait
 
@@ -288,7 +307,7 @@ class UnitMover:
     def _start_decoding(
         self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease
     ) -> Callable[[], object]:
-        return self._decoding.submit(self._decode, unit, form, stored, full).result
+        return self._lanes.decoding.submit(self._decode, unit, form, stored, full).result
 
     def _decode(self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease) -> None:
         with contextlib.ExitStack() as held:
@@ -447,7 +466,7 @@ class UnitMover:
     def copy_to_host(self, unit: Unit, full: Lease, shard: Lease) -> None:
         """Copy this rank's slice of a full buffer to pinned memory, after compute and beside it."""
         full.record_use()
-        with on_stream(self._leaving):
+        with on_stream(self._lanes.leaving):
             own = unit.shard_of(full.tensor.view(unit.dtype))
             shard.tensor.view(unit.dtype).copy_(own, non_blocking=True)
             shard.record_use()
@@ -495,6 +514,4 @@ class UnitMover:
 
     def close(self) -> None:
         """End the threads."""
-        self._decoding.shutdown()
-        if self._uploads is not None:
-            self._uploads.shutdown()
+        self._lanes.close()
