@@ -98,17 +98,14 @@ def from_pretrained(
     for name in config_overrides:
         if name in _ELSEWHERE:
             raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
-    path = Path(path)
     with contextlib.ExitStack() as files:
         with Init(recipe) as init:
-            runtime = init.runtime
+            runtime, path = init.runtime, Path(path)
             if not path.exists():
                 raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             checkpoint = files.enter_context(Checkpoint(path))
-            quantization, decoded = read_quantization(path), 0
-            if quantization is not None:
-                decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
+            decoded = _decode(checkpoint, runtime, frozen=frozen)
             loading = CheckpointValues(checkpoint, new, ignore, on_progress)
             runtime.construction.late = loading
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
@@ -117,20 +114,26 @@ def from_pretrained(
             if base is not None:
                 files.pop_all()  # it closes them
         runtime.construction.late = runtime.tiers.base = None
-        notes = loading.notes()
-        if quantization is not None:
-            notes.append(
-                f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
-                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized; stored_as, or infinity "
-                "export --stored, quantizes them again"
-            )
         if frozen:
             loading.freeze(runtime.units)
-        if base is not None:
-            notes += _describe_base(base, path, runtime)
-        for line in notes if runtime.ranks.rank == 0 else ():
+        served = [] if base is None else _describe_base(base, path, runtime)
+        for line in (*loading.notes(), *decoded, *served) if runtime.ranks.rank == 0 else ():
             runtime.say(line)
     return model.eval()
+
+
+def _decode(checkpoint: Checkpoint, runtime: Runtime, *, frozen: bool) -> list[str]:
+    """Let quantized weights of a checkpoint be decoded when they are read; return lines that say so."""
+    quantization = read_quantization(checkpoint.path)
+    if quantization is None:
+        return []
+    decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
+    line = (
+        f"{decoded} weights of {checkpoint.path} are decoded from {quantization}; exports have them in "
+        f"{str(runtime.dtype).removeprefix('torch.')}, not quantized; stored_as, or infinity export "
+        "--stored, quantizes them again"
+    )
+    return [line]
 
 
 def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runtime) -> MappedBase | None:
