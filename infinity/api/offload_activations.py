@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.activations.controller import Activations, FixedBudget, Policy
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache, untraced
+from infinity.api.refused import is_served
 from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
@@ -26,7 +27,6 @@ from infinity.core.owned import OwnedStack
 from infinity.device.allocator import heap_line
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool
-from infinity.engine.runtime import is_served
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id

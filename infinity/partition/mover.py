@@ -40,8 +40,7 @@ only after the turn of the first.
 import contextlib
 import functools
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
@@ -54,7 +53,7 @@ from infinity.comm.collectives import Collectives
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.core.transfer import Lease, Pool, Transfer, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.optim.threads import background_threads
 from infinity.partition.prefetcher import Item, Stored
@@ -93,16 +92,22 @@ class Staging:
             self._without += lease is None
         reading = None if lease is None else fetch(lease.memory, 0)
 
+        def read(start: int, buffer: Lease) -> Transfer:
+            if start == 0 and reading is not None:
+                return reading
+            return fetch(buffer.memory[: min(size, nbytes - start)], start)
+
         def ready() -> None:
             with contextlib.ExitStack() as held:
-                first = lease or self._its_turn(size, who)
-                held.callback(first.release)
-                readings = deque([_Reading(first, 0, reading or fetch(first.memory, 0))])
-                second = self.pool.try_lease(size, who=who) if nbytes > size else None
-                if second is not None:
+                buffers = [lease or self._its_turn(size, who)]
+                held.callback(buffers[0].release)
+                if nbytes > size and (second := self.pool.try_lease(size, who=who)) is not None:
                     held.callback(second.release)
-                held.callback(_settle, readings)
-                self._play(nbytes, readings, second, fetch, upload)
+                    buffers.append(second)
+                landed = held.enter_context(contextlib.closing(stream(range(0, nbytes, size), buffers, read)))
+                for start, buffer in landed:
+                    upload(buffer.tensor[: min(size, nbytes - start)], start)
+                    buffer.record_use()
 
         return ready
 
@@ -112,45 +117,6 @@ class Staging:
         finally:
             with self._lock:
                 self._without -= 1
-
-    def _play(
-        self, nbytes: int, readings: "deque[_Reading]", free: Lease | None, fetch: Fetch, upload: Upload
-    ) -> None:
-        """Read piece i+1 while piece i is uploaded, if there is a ``free`` buffer."""
-        size = readings[0].lease.nbytes
-
-        def read(lease: Lease, start: int) -> None:
-            memory = lease.memory[: min(size, nbytes - start)]
-            readings.append(_Reading(lease, start, fetch(memory, start)))
-
-        for following in (*range(size, nbytes, size), None):
-            if following is not None and free is not None:
-                read(free, following)
-            piece = readings[0]
-            piece.transfer.wait()
-            readings.popleft()
-            upload(piece.lease.tensor[: min(size, nbytes - piece.start)], piece.start)
-            piece.lease.record_use()
-            if following is not None and free is None:
-                read(piece.lease, following)
-            elif free is not None:
-                free = piece.lease
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A piece that is being read into ``lease``, from byte ``start`` of its shard on."""
-
-    lease: Lease
-    start: int
-    transfer: Transfer
-
-
-def _settle(readings: Iterable[_Reading]) -> None:
-    """Return when nothing is written into the buffers any more."""
-    for reading in readings:
-        with contextlib.suppress(OSError):  # another error is on its way already
-            reading.transfer.wait()
 
 
 S = UnitState
