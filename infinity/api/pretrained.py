@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,24 @@ def from_pretrained(
     for name in config_overrides:
         if name in _ELSEWHERE:
             raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
+    values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
+    return _load(Path(path), recipe, auto_class, config_overrides, values, frozen=frozen).eval()
+
+
+def _load(
+    path: Path, recipe: EngineConfig | HasEngineConfig | None, auto_class: Any,
+    config_overrides: dict[str, Any], values: Callable[[Checkpoint], CheckpointValues], *, frozen: bool,
+) -> Any:  # fmt: skip
+    """Build the model of a directory under ``Init``, and give its units their values."""
     with contextlib.ExitStack() as files:
         with Init(recipe) as init:
-            runtime, path = init.runtime, Path(path)
+            runtime = init.runtime
             if not path.exists():
                 raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             checkpoint = files.enter_context(Checkpoint(path))
             decoded = _decode(checkpoint, runtime, frozen=frozen)
-            loading = CheckpointValues(checkpoint, new, ignore, on_progress)
+            loading = values(checkpoint)
             runtime.construction.late = loading
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
             loading.prepare(model)
@@ -119,7 +129,7 @@ def from_pretrained(
         served = [] if base is None else _describe_base(base, path, runtime)
         for line in (*loading.notes(), *decoded, *served) if runtime.ranks.rank == 0 else ():
             runtime.say(line)
-    return model.eval()
+    return model
 
 
 def _decode(checkpoint: Checkpoint, runtime: Runtime, *, frozen: bool) -> list[str]:

@@ -52,7 +52,7 @@ class RunFiles:
         folders = [directory.path for directory in directories]
         files = RankFiles(ranks.rank)
         if resume is not None:
-            files = self._look_for_commit(folders, ranks, resume, note, versions=memory.versions)
+            self.saved, files = self._look_for_commit(folders, ranks, resume, note, versions=memory.versions)
             for folder in folders:
                 finished_path(folder, ranks.rank).unlink(missing_ok=True)  # of a run before
         self._looked, self.keep = True, self.saved is not None
@@ -69,12 +69,11 @@ class RunFiles:
     def _look_for_commit(
         self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object], *,
         versions: int,
-    ) -> RankFiles:  # fmt: skip
-        """Set ``saved``, remove what belongs to no commit, and return the names of this rank's files."""
+    ) -> tuple[SavedRun | None, RankFiles]:  # fmt: skip
+        """Return the last commit, and the names of this rank's files; remove what belongs to no commit."""
         where = ", ".join(map(str, folders))
-        if resume != "never":
-            self.saved = find_saved(folders, ranks, note)
-        if self.saved is None:
+        saved = None if resume == "never" else find_saved(folders, ranks, note)
+        if saved is None:
             self._looked = True
             if resume == "must":
                 raise StateError(
@@ -82,15 +81,14 @@ class RunFiles:
                     "there"
                 )
             clear(folders, ranks)
-            return RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
+            return None, RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
         if versions == 1:
             raise StateError(
                 f"an interrupted run is in {where}, which memory.versions=1 would write over: set "
                 f"memory.versions=2 to go on; {BEGIN_ANEW}"
             )
-        clear(folders, ranks, keep=(self.saved.generation,))
-        generation = self.saved.generation + (self.saved.own is None)
-        return RankFiles(ranks.rank, generation, self.saved.run)
+        clear(folders, ranks, keep=(saved.generation,))
+        return saved, RankFiles(ranks.rank, saved.generation + (saved.own is None), saved.run)
 
     @property
     def _has_commit(self) -> bool:
