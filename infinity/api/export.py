@@ -77,16 +77,11 @@ def export(
         return _read_weights(runtime.units, runtime.tiers, wanted)
 
     def write(out: Path) -> Path:
+        gathered = partial(runtime.values.gathered, modify=False)
         export_model(
-            model,
-            runtime.units,
-            out,
-            read_weights=read_weights,
-            gathered=partial(runtime.values.gathered, modify=False),
-            ranks=runtime.ranks,
-            max_shard_nbytes=max_shard_nbytes,
-            tokenizer=tokenizer,
-        )
+            model, runtime.units, out, read_weights=read_weights, gathered=gathered, ranks=runtime.ranks,
+            max_shard_nbytes=max_shard_nbytes, tokenizer=tokenizer,
+        )  # fmt: skip
         return out
 
     def shapes() -> dict[str, tuple[int, ...]]:
