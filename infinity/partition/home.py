@@ -89,9 +89,10 @@ class Home:
             memory: For weights, or for their stored form if the unit has one.
             start: The first byte of the shard that is read; whole blocks.
         """
-        if self.updating is None or self.updating.update.speculated:  # which writes the next version
+        update = self.updating
+        if update is None or update.update.speculated:  # which writes the next version
             return self.fetch(memory, start)
-        return ChainedTransfer(self.updating, lambda: self.fetch(memory, start))
+        return ChainedTransfer(update, lambda: self.fetch(memory, start))
 
     def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
         """Start reading the shard, in the form that it travels in, from byte ``start`` on."""

@@ -122,9 +122,8 @@ class Records:
 
     def _make_commit(self) -> "Commit":
         updates = (unit.home.updating for unit in self.units)
-        landing: list[Transfer] = [
-            update for update in updates if update is not None
-        ]  # those of steps without a record, too
+        # Those of steps without a record, too.
+        landing: list[Transfer] = [update for update in updates if update is not None]
         landing += [transfer for each in self._stored.values() for transfer in each]
         versions = tuple(unit.home.version for unit in self.units)
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
