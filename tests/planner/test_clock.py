@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infinity.core.budget import DeviceBudget
 from infinity.planner import clock
-from infinity.planner.clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost, play_step
+from infinity.planner.clock import play_step
 from infinity.planner.machines import (
     DevicesConfig,
     DrivesConfig,
@@ -22,6 +22,7 @@ from infinity.planner.machines import (
 from infinity.planner.prefetch_plan import Event, Kind, make_plan
 from infinity.planner.simulator import Job, Server
 from infinity.planner.step import StepSetup, StepTrace, Stored, StoredShape, UnitShape
+from infinity.planner.virtual_clock import COMPUTE, DECODE, LINKS, UPDATE, StepCost
 
 NUMEL = 2048 * 4096
 MACHINE = Machine(
