@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from infinity.core.errors import InfinityError, RecipeError
 
@@ -203,6 +203,8 @@ def _console(width: int = 160) -> Any:
 
 # --- arguments -----------------------------------------------------------------------------------
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 
 def _parser() -> argparse.ArgumentParser:
     try:
@@ -215,6 +217,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"infinity {installed}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    for add in (
+        _add_train_command, _add_resume_command, _add_runs_command, _add_verify_command, _add_export_command,
+        _add_save_command, _add_plan_command, _add_probe_command, _add_recipe_command,
+    ):  # fmt: skip
+        add(commands)
+    return parser
+
+
+def _add_train_command(commands: Commands) -> None:
     train = commands.add_parser(
         "train",
         help="train a model with a recipe",
@@ -227,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_hardware(train)
     train.set_defaults(run_command=_train)
 
+
+def _add_resume_command(commands: Commands) -> None:
     resume = commands.add_parser(
         "resume",
         help="go on with a run that was interrupted",
@@ -237,6 +250,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(resume, "such as memory.host=16GiB; what changes a run's numbers must stay")
     resume.set_defaults(run_command=_resume)
 
+
+def _add_runs_command(commands: Commands) -> None:
     runs = commands.add_parser(
         "runs",
         help="list runs, or remove some",
@@ -248,6 +263,8 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--yes", action="store_true", help="remove without asking")
     runs.set_defaults(run_command=_runs)
 
+
+def _add_verify_command(commands: Commands) -> None:
     verify = commands.add_parser(
         "verify",
         help="check everything that an interrupted run keeps on drives",
@@ -263,6 +280,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run_command=_verify)
 
+
+def _add_export_command(commands: Commands) -> None:
     export = commands.add_parser(
         "export",
         help="export a run's trained model as a Hugging Face directory",
@@ -280,6 +299,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(run_command=_export)
 
+
+def _add_save_command(commands: Commands) -> None:
     save = commands.add_parser(
         "save",
         help="save an interrupted run's last step as a portable checkpoint",
@@ -291,6 +312,8 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument("dir", metavar="DIR", help="the new directory")
     save.set_defaults(run_command=_save)
 
+
+def _add_plan_command(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="say what a recipe needs and takes on some hardware, or show a run's plan for activations",
@@ -315,6 +338,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run_command=_plan)
 
+
+def _add_probe_command(commands: Commands) -> None:
     probe = commands.add_parser(
         "probe",
         help="measure this machine, and write a hardware file",
@@ -325,9 +350,10 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("--output", metavar="FILE", help="the hardware file to write, such as here.yaml")
     probe.set_defaults(run_command=_probe)
 
+
+def _add_recipe_command(commands: Commands) -> None:
     recipe = commands.add_parser("recipe", help="list every recipe key with type, default and meaning")
     recipe.set_defaults(run_command=_recipe)
-    return parser
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

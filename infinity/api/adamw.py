@@ -239,7 +239,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def timeline(self) -> Timeline:
         """Spans of compute and transfers; empty unless the recipe says ``observe.timeline``."""
-        return self.runtime.timeline
+        return self.runtime.stalls.timeline
 
     def synchronize(self) -> None:
         """Block until every update that was started has landed on its tier."""

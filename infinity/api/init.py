@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import infinity.api.refused  # noqa: F401  # registers hooks
 from infinity.core.errors import StateError
 from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config

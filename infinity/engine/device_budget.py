@@ -34,9 +34,12 @@ from torch import nn
 from infinity.activations.blocks import recomputable_blocks
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
+from infinity.core.config import MemoryConfig
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import memory_nbytes
+from infinity.device.machine import local_ranks, total_host_nbytes
 from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.homes import HostHome
@@ -380,3 +383,20 @@ _BESIDE_A_PLAN = (
     "; or set memory.activations=keep: a plan gives activations a share of memory.device, and this "
     "schedule keeps little more than each block's input"
 )
+
+
+def check_memory(memory: MemoryConfig, ranks: Ranks) -> None:
+    """Refuse budgets of memory that this machine does not have: nothing else would, until it is used up.
+
+    Raises:
+        BudgetError: A budget exceeds the machine's memory.
+    """
+    host = total_host_nbytes() // local_ranks()
+    device = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else host
+    for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):
+        if wanted is not None and wanted > most:
+            raise BudgetError(
+                f"memory.{key} is {format_nbytes(wanted)}; this machine has {format_nbytes(most)} "
+                f"({most} bytes) for a rank. Lower memory.{key}, or leave it out: it then follows from the "
+                "free memory"
+            )

@@ -19,7 +19,6 @@ from infinity.core.errors import StateError
 from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
-from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledParameter, compute_in_tiles, compute_whole
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
@@ -103,7 +102,9 @@ class FullValues:
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
         executor, before, stored = self._executor(), None, False
-        self._visit(unit, executor.prefetcher)
+        if executor.prefetcher.streams(unit.index):
+            with executor.prefetcher.visiting():
+                executor.prefetcher.use(unit.index, ())
         try:
             assert unit.flat is not None
             unit.check_all_attached()
@@ -117,16 +118,6 @@ class FullValues:
             stored = True
         finally:
             self._end_visit(unit, executor, modify, None if stored else before, undone=not stored)
-
-    def _visit(self, unit: Unit, prefetcher: Prefetcher) -> None:
-        """Have a unit gathered and pinned."""
-        if prefetcher.streams(unit.index):
-            outer = prefetcher.running
-            prefetcher.begin_visit()
-            try:
-                prefetcher.use(unit.index, ())
-            finally:
-                prefetcher.running = outer
 
     def _end_visit(
         self, unit: Unit, executor: StepExecutor, modify: bool, before: Tensor | None, *, undone: bool
@@ -143,11 +134,8 @@ class FullValues:
         if streams and unit.lease is not None:  # else the model was closed meanwhile
             if undone and modify:  # it is fetched again
                 executor.hooks.release_unscoped_units()
-            outer = prefetcher.running
-            prefetcher.begin_visit()
-            prefetcher.unpin(unit.index)
-            prefetcher.end_inference()
-            prefetcher.running = outer
+            with prefetcher.visiting():
+                prefetcher.unpin(unit.index)
             if modify:
                 prefetcher.forget_stored(unit.index)
             if undone and modify:

@@ -60,7 +60,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -77,7 +77,7 @@ from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.core.owned import weakly
 from infinity.engine.gradients import Gradients
 from infinity.engine.unit_gradient import ReleasedGradient
-from infinity.partition.pins import BackwardPins
+from infinity.partition.pins import BackwardPins, Leaves
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
@@ -127,11 +127,25 @@ class Ended:
         raise StateError(self._why)
 
 
+@dataclass(slots=True)
+class _Outside:
+    """What goes on outside any forward.
+
+    Attributes:
+        units: Those that were touched there.
+        goes_on: A pass does: a visit of those, or inference whose loss is to follow.
+        pending: Units of calls that are over, but whose logits are pending.
+    """
+
+    units: list[int] = field(default_factory=list)
+    goes_on: bool = False
+    pending: list[int] = field(default_factory=list)
+
+
 class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
-    It has more attributes than other classes: the parts that it connects, and where forward and backward are,
-    which every hook needs to know.
+    It has more attributes than other classes: the parts that it connects, and where forward and backward are.
 
     Args:
         units: All of the model's.
@@ -149,16 +163,10 @@ class Hooks:
         self.logits = LogitSlices(self._running, self._stamp)
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
-        self._leaves = leaves
-        self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
+        self._leaves, self._outside = Leaves(leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
-        self._unscoped: list[int] = []  # units touched outside any forward
-        self._outside = False  # a pass goes on there: a visit of those, or inference whose loss is to follow
-        self._held: list[int] = []  # units of calls that are over, but whose logits are pending
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
-        self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
-        self._leaf: tuple[Unit, ...] = ()  # that backward is in
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
 
     @property
@@ -208,8 +216,8 @@ class Hooks:
             for each in self.stack:
                 each.pending = True
             return
-        if module in self._leaves:
-            self._enter_leaf(self._leaves[module], frame)
+        if module in self._leaves.of_module:
+            self._enter_leaf(self._leaves.of_module[module], frame)
         for param in module._parameters.values():
             place = None if param is None else self.units.find(param)
             if place is not None:
@@ -237,7 +245,7 @@ class Hooks:
 
     def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._leaf_calls[leaf] += 1
+            self._leaves.count_call(leaf)
         for unit in leaf:
             self._use(unit, frame)
         frame.leaf = True
@@ -284,34 +292,33 @@ class Hooks:
             self._use(unit, self.stack[-1])
         elif torch._C._current_graph_task_id() != -1:
             self._use_in_backward(unit)
-        elif unit.index not in self._unscoped:
-            if not self.prefetcher.holds([*self._unscoped, unit.index]):
+        elif unit.index not in self._outside.units:
+            if not self.prefetcher.holds([*self._outside.units, unit.index]):
                 self.release_unscoped_units()  # print(model) asks for every bias
             self._begin_visit()
             self.prefetcher.use(unit.index)
-            self._unscoped.append(unit.index)
+            self._outside.units.append(unit.index)
 
     def release_unscoped_units(self) -> None:
         """Release the units that were touched outside any forward, and end the pass that goes on there."""
         self._close_ended()
-        if self._unscoped:
-            unscoped, self._unscoped = self._unscoped, []
+        if self._outside.units:
             self._begin_visit()
-            for index in unscoped:
-                self.prefetcher.unpin(index)
+            while self._outside.units:
+                self.prefetcher.unpin(self._outside.units.pop(0))
         self._end_outside()
 
     def _begin_visit(self) -> None:
         self._end_outside()
         self.prefetcher.begin_visit()
-        self._outside = True
+        self._outside.goes_on = True
 
     def _end_outside(self) -> None:
         """End the pass that goes on outside any forward; units that were touched there stay."""
-        while self._held:
-            self.prefetcher.unpin(self._held.pop(0))
-        if self._outside:
-            self._outside = False
+        while self._outside.pending:
+            self.prefetcher.unpin(self._outside.pending.pop(0))
+        if self._outside.goes_on:
+            self._outside.goes_on = False
             self.prefetcher.end_inference()
 
     def _use(self, unit: Unit, frame: Frame) -> None:
@@ -320,7 +327,7 @@ class Hooks:
         if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
-        one_use = unit.index in self._leaf_of or self.logits.computing
+        one_use = self._leaves.of(unit) or self.logits.computing
         if one_use and any(f.leaf and unit.index in f.pinned for f in self.stack):
             return
         self.prefetcher.use(unit.index)
@@ -383,12 +390,12 @@ class Hooks:
 
     def _close(self, frame: Frame, output: Any) -> None:
         if frame.pending:
-            self._held += frame.pinned
+            self._outside.pending += frame.pinned
         else:
             for index in frame.pinned:
                 self.prefetcher.unpin(index)
         if frame.inference:
-            self._outside = True
+            self._outside.goes_on = True
             if not frame.pending:
                 self._end_outside()
         self._leave_contexts(frame)
@@ -418,12 +425,12 @@ class Hooks:
 
     def _run(self, frame: Frame, stack: ExitStack) -> None:
         if not self.stack and torch.is_grad_enabled():
-            if self._outside or self._unscoped:
+            if self._outside.goes_on or self._outside.units:
                 self.release_unscoped_units()
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
         elif not self.stack:
             frame.inference = True
-            if not self._outside or self._unscoped:
+            if not self._outside.goes_on or self._outside.units:
                 self.release_unscoped_units()
                 self.prefetcher.begin_visit()
         self.stack.append(frame)
@@ -491,8 +498,8 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
-        leaf = self._leaf_of.get(unit.index, ())
-        if not recomputing or leaf is not self._leaf:
+        leaf = self._leaves.of(unit)
+        if not recomputing or not self._leaves.is_in(leaf):
             self._move_to(() if recomputing else leaf)
         if leaf:
             for each in leaf:
@@ -507,11 +514,9 @@ class Hooks:
             self.pins.keep_for(node, unit.index)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
-        """Take note that backward is in ``leaf`` (or in none), and has left the one before."""
-        if leaf is self._leaf:
-            return
-        left, self._leaf = self._leaf, leaf
-        if left and self._leaf_calls[left] <= 1:
+        """Backward is in ``leaf`` (or in none): complete the one that it has left."""
+        left = self._leaves.move_to(leaf)
+        if left:
             self.gradients.complete_together(left)
             for unit in left:  # those that are frozen
                 self.pins.unpin(unit.index)
@@ -519,9 +524,8 @@ class Hooks:
     @uninterrupted
     def _end_backward(self) -> None:
         self._move_to(())
-        for leaf, calls in self._leaf_calls.items():
-            if calls > 1:
-                self.gradients.complete_together(leaf)
+        for leaf in self._leaves.several_calls():
+            self.gradients.complete_together(leaf)
         self.gradients.end_backward()
         self._leave_backward()
 
@@ -542,8 +546,8 @@ class Hooks:
             if param.grad is None and self.gradients.received_from(param):
                 param.grad = placeholder
         self._dropped.clear()
-        self._backward, self._leaf = None, ()
-        self._leaf_calls.clear()
+        self._backward = None
+        self._leaves.end_backward()
         self.pins.drop()
 
     # --- parameters --------------------------------------------------------------------------
@@ -578,7 +582,7 @@ class Hooks:
         assert place is not None
         unit, segment = place
         self._enter_backward()
-        self._move_to(self._leaf_of.get(unit.index, ()))
+        self._move_to(self._leaves.of(unit))
         grad = param.grad
         self._replace_gradient(param, unit, segment)
         if grad is not None:

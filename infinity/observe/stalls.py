@@ -17,13 +17,13 @@ class Stalls:
 
     def __init__(self, timeline: Timeline) -> None:
         self.seconds: dict[str, float] = {}
-        self._timeline = timeline
+        self.timeline = timeline
         self._waited_until = time.perf_counter()
 
     def __call__(self, cause: str, wait: Callable[[], object]) -> None:
         """Run ``wait`` and count its seconds as a stall of ``cause``."""
         begin = time.perf_counter()
-        self._timeline.add("compute", "compute", self._waited_until, begin)
+        self.timeline.add("compute", "compute", self._waited_until, begin)
         try:
             wait()
         finally:

@@ -40,8 +40,7 @@ only after the turn of the first.
 import contextlib
 import functools
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
@@ -54,7 +53,7 @@ from infinity.comm.collectives import Collectives
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.core.transfer import Lease, Pool, Transfer, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.optim.threads import background_threads
 from infinity.partition.prefetcher import Item, Stored
@@ -93,16 +92,22 @@ class Staging:
             self._without += lease is None
         reading = None if lease is None else fetch(lease.memory, 0)
 
+        def read(start: int, buffer: Lease) -> Transfer:
+            if start == 0 and reading is not None:
+                return reading
+            return fetch(buffer.memory[: min(size, nbytes - start)], start)
+
         def ready() -> None:
             with contextlib.ExitStack() as held:
-                first = lease or self._its_turn(size, who)
-                held.callback(first.release)
-                readings = deque([_Reading(first, 0, reading or fetch(first.memory, 0))])
-                second = self.pool.try_lease(size, who=who) if nbytes > size else None
-                if second is not None:
+                buffers = [lease or self._its_turn(size, who)]
+                held.callback(buffers[0].release)
+                if nbytes > size and (second := self.pool.try_lease(size, who=who)) is not None:
                     held.callback(second.release)
-                held.callback(_settle, readings)
-                self._play(nbytes, readings, second, fetch, upload)
+                    buffers.append(second)
+                landed = held.enter_context(contextlib.closing(stream(range(0, nbytes, size), buffers, read)))
+                for start, buffer in landed:
+                    upload(buffer.tensor[: min(size, nbytes - start)], start)
+                    buffer.record_use()
 
         return ready
 
@@ -112,45 +117,6 @@ class Staging:
         finally:
             with self._lock:
                 self._without -= 1
-
-    def _play(
-        self, nbytes: int, readings: "deque[_Reading]", free: Lease | None, fetch: Fetch, upload: Upload
-    ) -> None:
-        """Read piece i+1 while piece i is uploaded, if there is a ``free`` buffer."""
-        size = readings[0].lease.nbytes
-
-        def read(lease: Lease, start: int) -> None:
-            memory = lease.memory[: min(size, nbytes - start)]
-            readings.append(_Reading(lease, start, fetch(memory, start)))
-
-        for following in (*range(size, nbytes, size), None):
-            if following is not None and free is not None:
-                read(free, following)
-            piece = readings[0]
-            piece.transfer.wait()
-            readings.popleft()
-            upload(piece.lease.tensor[: min(size, nbytes - piece.start)], piece.start)
-            piece.lease.record_use()
-            if following is not None and free is None:
-                read(piece.lease, following)
-            elif free is not None:
-                free = piece.lease
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A piece that is being read into ``lease``, from byte ``start`` of its shard on."""
-
-    lease: Lease
-    start: int
-    transfer: Transfer
-
-
-def _settle(readings: Iterable[_Reading]) -> None:
-    """Return when nothing is written into the buffers any more."""
-    for reading in readings:
-        with contextlib.suppress(OSError):  # another error is on its way already
-            reading.transfer.wait()
 
 
 S = UnitState
@@ -225,11 +191,39 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
     return normal
 
 
+class _Lanes:
+    """Threads and streams on which weights move beside compute, and beside each other.
+
+    Args:
+        device: The accelerator; None: there is none, so units are decoded only.
+
+    Attributes:
+        uploads: Waits for the disk, and copies shards to the accelerator.
+        decoding: Makes full values of stored bytes.
+        leaving: The stream of copies to host memory.
+        within: The stream of copies inside the accelerator's memory.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.uploads: ThreadPoolExecutor | None = None
+        self.leaving: torch.Stream | None = None
+        self.within: torch.Stream | None = None
+        decoders = 1 if device else min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
+        if device is not None:
+            self.uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
+            self.leaving, self.within = new_stream(device), new_stream(device)
+        own = (device or _CPU,)
+        self.decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, own)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.decoding.shutdown()
+        if self.uploads is not None:
+            self.uploads.shutdown()
+
+
 class UnitMover:
     """Starts, finishes and drops the full values of units.
-
-    It has more attributes than other classes: the parts that it connects, what is on its way or stays, and a
-    thread or a stream for each way.
 
     Args:
         units: All of the model's.
@@ -250,15 +244,7 @@ class UnitMover:
         self._arriving: dict[int, Arriving] = {}
         self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
         self._staying: dict[int, Staying] = {}
-        self._uploads: ThreadPoolExecutor | None = None
-        self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
-        self._within: torch.Stream | None = None  # of weights that are copied inside the accelerator's
-        device, decoders = _CPU, min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
-        if staging is not None:
-            device, decoders = staging.device, 1
-            self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
-            self._leaving, self._within = new_stream(device), new_stream(device)
-        self._decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, (device,))
+        self._lanes = _Lanes(None if staging is None else staging.device)
 
     @_never_inference
     def start(self, item: Item) -> None:
@@ -288,10 +274,9 @@ class UnitMover:
 
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
-        if self._uploads is not None:
-            ready = (
-                self._within_device(ready) if unit.home.is_on_device else self._uploads.submit(ready).result
-            )
+        uploads = self._lanes.uploads
+        if uploads is not None:
+            ready = self._within_device(ready) if unit.home.is_on_device else uploads.submit(ready).result
         if self.collectives is None:
             return ready
 
@@ -305,7 +290,7 @@ class UnitMover:
     def _within_device(self, ready: Callable[[], object]) -> Callable[[], object]:
         """Give the accelerator a copy that has nothing to wait for; what is returned raises its error."""
         given = Transfer()
-        with on_stream(self._within):
+        with on_stream(self._lanes.within):
             given.run(ready)
         return given.wait
 
@@ -322,7 +307,7 @@ class UnitMover:
     def _start_decoding(
         self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease
     ) -> Callable[[], object]:
-        return self._decoding.submit(self._decode, unit, form, stored, full).result
+        return self._lanes.decoding.submit(self._decode, unit, form, stored, full).result
 
     def _decode(self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease) -> None:
         with contextlib.ExitStack() as held:
@@ -481,7 +466,7 @@ class UnitMover:
     def copy_to_host(self, unit: Unit, full: Lease, shard: Lease) -> None:
         """Copy this rank's slice of a full buffer to pinned memory, after compute and beside it."""
         full.record_use()
-        with on_stream(self._leaving):
+        with on_stream(self._lanes.leaving):
             own = unit.shard_of(full.tensor.view(unit.dtype))
             shard.tensor.view(unit.dtype).copy_(own, non_blocking=True)
             shard.record_use()
@@ -529,6 +514,4 @@ class UnitMover:
 
     def close(self) -> None:
         """End the threads."""
-        self._decoding.shutdown()
-        if self._uploads is not None:
-            self._uploads.shutdown()
+        self._lanes.close()

@@ -1,8 +1,13 @@
-"""Units that a backward pass keeps, each until its last reader in that pass is done."""
+"""Units that a backward pass keeps, each until its last reader is done; and the leaf that it is in."""
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.unit import Unit
 
 
 class BackwardPins:
@@ -100,3 +105,40 @@ class BackwardPins:
             self._prefetcher.unpin(index)
         self._kept.clear()
         self._node, self._read = None, []
+
+
+class Leaves:
+    """Modules whose units are used as one on several ranks, and which of them backward is in.
+
+    Attributes:
+        of_module: Units of each leaf.
+    """
+
+    def __init__(self, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        self.of_module = leaves
+        self._of_unit = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
+        self._calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
+        self._current: tuple[Unit, ...] = ()
+
+    def of(self, unit: Unit) -> tuple[Unit, ...]:
+        """Return the leaf of a unit; empty: it is in none."""
+        return self._of_unit.get(unit.index, ())
+
+    def count_call(self, leaf: tuple[Unit, ...]) -> None:
+        self._calls[leaf] += 1
+
+    def move_to(self, leaf: tuple[Unit, ...]) -> tuple[Unit, ...]:
+        """Take note that backward is in ``leaf`` (or in none); return the one that is over with it."""
+        left, self._current = self._current, leaf
+        return () if left is leaf or self._calls[left] > 1 else left
+
+    def is_in(self, leaf: tuple[Unit, ...]) -> bool:
+        return leaf is self._current
+
+    def several_calls(self) -> list[tuple[Unit, ...]]:
+        """Return the leaves that ran several times, whose gradients come at the end."""
+        return [leaf for leaf, calls in self._calls.items() if calls > 1]
+
+    def end_backward(self) -> None:
+        self._calls.clear()
+        self._current = ()

@@ -42,6 +42,7 @@ a block together, its tiles are decoded once, if memory holds all of them so.
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -390,6 +391,17 @@ class Prefetcher:
         self._fetch_later()
         self.running = Pass()
 
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Context of a visit inside whatever pass goes on."""
+        outer = self.running
+        self.begin_visit()
+        try:
+            yield
+        finally:
+            self.end_inference()
+            self.running = outer
+
     def end_inference(self) -> None:
         """The next use belongs to the training pass, which begins again if it had not begun."""
         if self.running is self.inference:
@@ -434,9 +446,8 @@ class Prefetcher:
 
     def holds(self, units: Iterable[int]) -> bool:
         """Whether all of ``units`` fit into memory together."""
-        residents = self.residents
-        wanted = sum(self.nbytes[unit] for unit in units)
-        return wanted + residents.borrowed_nbytes <= residents.capacity_nbytes
+        lent_nbytes = self.residents.borrowed_nbytes
+        return sum(self.nbytes[unit] for unit in units) + lent_nbytes <= self.residents.capacity_nbytes
 
     # --- the plan ----------------------------------------------------------------------------
 
@@ -511,9 +522,8 @@ class Prefetcher:
 
     def _fetch_later(self) -> None:
         """Start the fetches that were put off; see [Note: tiles of experts]."""
-        later, self._later = self._later, []
-        for unit in later:
-            self._prefetch(unit)
+        while self._later:
+            self._prefetch(self._later.pop(0))
 
     def _prefetch(self, unit: int) -> None:
         """Start what the plan wants, if it fits beside what the plan has."""
@@ -556,7 +566,7 @@ class Prefetcher:
         self._decode(tile)
         self._bring_ahead(following, {tile, *following})
         if not following:
-            later = self._later
+            later = [*self._later]
             self._fetch_later()
             self._later = [each for each in later if each not in residents]  # the tile has their place
         for coming in nearest[1:]:

@@ -32,7 +32,6 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from torch import Tensor
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned, around
 from infinity.core.lifecycle import Tier
-from infinity.core.transfer import Lease, Transfer, TransferEngine
+from infinity.core.transfer import Lease, Transfer, TransferEngine, stream
 from infinity.optim.layout import StateLayout, store_master
 from infinity.optim.threads import background_threads
 from infinity.partition.unit import StoredForm, Unit
@@ -452,25 +451,18 @@ class MappedBase:
     def _make(self, unit: Unit, steps: Sequence[MappedStep], out: Tensor) -> None:
         """Read and copy or cast ``steps`` into ``out``, whose first element is that of the first."""
         pair = self._pairs.get()  # there are as many as threads
-        reading: deque[tuple[Lease, Transfer]] = deque()
+
+        def read(step: MappedStep, lease: Lease) -> Transfer:
+            return self.engine.read(step.extent, lease.memory[: step.extent.nbytes], urgent=True)
+
         try:
-            free, left = deque(pair), deque(steps)
-            for step in steps:
-                while left and free:
-                    lease, extent = free.popleft(), left.popleft().extent
-                    transfer = self.engine.read(extent, lease.memory[: extent.nbytes], urgent=True)
-                    reading.append((lease, transfer))
-                if self._closed.is_set():
-                    raise StateError(f"the model was closed while {unit.name} was read")
-                lease, transfer = reading[0]
-                transfer.wait()
-                self._copy(unit, step, lease, out[step.start - steps[0].start : step.stop - steps[0].start])
-                reading.popleft()
-                free.append(lease)
+            with contextlib.closing(stream(steps, pair, read)) as landed:
+                for step, lease in landed:
+                    if self._closed.is_set():
+                        raise StateError(f"the model was closed while {unit.name} was read")
+                    first = steps[0].start
+                    self._copy(unit, step, lease, out[step.start - first : step.stop - first])
         finally:
-            for _, transfer in reading:  # the engine still writes into the buffers
-                with contextlib.suppress(DiskError):
-                    transfer.wait()
             self._pairs.put(pair)
 
     def _copy(self, unit: Unit, step: MappedStep, lease: Lease, out: Tensor) -> None:

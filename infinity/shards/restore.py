@@ -49,8 +49,10 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
         segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
         listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
     base = dict(tiers.base_files) if any(map(is_reloadable, units)) else {}
+    files = tiers.storage.files
+    drives = 0 if files is None else len(files.paths)
     return {
-        "dtype": str(tiers.layout.dtype), "rule": tiers.storage.rule.name, "drives": tiers.storage.drives,
+        "dtype": str(tiers.layout.dtype), "rule": tiers.storage.rule.name, "drives": drives,
         "units": listed, "base": base,
     }  # fmt: skip
 
