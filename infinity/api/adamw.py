@@ -216,7 +216,8 @@ class AdamW(torch.optim.Optimizer):
         before, now = self._report_mark, self._mark()
         self._report_mark = now
         runtime, executor = self.runtime, self.runtime.executor()
-        planned = executor.planned
+        figures, speculation = executor.figures, executor.updates.speculation
+        planned = figures.planned
         return StepReport(
             step=self.steps, loss=loss, lr=float(self.param_groups[0]["lr"]), grad_norm=self.grad_norm,
             skipped=self.skipped, step_s=now.time_s - before.time_s, tokens=tokens,
@@ -224,10 +225,10 @@ class AdamW(torch.optim.Optimizer):
             nbytes_read=now.read - before.read, nbytes_written=now.written - before.written,
             planned_nbytes_read=planned[0] if planned else None,
             planned_nbytes_written=planned[1] if planned else None,
-            on_demand=executor.on_demand, speculated=executor.updates.speculated,
-            rolled_back=executor.updates.rolled_back,
+            on_demand=figures.on_demand, speculated=speculation.started,
+            rolled_back=speculation.rolled_back,
             spilled_nbytes=executor.updates.stored_gradients.nbytes, tiles=len(executor.prefetcher.routed),
-            tiles_used=executor.tiles_used, peak_nbytes=runtime.peak_nbytes(),
+            tiles_used=figures.tiles_used, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property

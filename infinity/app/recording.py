@@ -20,7 +20,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -49,6 +49,7 @@ from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.planner.completion import Completions
 from infinity.planner.prefetch_plan import Event
 
 #: Operators that read a few rows of their first argument.
@@ -587,45 +588,37 @@ class _Mover:
         return 0
 
 
-class _Completions:
-    """Decides when gradients are complete, as :class:`infinity.engine.gradients.Gradients` does."""
+class _CompletedUnits:
+    """Takes gradients in as :class:`infinity.engine.gradients.Gradients` does, and notes when."""
 
     def __init__(
         self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins
     ) -> None:
-        self._units, self._leaves, self._prefetcher, self._pins = units, leaves, prefetcher, pins
-        self._fired: dict[int, set[int]] = {}
-        self._delivered: set[int] = set()
-        self.begun: list[tuple[int, int]] = []
+        self._units, self._prefetcher, self._pins = units, prefetcher, pins
+        self._completions = Completions(
+            leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
+        )
+        self.begun: dict[int, int] = {}  # positions, by unit
         self.completed: list[tuple[int, int]] = []
 
     def receive(self, unit: Unit, segment: int) -> None:
-        fired = self._fired.setdefault(unit.index, set())
-        if not fired:
-            self.begun.append((self._prefetcher.training.position, unit.index))
-        fired.add(segment)
-        in_part = len(unit.trainable) < len(unit.segments)
-        if (
-            len(fired) == len(unit.trainable)
-            and unit.index not in self._leaves
-            and not (in_part and self._pins.recomputed(unit.index))
-        ):
-            self._complete(unit)
+        self.begun.setdefault(unit.index, self._prefetcher.training.position)
+        if self._completions.fire(unit.index, segment):
+            self._complete(unit.index)
 
-    def complete_together(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            if unit.trainable and unit.index not in self._delivered:
-                self._complete(unit)
+    def complete_together(self, units: Iterable[Unit]) -> None:
+        for index in self._completions.left(unit.index for unit in units if unit.trainable):
+            self._complete(index)
 
     def end_backward(self) -> None:
         self.complete_together(self._units)
 
-    def _complete(self, unit: Unit) -> None:
-        self._delivered.add(unit.index)
-        self.completed.append((self._prefetcher.training.position, unit.index))
-        if self._prefetcher.streams(unit.index):
-            self._pins.forget(unit.index)
-            self._prefetcher.done(unit.index)
+    def _complete(self, unit: int) -> None:
+        self._completions.complete(unit)
+        self.completed.append((self._prefetcher.training.position, unit))
+        if self._prefetcher.streams(unit):
+            self._pins.forget(unit)
+            self._prefetcher.done(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -654,7 +647,7 @@ def play(record: Record, subject: Subject) -> Played:
     """Ask the runtime's own prefetcher for what the commands of a record say."""
     units, prefetcher = subject.units, Prefetcher(_Mover(), subject.nbytes, subject.window_nbytes)
     pins, training = BackwardPins(prefetcher), prefetcher.training
-    gradients = _Completions(units, subject.leaf_units, prefetcher, pins)
+    gradients = _CompletedUnits(units, subject.leaf_units, prefetcher, pins)
     #: What is asked of a unit, if it streams; and of all.
     of_unit: dict[Do, Callable[[int, int | None], object]] = {
         Do.USE: lambda unit, node: prefetcher.use(unit),
@@ -695,7 +688,7 @@ def play(record: Record, subject: Subject) -> Played:
         else:
             backward_at = training.position
     position[played:] = training.position
+    begun = tuple((at, unit) for unit, at in gradients.begun.items())
     return Played(
-        tuple(training.trace), tuple(gradients.begun), tuple(gradients.completed), position, packs, asks,
-        backward_at,
-    )  # fmt: skip
+        tuple(training.trace), begun, tuple(gradients.completed), position, packs, asks, backward_at
+    )

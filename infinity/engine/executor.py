@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,11 +41,29 @@ from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.policies import device_error
+from infinity.planner.shard_update import Speculation
 from infinity.shards.homes import HostHome
 from infinity.shards.on_device import DeviceShards
 from infinity.shards.pipeline import UpdatePipeline
 from infinity.shards.tiers import Tiers
-from infinity.shards.updates import Updates
+from infinity.shards.updates import HostUpdates, Updates
+
+
+@dataclass(slots=True)
+class PassFigures:
+    """What a step's passes did.
+
+    Attributes:
+        on_demand: Uses that no plan foresaw.
+        tiles_used: Tiles of experts that were used, of those that come and go.
+        planned: Bytes that were to be read and to be written; None: there was no plan.
+        moved: Those that updates and records were to move since the beginning.
+    """
+
+    on_demand: int = 0
+    tiles_used: int = 0
+    planned: tuple[int, int] | None = None
+    moved: tuple[int, int] = (0, 0)
 
 
 class StepExecutor:
@@ -66,9 +85,7 @@ class StepExecutor:
     It has more attributes than other classes because it is where a step's parts are made and connected.
 
     Attributes:
-        on_demand: Uses of the last pass that no plan foresaw.
-        tiles_used: Tiles of experts that the last pass used, of those that come and go.
-        planned: Bytes that the last pass was to read and to write; None: it had no plan.
+        figures: Of the last step.
         stack: Ends the threads and gives back the device memory; refers to no module.
 
     Raises:
@@ -83,9 +100,7 @@ class StepExecutor:
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
         self.stalls, self.clips = stalls, clips
-        self.on_demand = self.tiles_used = 0
-        self.planned: tuple[int, int] | None = None
-        self._update_mark = 0, 0
+        self.figures = PassFigures()
         self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = (
             None if before is None else before._blocks
         )
@@ -102,14 +117,10 @@ class StepExecutor:
             if ranks.on_accelerator:
                 tiers.on_device = DeviceShards(storage.rule, storage.layout, ranks.device)
                 stack.callback(tiers.on_device.close)
-            self.host: HostPools | None = None
-            staging: Staging | None = None
-            if self.budget.host is not None:
-                self.host = HostPools.make(ranks.device)
-                for each in self.host:
-                    stack.callback(each.close)
-                staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
-                self._resize_host_pools()
+            self.host = HostPools.make(ranks.device) if self.budget.host is not None else None
+            for each in self.host or ():
+                stack.callback(each.close)
+            self._resize_host_pools()
             self.updates = _make_updates(
                 tiers, rules, units, timeline, clips, config.durability.every, on_failure, stack
             )
@@ -121,7 +132,7 @@ class StepExecutor:
             stack.callback(self.device_pool.close)
             pool = CountingPool(self.device_pool, stalls)
             self.mover = UnitMover(
-                units, pool, staging, ranks.collectives, stalls, self.updates.wait_until_unused
+                units, pool, self._staging(), ranks.collectives, stalls, self.updates.wait_until_unused
             )
             stack.callback(self.mover.close)
             self.prefetcher = Prefetcher(
@@ -129,24 +140,33 @@ class StepExecutor:
                 self.budget.division.window, self._can_stay(), self.updates.order,
                 routed=[unit.index for unit in streaming if unit.routed],
             )  # fmt: skip
-            pins = BackwardPins(self.prefetcher)
             path = GradientPath(
                 self.mover, self.updates, pool, self.host, ranks.collectives,
                 reduction_dtype(config, storage.layout.dtype),
             )  # fmt: skip
             stack.callback(path.close)
-            of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
-            self.gradients = Gradients(
-                units, of_leaves, self.prefetcher, pins, path, hold_weights=self.budget.hold_weights
-            )
-            self.hooks.connect(
-                self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
-            )
+            self.gradients = self._connect(leaves, path)
             self._attach_residents(units, streaming)
             activations.budget = self
             total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
             self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
             self.stack = stack.pop_all()
+
+    def _staging(self) -> Staging | None:
+        """Return what brings weights to an accelerator piece by piece; None without one."""
+        if self.host is None or self.budget.host is None:
+            return None
+        return Staging(self.host.staging, self.budget.host.piece, self.ranks.device)
+
+    def _connect(self, leaves: Mapping[nn.Module, tuple[Unit, ...]], path: GradientPath) -> Gradients:
+        """Make what takes in gradients, and give hooks the parts that they call."""
+        pins = BackwardPins(self.prefetcher)
+        of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
+        gradients = Gradients(
+            self.units, of_leaves, self.prefetcher, pins, path, hold_weights=self.budget.hold_weights
+        )
+        self.hooks.connect(self.prefetcher, pins, gradients, self.mover.attached, self._begin_forward)
+        return gradients
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
         """Let the parameters of units that do not stream view their shards, which are whole."""
@@ -380,18 +400,14 @@ class StepExecutor:
 
     def _conclude_pass(self) -> None:
         """Keep the figures of the pass that ended; begin the next."""
-        updates = self.updates
-        read, written = updates.planned_read, updates.planned_written + updates.records.planned_written
-        before, self._update_mark = self._update_mark, (read, written)
-        self.on_demand = self.prefetcher.training.on_demand
-        self.tiles_used = len(self.prefetcher.tiles.used)
-        self.planned = None
-        fetched = self.prefetcher.training.fetched
-        if fetched is not None:
+        planned, records, training = self.updates.planned, self.updates.records, self.prefetcher.training
+        before, moved = self.figures.moved, (planned.read, planned.written + records.planned_written)
+        self.figures = PassFigures(training.on_demand, len(self.prefetcher.tiles.used), moved=moved)
+        if training.fetched is not None:
             staging = self.mover.staging
             piece_nbytes = None if staging is None else staging.piece_nbytes
-            read_weights = sum(self.units[index].home.fetched_nbytes(piece_nbytes) for index in fetched)
-            self.planned = (read_weights + read - before[0], written - before[1])
+            weights = sum(self.units[index].home.fetched_nbytes(piece_nbytes) for index in training.fetched)
+            self.figures.planned = weights + moved[0] - before[0], moved[1] - before[1]
         self.prefetcher.end_training_pass()
 
     # --- the end -----------------------------------------------------------------------------
@@ -445,8 +461,8 @@ def _make_updates(
             storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
         )
         stack.callback(pipeline.close)
+    speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)
     return Updates(
-        tiers, rules[Tier.HOST], beside, pipeline, units, StepOrder(), clips=clips,
-        two_versions=storage.memory.versions == 2, commits=storage.commits, on_failure=on_failure,
-        every=every,
+        tiers, HostUpdates(rules[Tier.HOST], beside), pipeline, units, StepOrder(), speculation,
+        commits=storage.commits, on_failure=on_failure, every=every,
     )  # fmt: skip

@@ -268,7 +268,7 @@ class WindowLoan:
         """Return what gradients may take beside those that are open (bytes); None: there is room for all."""
         updates, completions = self.path.updates, self._completions
         spilled = updates.stored_gradients.chosen
-        early = updates.early and not updates.clips  # else they are kept until step
+        early = updates.early and not updates.speculation.clips  # else they are kept until step
         all_wait = completions.accumulated or not completions.syncing or not (early or spilled)
 
         def waits(unit: Unit) -> bool:

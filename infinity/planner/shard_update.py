@@ -55,6 +55,38 @@ class Predictor:
         self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
 
 
+class Speculation:
+    """Whether the updates of a step start before its norm is known: see [Note: speculation].
+
+    Args:
+        two_versions: An update may start inside backward.
+        clips: The step may scale gradients, so they are kept until then.
+
+    Attributes:
+        started: Updates of the last step that started before its norm was known.
+        rolled_back: Those of them that were void.
+    """
+
+    def __init__(self, *, two_versions: bool, clips: bool) -> None:
+        self._two_versions, self.clips = two_versions, clips
+        self.predictor = Predictor()
+        self.started = self.rolled_back = 0
+
+    @property
+    def early(self) -> bool:
+        """Whether updates of this step start inside backward, if there is an optimizer."""
+        return self._two_versions and self.predictor.right
+
+    def learn(self, started: int, *, right: bool) -> None:
+        """Take in what a step showed: whether its updates had, or would have had, the right numbers."""
+        self.predictor.learn(right)
+        self.started, self.rolled_back = started, 0 if right else started
+
+    def forget(self, started: int) -> None:
+        """Take note of a step without an end, whose updates are void."""
+        self.started = self.rolled_back = started
+
+
 class Do(Enum):
     """An action that the driver of an update carries out when the update returns it."""
 

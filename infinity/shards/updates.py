@@ -34,9 +34,9 @@ from infinity.optim.rules import Rule
 from infinity.partition.home import UpdateFuture
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
-from infinity.planner.shard_update import Do, Predictor, ShardUpdate
+from infinity.planner.shard_update import Do, ShardUpdate, Speculation
 from infinity.shards.commits import Commits
-from infinity.shards.homes import ShardHome
+from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.hypers import Run, StepHypers
 from infinity.shards.pipeline import ExpectedUpdate, UpdateJob, UpdatePipeline
 from infinity.shards.records import Records
@@ -94,6 +94,40 @@ class PendingUpdate:
     place: int | None = None
     job: UpdateJob | None = None
     stored: Transfer | None = None
+
+
+@dataclass(slots=True)
+class PlannedBytes:
+    """Bytes that are to be read and written; what was begun in vain is taken off."""
+
+    read: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostUpdates:
+    """Updates of shards in host memory, in their place.
+
+    Attributes:
+        rule: What an update computes.
+        beside: Runs updates, one after another; None: the training thread does.
+    """
+
+    rule: Rule
+    beside: ThreadPoolExecutor | None
+
+    def update(
+        self, home: HostHome, grad: Tensor, runs: Iterable[Run], stored: Iterable[Transfer],
+        preserve: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Update a shard, when what is written of it has left, and what is saved of it was read."""
+        for transfer in stored:
+            transfer.wait()
+        preserve()
+        for run in runs:
+            part = slice(run.start, run.stop)
+            weights, state = home.weight[part], tuple(each[part] for each in home.state)
+            self.rule.update(weights, grad[part], state, weights, run.hyper)
 
 
 class StoredGradients:
@@ -167,13 +201,11 @@ class Updates:
 
     Args:
         tiers: Where shards live.
-        rule: Updates shards in host memory.
-        beside: Runs their updates, one after another; None: the training thread does.
+        resident: Updates shards in host memory.
         pipeline: Updates the others; None when everything is resident.
         units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
-        two_versions: Updates may start inside backward.
-        clips: The step may scale gradients, so they are kept until then.
+        speculation: Says whether updates start inside backward.
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
@@ -182,30 +214,25 @@ class Updates:
         ready: Updates of this step, by index of the unit.
         records: Of the steps that were committed.
         stored_gradients: Those that wait on NVMe.
-        speculated: Updates of the last step that started before its norm was known.
-        rolled_back: Those of them that were void.
-        planned_read: Bytes that the updates of all steps were to read; ``planned_written`` likewise.
+        planned: Bytes that the updates of all steps were to move.
     """
 
     def __init__(
-        self, tiers: Tiers, rule: Rule, beside: ThreadPoolExecutor | None,
-        pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, *,
-        two_versions: bool, clips: bool, commits: Commits | None,
+        self, tiers: Tiers, resident: HostUpdates, pipeline: UpdatePipeline | None, units: Sequence[Unit],
+        order: StepOrder, speculation: Speculation, *, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
     ) -> None:  # fmt: skip
-        self.tiers, self.rule, self._beside, self.pipeline = tiers, rule, beside, pipeline
-        self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
-        self.predictor = Predictor()
-        self.speculated = self.rolled_back = 0
+        self.tiers, self.resident, self.pipeline = tiers, resident, pipeline
+        self.units, self.order, self.speculation = units, order, speculation
         self.on_failure = on_failure
         self._expecting = False
         self._incoming: list[Transfer] = []  # after which gradients have been added
         self.hypers = StepHypers(tiers.storage.rule)
         self.ready: dict[int, PendingUpdate] = {}
-        self.planned_read = self.planned_written = 0
+        self.planned = PlannedBytes()
         for unit in units:
             unit.home.updating = None  # of an optimizer before
-        self.records = Records(tiers, units, commits, every, self.predictor)
+        self.records = Records(tiers, units, commits, every, speculation.predictor)
         self.stored_gradients = StoredGradients(tiers, units)
         self._lock = threading.Lock()  # guards the states of updates
 
@@ -235,7 +262,7 @@ class Updates:
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
         update = ShardUpdate(
-            unit.name, early=self.early and unit.home.tier is Tier.NVME, keeps=self.clips,
+            unit.name, early=self.early and unit.home.tier is Tier.NVME, keeps=self.speculation.clips,
             spills=unit.index in self.stored_gradients.chosen,
         )  # fmt: skip
         pending = PendingUpdate(unit, update, grad, squares, lease, weights, used)
@@ -266,7 +293,7 @@ class Updates:
     def _store(self, pending: PendingUpdate) -> None:
         nbytes = self.tiers.gradient_nbytes(pending.unit)
         pending.stored = self.stored_gradients.write(pending.unit, pending.lease.memory[:nbytes])
-        self.planned_written += nbytes
+        self.planned.written += nbytes
         pending.stored.then(lambda: self._on(pending, pending.update.stored))
 
     def place_gradients(self, indices: frozenset[int]) -> None:
@@ -290,7 +317,7 @@ class Updates:
     @property
     def early(self) -> bool:
         """Whether updates of this step start inside backward."""
-        return self._two_versions and self.predictor.right and bool(self.hypers.groups)
+        return self.speculation.early and bool(self.hypers.groups)
 
     def expect(self) -> None:
         """Let the states of a step's updates be read before their gradients exist."""
@@ -334,10 +361,9 @@ class Updates:
         changed = self.hypers.changed
         right = grad_scale == 1.0 and not changed
         speculated = self._speculated()
-        if speculated and not (right or self.clips):
+        if speculated and not (right or self.speculation.clips):
             raise StateError(_CHANGED if changed else _CLIPPED)
-        self.predictor.learn(right)
-        self.speculated, self.rolled_back = len(speculated), 0
+        self.speculation.learn(len(speculated), right=right)
         if changed:
             self.hypers.end_step()
         for pending in speculated if right else ():
@@ -358,14 +384,8 @@ class Updates:
             pending.future.wait()
             if pending.weights.stay is not None:
                 pending.weights = Weights(stay=pending.weights.stay)  # some of them may be new ones
-            self.planned_read -= pending.job.unread_nbytes
-            self.planned_written -= pending.job.unwritten_nbytes
-        self.speculated = self.rolled_back = len(speculated)
-
-    @property
-    def computes(self) -> bool:
-        """Whether :meth:`commit` computes updates itself, which takes long."""
-        return self._beside is None and any(each.unit.home.tier is Tier.HOST for each in self.ready.values())
+            self.planned.read -= pending.job.unread_nbytes
+            self.planned.written -= pending.job.unwritten_nbytes
 
     def commit(self, grad_scale: float) -> None:
         """Commit the step: publish validated updates, start the others."""
@@ -386,6 +406,7 @@ class Updates:
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
         if self.ready:
+            self.speculation.forget(len(self._speculated()))
             self.roll_back()
         for pending in self.ready.values():
             self._on(pending, pending.update.drop)
@@ -453,20 +474,9 @@ class Updates:
     def _update_resident(self, pending: PendingUpdate) -> None:
         """Update a unit in its place: see [Note: shards in host memory]."""
         stored = self.records.take_stored(pending.unit.index)
-        resident, preserve = self.tiers.about_to_update(pending.unit)
-        runs, grad = self._runs(pending), pending.grad
-
-        def update() -> None:
-            for transfer in stored:
-                transfer.wait()
-            preserve()
-            weights = resident.weight
-            for run in runs:
-                part = slice(run.start, run.stop)
-                state = tuple(f[part] for f in resident.state)
-                self.rule.update(weights[part], grad[part], state, weights[part], run.hyper)
-
-        if self._beside is None:
+        home, preserve = self.tiers.about_to_update(pending.unit)
+        update = partial(self.resident.update, home, pending.grad, self._runs(pending), stored, preserve)
+        if self.resident.beside is None:
             update()
             self._on(pending, pending.update.landed)
             return
@@ -480,7 +490,7 @@ class Updates:
                 error = raised.with_traceback(None)
             self._landed(pending, future, error)
 
-        self._beside.submit(beside)
+        self.resident.beside.submit(beside)
 
     def _update_in_pipeline(self, pending: PendingUpdate) -> None:
         """Update a unit on NVMe, chunk by chunk, from its committed version to the next."""
@@ -494,10 +504,10 @@ class Updates:
             assert pending.stored is not None
             pending.stored.wait()  # at once after land_held
             gradient = self.tiers.gradient(unit)
-            self.planned_read += gradient.nbytes
+            self.planned.read += gradient.nbytes
         weight_nbytes, state_nbytes = self._sizes(unit)
-        self.planned_read += state_nbytes + (weight_nbytes if pending.weights.values is None else 0)
-        self.planned_written += weight_nbytes + state_nbytes
+        self.planned.read += state_nbytes + (weight_nbytes if pending.weights.values is None else 0)
+        self.planned.written += weight_nbytes + state_nbytes
         future = UpdateFuture(pending.update)
         job = pending.job = UpdateJob(
             name=unit.name, weight=pending.weights.values, grad=grad if gradient is None else grad.dtype,

@@ -25,8 +25,9 @@ from infinity.core.budget import DeviceBudget
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.partition.builder import LEAST_SHARD_NBYTES
-from infinity.planner.clock import DECODE, play_step
+from infinity.planner.clock import play_step
 from infinity.planner.step import plan_of
+from infinity.planner.virtual_clock import DECODE
 from tests.helpers import quantized
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
