@@ -25,6 +25,7 @@ from typing import Any
 import dtypes
 import fio
 import torch
+from bound import bound
 from report import Claim, print_claims, print_table, write_json
 from torch import Tensor, nn
 from turns import Actor
@@ -166,7 +167,6 @@ class Trainer:
     def warm(self) -> dict[str, Any]:
         """Steps until a plan has been made, and some under it: what they took, and the peak of one."""
         from infinity.activations.profiler import MemoryMeter
-        from infinity.planner.bound import bound
 
         warming_s = [self._step() for _ in range(WARMUP)]
         stats, planning = self._served.cache.stats, self._served.planning

@@ -59,7 +59,7 @@ def start(job: Job) -> dict[str, Any]:
     began = time.perf_counter()
     model = infinity.from_pretrained(job.source, recipe, frozen=job.way != "own")
     seconds = time.perf_counter() - began
-    engine: Any = runtime_of(model).tiers.engine
+    engine: Any = runtime_of(model).tiers.store.engine
     moved = {"read": engine.nbytes_read, "written": engine.nbytes_written}
     infinity.close(model)
     return {"seconds": seconds, "peak_rss": peak_rss_nbytes(), **moved}

@@ -98,7 +98,7 @@ def infinity_way(job: Job) -> dict[str, Any]:
     if int(os.environ.get("RANK", "0")) == 0:
         forget(Path(job.source))
     model, load_s = timed(lambda: infinity.from_pretrained(job.source, recipe))
-    engine = runtime_of(model).tiers.engine
+    engine = runtime_of(model).tiers.store.engine
     loaded = engine.nbytes_written if engine else 0
     losses = list(train(model, job)) if job.steps else []
     runtime_of(model).synchronize()  # the last step's updates are not the export's

@@ -31,6 +31,7 @@ from worker import Job, Phase
 from infinity.device.accelerator import memory_nbytes, name_of, synchronize
 from infinity.device.machine import free_host_nbytes, total_host_nbytes, usable_cores
 from infinity.nvme.probe import measure
+from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import measure_rates
 from infinity.optim.threads import rank_threads
 
@@ -165,7 +166,7 @@ def bandwidths(found: Found) -> Section:
     rows.append(["drive, write", f"{speed.write_bytes_per_s / 1e9:.2f} GB/s"])
     if device.type != "cpu":
         rows.append(["drive by GPUDirect Storage, read / write", _gds(found)])
-        rates = measure_rates(torch.bfloat16, device, rank_threads())
+        rates = measure_rates(ADAMW, torch.bfloat16, device, rank_threads())
         for where, rate in zip(("CPU", "accelerator and back"), rates, strict=True):
             rows.append(
                 [f"update of states in host memory on the {where}", f"{rate / 1e6:.0f} M parameters/s"]

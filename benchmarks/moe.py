@@ -21,6 +21,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -212,6 +213,28 @@ class Values:
 # --- training on it, in a process of its own ---------------------------------------------------------
 
 
+class ReadingTime:
+    """Seconds in which some read of an engine was on its way."""
+
+    def __init__(self, engine: Any) -> None:
+        self._read, self._lock, self._reads, self._since = engine.read, threading.Lock(), 0, 0.0
+        self.seconds = 0.0
+        engine.read = self._timed
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self._since = self._since if self._reads else time.perf_counter()
+            self._reads += 1
+        move = self._read(*args, **kwargs)
+        move.then(self._ended)
+        return move
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._reads -= 1
+            self.seconds += 0.0 if self._reads else time.perf_counter() - self._since
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A fine-tune; paths are of directories."""
@@ -250,13 +273,14 @@ def train(job: Job) -> dict[str, Any]:
     model = infinity.add_lora(model, rank=LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     optimizer = infinity.AdamW(model, lr=1e-4)
     start_s = time.perf_counter() - began
-    engine: Any = runtime_of(model).tiers.engine
+    engine: Any = runtime_of(model).tiers.store.engine
+    reading = ReadingTime(engine)
     schedule = infinity.layer_schedule(model, job.micro_batches) if job.layer_by_layer else None
     files, results = sorted(Path(job.source).glob("*.safetensors")), []
     for step in range(job.warmup + job.steps):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(job.vocabulary, (job.micro_batches, job.tokens), generator=generator)
-        before = engine.nbytes_read, engine.reading_s, decoding_s[0]
+        before = engine.nbytes_read, reading.seconds, decoding_s[0]
         began = time.perf_counter()
         if schedule is not None:
             loss = schedule(input_ids=ids, labels=ids).loss
@@ -276,7 +300,7 @@ def train(job: Job) -> dict[str, Any]:
             {
                 "step_s": step_s,
                 "read": engine.nbytes_read - before[0],
-                "reading_s": engine.reading_s - before[1],
+                "reading_s": reading.seconds - before[1],
                 "decoding_s": decoding_s[0] - before[2],
                 "loss": float(loss),
                 "fio_per_s": fio.read_bytes_per_s(files, job.fio_s) if job.fio_s else None,

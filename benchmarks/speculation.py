@@ -67,7 +67,7 @@ class Trainer(Infinity):
         super().__init__(shape, job)
         self.shape, self.tokens, self.number = shape, tokens, 0
         if predicts is not None:
-            self.optimizer.runtime.executor().updates.predictor = Fixed(predicts)
+            self.optimizer.runtime.executor().updates.speculation.predictor = Fixed(predicts)
 
     def __enter__(self) -> "Trainer":
         return self

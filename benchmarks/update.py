@@ -26,8 +26,9 @@ import torch
 from report import Claim, print_table, write_json
 
 from infinity.core.extent import aligned
-from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL, StateLayout, store_master
-from infinity.optim.rules import AdamWRule, Hyper
+from infinity.optim.adamw import ADAMW, AdamWHyper
+from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL, store_master
+from infinity.optim.rules import HostRule
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Jitted against torch's fused AdamW, and against the copy.
@@ -37,20 +38,20 @@ TARGETS = {"fused": 1.2, "copy": 0.9}
 def touched_nbytes(dtype: torch.dtype) -> int:
     """Bytes that the update of one element reads and writes: weight, state, gradient."""
     old_weight = 0 if dtype == torch.float16 else dtype.itemsize  # of which the state has the master
-    return 2 * StateLayout.of(dtype).state_itemsize + old_weight + 2 * dtype.itemsize
+    return 2 * ADAMW.layout(dtype).state_itemsize + old_weight + 2 * dtype.itemsize
 
 
 class Ours:
     """The rule, in place, and in the pipeline's chunks from one weight buffer into another."""
 
     def __init__(self, numel: int, dtype: torch.dtype, threads: int) -> None:
-        self.rule = AdamWRule(dtype, threads=threads)
-        layout = StateLayout.of(dtype)
+        self.rule = HostRule(ADAMW, dtype, threads=threads)
+        layout = ADAMW.layout(dtype)
         self.state = layout.views(torch.zeros(layout.state_nbytes(numel), dtype=torch.uint8), numel)
         self.weight, self.out = torch.empty(2, numel, dtype=dtype)
         store_master(layout, torch.randn(numel), self.weight, self.state)
         self.grad = torch.randn(numel).to(dtype)
-        self.hyper = Hyper(lr=1e-5, weight_decay=0.01, step=10).tensor()
+        self.hyper = AdamWHyper(lr=1e-5, weight_decay=0.01, step=10).tensor()
 
     def in_place(self) -> None:
         self.rule.update(self.weight, self.grad, self.state, self.weight, self.hyper)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from infinity.core.errors import InfinityError, RecipeError
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # paths may contain what the locale cannot encode
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
+    if (sys.argv[1:] if argv is None else argv)[:1] == ["rok"]:
+        parser.error("infinity rok is now python benchmarks/rok.py, with the same arguments")
     args, more = parser.parse_known_args(argv)
     if more and (not hasattr(args, "overrides") or any(each.startswith("-") for each in more)):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -178,12 +180,6 @@ def _probe(args: argparse.Namespace) -> None:
         print(f"wrote {args.output}; plan for it with: infinity plan RECIPE --on {args.output}")
 
 
-def _rok(args: argparse.Namespace) -> None:
-    from infinity.app.rok import show_rok
-
-    show_rok(args.recipe, args.overrides, batches=args.batches, steps=args.steps, console=_console())
-
-
 def _recipe(args: argparse.Namespace) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -207,6 +203,8 @@ def _console(width: int = 160) -> Any:
 
 # --- arguments -----------------------------------------------------------------------------------
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 
 def _parser() -> argparse.ArgumentParser:
     try:
@@ -219,6 +217,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"infinity {installed}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    for add in (
+        _add_train_command, _add_resume_command, _add_runs_command, _add_verify_command, _add_export_command,
+        _add_save_command, _add_plan_command, _add_probe_command, _add_recipe_command,
+    ):  # fmt: skip
+        add(commands)
+    return parser
+
+
+def _add_train_command(commands: Commands) -> None:
     train = commands.add_parser(
         "train",
         help="train a model with a recipe",
@@ -231,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_hardware(train)
     train.set_defaults(run_command=_train)
 
+
+def _add_resume_command(commands: Commands) -> None:
     resume = commands.add_parser(
         "resume",
         help="go on with a run that was interrupted",
@@ -241,6 +250,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(resume, "such as memory.host=16GiB; what changes a run's numbers must stay")
     resume.set_defaults(run_command=_resume)
 
+
+def _add_runs_command(commands: Commands) -> None:
     runs = commands.add_parser(
         "runs",
         help="list runs, or remove some",
@@ -252,6 +263,8 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--yes", action="store_true", help="remove without asking")
     runs.set_defaults(run_command=_runs)
 
+
+def _add_verify_command(commands: Commands) -> None:
     verify = commands.add_parser(
         "verify",
         help="check everything that an interrupted run keeps on drives",
@@ -267,6 +280,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(run_command=_verify)
 
+
+def _add_export_command(commands: Commands) -> None:
     export = commands.add_parser(
         "export",
         help="export a run's trained model as a Hugging Face directory",
@@ -284,6 +299,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(run_command=_export)
 
+
+def _add_save_command(commands: Commands) -> None:
     save = commands.add_parser(
         "save",
         help="save an interrupted run's last step as a portable checkpoint",
@@ -295,6 +312,8 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument("dir", metavar="DIR", help="the new directory")
     save.set_defaults(run_command=_save)
 
+
+def _add_plan_command(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="say what a recipe needs and takes on some hardware, or show a run's plan for activations",
@@ -319,6 +338,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run_command=_plan)
 
+
+def _add_probe_command(commands: Commands) -> None:
     probe = commands.add_parser(
         "probe",
         help="measure this machine, and write a hardware file",
@@ -329,20 +350,10 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("--output", metavar="FILE", help="the hardware file to write, such as here.yaml")
     probe.set_defaults(run_command=_probe)
 
-    rok = commands.add_parser(
-        "rok",
-        help="measure throughput against activation memory: the recompute-offload-keep curve",
-        description="Measure throughput against the activation peak for keep, recompute, offload and plans, "
-        "each in a short training of its own. Writes a table, rok.json and rok.png.",
-    )
-    _add_recipe(rok)
-    rok.add_argument("--batches", default="1,2,4", help="factors of train.batch_size (default: 1,2,4)")
-    rok.add_argument("--steps", type=int, default=5, help="timed steps per point (default: 5)")
-    rok.set_defaults(run_command=_rok)
 
+def _add_recipe_command(commands: Commands) -> None:
     recipe = commands.add_parser("recipe", help="list every recipe key with type, default and meaning")
     recipe.set_defaults(run_command=_recipe)
-    return parser
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

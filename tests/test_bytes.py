@@ -18,6 +18,7 @@ import infinity
 from infinity.app.models.gpt import GPT, GPTConfig
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
+from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import prepare
 from tests.helpers import models
 from tests.helpers.cases import few
@@ -70,7 +71,7 @@ def expected(runtime: Any) -> tuple[int, int]:
         kept = runtime.executor().budget.division.hold_weights or unit.index in plan.stays
         read += 0 if kept else WEIGHT * n  # the update, when nobody kept them
         written += (WEIGHT + STATE) * n  # the update, to the next version
-    spilled = runtime.executor().updates.spilled_nbytes
+    spilled = runtime.executor().updates.stored_gradients.nbytes
     read += 0 if runtime.executor().updates.early else spilled  # by updates that waited for the norm
     return read, written + spilled
 
@@ -82,7 +83,7 @@ def count(folder: str, clip: float | None, *overrides: str) -> Counted:
     optimizer = optimizer_for(model, Rule(max_grad_norm=clip))
     with contextlib.closing(optimizer):
         runtime: Any = optimizer.runtime
-        assert all(unit.home is Tier.NVME for unit in runtime.units)
+        assert all(unit.home.tier is Tier.NVME for unit in runtime.units)
         planned, on_demand, speculated, rolled_back = [], 0, [], 0
         for step in range(WARM_UP + STEPS):
             if step == WARM_UP:
@@ -103,7 +104,7 @@ def count(folder: str, clip: float | None, *overrides: str) -> Counted:
             sum(unit.shard_numel for unit in runtime.units),
             max(Counter(plan.fetched()).values(), default=0), on_demand,
             runtime.peak_nbytes(), runtime.budgets(), runtime.executor().budget.division.hold_weights,
-            speculated, rolled_back, runtime.executor().updates.spilled_nbytes,
+            speculated, rolled_back, runtime.executor().updates.stored_gradients.nbytes,
         )  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def test_one_rank_moves_the_planned_bytes_exactly(tmp_path, name, clip, tight):
 def grown(folder: str) -> tuple[int, int, int, int]:
     """Parameters; by how much a process grows that trains them; the peaks of its pools (bytes)."""
     # What hooks import later, and numba and LLVM, take the same whatever the model: before the baseline.
-    prepare(torch.bfloat16, torch.bfloat16)
+    prepare(ADAMW, torch.bfloat16, torch.bfloat16)
     for thread in threading.enumerate():
         if thread.name == "infinity-compile":
             thread.join()

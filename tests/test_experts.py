@@ -75,9 +75,9 @@ def test_experts_larger_than_staging_are_loaded_trained_and_exported_in_pieces(t
     model, rule = load(tmp_path / "base", tmp_path / "nvme"), Rule(max_grad_norm=None)
     runtime, (_, experts) = runtime_of(model), packed(model)
     [unit] = [u for u in runtime.units if any(s.param is experts for s in u.segments)]
-    assert unit.home is Tier.NVME
+    assert unit.home.tier is Tier.NVME
     assert unit.nbytes > HOST_NBYTES > SMALL_UNIT
-    assert len(runtime.tiers.store.version(unit.index, 0).chunks) > 8
+    assert len(unit.home.at(0).chunks) > 8
     optimizer, loop = optimizer_for(model, rule), Reference(plain, torch.bfloat16, rule)
     for step in range(3):
         loss = model(**batch(step)).loss

@@ -323,7 +323,7 @@ def test_a_fault_with_one_rank_is_a_typed_error(tmp_path, scenario, here):
 
 def masters(optimizer: infinity.AdamW) -> dict[int, tuple[torch.Tensor, ...]]:
     runtime = optimizer.runtime
-    stored = [unit for unit in runtime.units if unit.home is Tier.NVME]
+    stored = [unit for unit in runtime.units if unit.home.tier is Tier.NVME]
     assert len(stored) > 2
     return {unit.index: runtime.tiers.shard_fields(unit) for unit in stored}
 
@@ -369,7 +369,7 @@ def test_after_a_disk_error_a_whole_committed_step_can_be_read(tmp_path, on, cli
             versions = []
             for ahead in range(2):
                 for unit in optimizer.runtime.units:
-                    unit.version += ahead
+                    unit.home.version += ahead
                 versions.append(masters(optimizer))
     whole = [
         step

@@ -153,7 +153,7 @@ def test_a_unit_that_stays_in_memory_without_an_update_has_its_weights_in_the_ne
             optimizer.zero_grad()
             loss = model(**text_only(step)).loss  # does not run it
             loss.backward()
-        assert prefetcher.staying <= prefetcher.present.keys()
+        assert prefetcher.staying <= prefetcher.residents.present.keys()
         optimizer.step()
         assert [loss.item()] == [each.item() for each in loop.step([text_only(step)]).losses]
     weights = infinity.state_dict(model)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from infinity.api.followed import Followed
 from infinity.core.config import SettingError, Valid
 from infinity.core.errors import StateError
+from infinity.core.interrupts import uninterrupted
 from infinity.core.transfer import TransferEngine
 from infinity.engine.runtime import Runtime, runtime_of
 from infinity.observe.metrics import StepReport
@@ -63,10 +64,11 @@ class AdamW(torch.optim.Optimizer):
         groups = list(params) if params is not None else _default_groups(model, weight_decay)
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._made_groups = params is None  # else the caller's, who may leave parameters out
-        self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
-        if self.runtime.started:
-            self.runtime.values.clear_optimizer_fields()
-        self._connect()
+        with uninterrupted:
+            self.runtime.tiers.settle(self.runtime.units, movable=not self.runtime.started)
+            if self.runtime.started:
+                self.runtime.values.clear_optimizer_fields()
+            self._connect()
         self._followed = Followed(model, self.runtime.ranks.device, follow or {})
         self.scaler = LossScaler(self.runtime.config.loss_scale) if self._fp16 else None
         self._scaled = False
@@ -126,25 +128,19 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        bookkeeping = self.runtime.bookkeeping
-        try:
-            with bookkeeping:
-                norm = self._reduce()
+        with uninterrupted:
+            norm = self._reduce()
             if norm is not None:
-                with bookkeeping.states:
-                    self._commit(norm)
-        finally:
-            bookkeeping.raise_held()
+                self._commit(norm)
         return loss
 
     def _reduce(self) -> float | None:
-        synced = self.runtime.executor().gradients.synced
+        synced = self.runtime.executor().gradients.completions.synced
         if self.scaler is not None and not self._scaled and synced:
             raise StateError("fp16 needs its loss scaled: write optimizer.scale(loss).backward()")
         if synced:
             self._check_parameters()
-            with self.runtime.bookkeeping.states:
-                self.runtime.tiers.settle(self.runtime.units)
+            self.runtime.tiers.settle(self.runtime.units)
         self.runtime.values.end_load()
         return self.runtime.executor().reduce()
 
@@ -220,7 +216,8 @@ class AdamW(torch.optim.Optimizer):
         before, now = self._report_mark, self._mark()
         self._report_mark = now
         runtime, executor = self.runtime, self.runtime.executor()
-        planned = executor.planned
+        figures, speculation = executor.figures, executor.updates.speculation
+        planned = figures.planned
         return StepReport(
             step=self.steps, loss=loss, lr=float(self.param_groups[0]["lr"]), grad_norm=self.grad_norm,
             skipped=self.skipped, step_s=now.time_s - before.time_s, tokens=tokens,
@@ -228,10 +225,10 @@ class AdamW(torch.optim.Optimizer):
             nbytes_read=now.read - before.read, nbytes_written=now.written - before.written,
             planned_nbytes_read=planned[0] if planned else None,
             planned_nbytes_written=planned[1] if planned else None,
-            on_demand=executor.on_demand, speculated=executor.updates.speculated,
-            rolled_back=executor.updates.rolled_back,
-            spilled_nbytes=executor.updates.spilled_nbytes, tiles=len(executor.prefetcher.routed),
-            tiles_used=executor.tiles_used, peak_nbytes=runtime.peak_nbytes(),
+            on_demand=figures.on_demand, speculated=speculation.started,
+            rolled_back=speculation.rolled_back,
+            spilled_nbytes=executor.updates.stored_gradients.nbytes, tiles=len(executor.prefetcher.routed),
+            tiles_used=figures.tiles_used, peak_nbytes=runtime.peak_nbytes(),
         )  # fmt: skip
 
     @property
@@ -242,7 +239,7 @@ class AdamW(torch.optim.Optimizer):
     @property
     def timeline(self) -> Timeline:
         """Spans of compute and transfers; empty unless the recipe says ``observe.timeline``."""
-        return self.runtime.timeline
+        return self.runtime.stalls.timeline
 
     def synchronize(self) -> None:
         """Block until every update that was started has landed on its tier."""
@@ -278,11 +275,12 @@ class AdamW(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         state = dict(state_dict["state"])
         _check_groups(state_dict["param_groups"], self.param_groups)
+        _, *moments = self.runtime.tiers.layout.full_names
         missing = [i for i, p in enumerate(params) if p.requires_grad and i not in state]
         if state and not any("master" in each for each in state.values()):
             for i in missing:  # torch's AdamW begins a state with the first gradient
                 zeros = torch.zeros(params[i].shape, device="cpu")
-                state[i] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
+                state[i] = {"step": 0, **dict.fromkeys(moments, zeros)}
         elif missing:
             raise StateError(
                 f"optimizer state has no entry for {len(missing)} of {len(params)} parameters "
@@ -290,8 +288,8 @@ class AdamW(torch.optim.Optimizer):
             )
         for i, param in enumerate(params):
             if i in state:
-                _check_state(i, param, state[i])
-        with self.runtime.bookkeeping.states:
+                _check_state(i, param, state[i], moments)
+        with uninterrupted:
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             self._connect()
             fields = {id(p): state[i] for i, p in enumerate(params) if i in state}
@@ -411,9 +409,9 @@ def _check_numbers(group: dict[str, Any]) -> None:
         )
 
 
-def _check_state(i: int, param: nn.Parameter, state: dict[str, Any]) -> None:
+def _check_state(i: int, param: nn.Parameter, state: dict[str, Any], moments: Sequence[str]) -> None:
     """Raise unless ``state`` is AdamW's state of ``param``, the i-th of the optimizer."""
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in moments:
         shape = tuple(state[name].shape) if name in state else None
         if shape != tuple(param.shape):
             got = "is missing" if shape is None else f"has shape {shape}"

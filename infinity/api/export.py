@@ -1,10 +1,9 @@
 """``infinity.export``, and the model that a run of ``infinity train`` kept."""
 
 import contextlib
+import itertools
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ from infinity.checkpoint.writer import check_room
 from infinity.comm.ranks import Ranks
 from infinity.core.errors import CheckpointError
 from infinity.core.files import user_path
-from infinity.core.transfer import Transfer
+from infinity.core.transfer import Lease, Transfer, stream
 from infinity.engine.runtime import runtime_of
 from infinity.partition.unit import Unit
+from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.tiers import Tiers
 
 #: Chunks of weights that are read at one time.
@@ -77,16 +77,11 @@ def export(
         return _read_weights(runtime.units, runtime.tiers, wanted)
 
     def write(out: Path) -> Path:
+        gathered = partial(runtime.values.gathered, modify=False)
         export_model(
-            model,
-            runtime.units,
-            out,
-            read_weights=read_weights,
-            gathered=partial(runtime.values.gathered, modify=False),
-            ranks=runtime.ranks,
-            max_shard_nbytes=max_shard_nbytes,
-            tokenizer=tokenizer,
-        )
+            model, runtime.units, out, read_weights=read_weights, gathered=gathered, ranks=runtime.ranks,
+            max_shard_nbytes=max_shard_nbytes, tokenizer=tokenizer,
+        )  # fmt: skip
         return out
 
     def shapes() -> dict[str, tuple[int, ...]]:
@@ -156,64 +151,38 @@ def _read_weights(
     Raises:
         DiskError: They cannot be read.
     """
-    reading: deque[_WeightRead] = deque()
-    try:
-        for unit in units:
-            for piece in _start(unit, tiers, wanted):
-                reading.append(piece)
-                if len(reading) == _READ_AHEAD:
-                    yield reading[0].landed()
-                    reading.popleft().held.close()
-        while reading:
-            yield reading[0].landed()
-            reading.popleft().held.close()
-    finally:
-        for piece in reading:
-            piece.held.close()
+    for resident, group in itertools.groupby(units, key=lambda unit: isinstance(unit.home, HostHome)):
+        if not resident:
+            yield from _stream_weights(group, tiers, wanted)
+            continue
+        for unit in group:
+            tiers.at_home(unit)
+            assert isinstance(unit.home, HostHome)
+            if wanted(unit, unit.shard_start, unit.shard_start + unit.shard_numel):
+                yield unit, unit.shard_start, unit.home.weight
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightRead:
-    """Weights from element ``start`` of a unit's flat buffer on, in memory or on their way there.
+def _stream_weights(
+    units: Iterable[Unit], tiers: Tiers, wanted: Callable[[Unit, int, int], bool]
+) -> Iterator[tuple[Unit, int, Tensor]]:
+    """The same of units on NVMe, chunk by chunk."""
+    chunks = [
+        (unit, begin, numel * unit.dtype.itemsize)
+        for unit in units
+        for begin, numel in tiers.store.places(unit.shard_numel)
+        if wanted(unit, unit.shard_start + begin, unit.shard_start + begin + numel)
+    ]
+    size = max((nbytes for _, _, nbytes in chunks), default=0)
 
-    Attributes:
-        transfer: None: they are in memory.
-        held: Closed, when they are not needed any more, gives back their memory.
-    """
+    def read(chunk: tuple[Unit, int, int], lease: Lease) -> Transfer:
+        unit, begin, nbytes = chunk
+        assert isinstance(unit.home, ShardHome)
+        return unit.home.read_weight(lease.memory[:nbytes], begin * unit.dtype.itemsize)
 
-    unit: Unit
-    start: int
-    values: Tensor
-    transfer: Transfer | None = None
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def landed(self) -> tuple[Unit, int, Tensor]:
-        if self.transfer is not None:
-            self.transfer.wait()
-        return self.unit, self.start, self.values
-
-
-def _start(unit: Unit, tiers: Tiers, wanted: Callable[[Unit, int, int], bool]) -> Iterator[_WeightRead]:
-    """Start reading what is wanted of ``unit``, chunk by chunk."""
-    first = unit.shard_start
-    resident = tiers.at_home(unit)
-    if resident is not None:
-        if wanted(unit, first, first + unit.shard_numel):
-            yield _WeightRead(unit, first, resident.weight)
-        return
-    store, itemsize = tiers.store, unit.dtype.itemsize
-    assert store is not None, "a unit that is not resident is on NVMe"
-    for begin, numel in store.places(unit.shard_numel):
-        start = first + begin
-        if wanted(unit, start, start + numel):
-            with contextlib.ExitStack() as held:
-                lease = held.enter_context(tiers.pool.lease(numel * itemsize, who="exporting weights"))
-                transfer = tiers.read_weight(unit, lease.memory, begin * itemsize)
-                held.callback(_settle, transfer)
-                yield _WeightRead(unit, start, lease.tensor.view(unit.dtype), transfer, held.pop_all())
-
-
-def _settle(transfer: Transfer) -> None:
-    """Return when it writes into memory no more, however it ended."""
-    with contextlib.suppress(OSError):
-        transfer.wait()
+    with contextlib.ExitStack() as held:
+        buffers = [
+            held.enter_context(tiers.pool.lease(size, who="exporting weights")) for _ in chunks[:_READ_AHEAD]
+        ]
+        landed = held.enter_context(contextlib.closing(stream(chunks, buffers, read)))
+        for (unit, begin, nbytes), lease in landed:
+            yield unit, unit.shard_start + begin, lease.tensor[:nbytes].view(unit.dtype)

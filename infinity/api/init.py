@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import infinity.api.refused  # noqa: F401  # registers hooks
 from infinity.core.errors import StateError
+from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
-from infinity.engine.full_values import contexts
 from infinity.engine.runtime import Runtime, runtime_of, runtimes
 
 
@@ -79,19 +80,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         BudgetError: ``memory.device`` cannot hold gradients that wait; the message has the arithmetic.
     """
     runtime = runtime_of(model)
-    with runtime.bookkeeping.states:
-        runtime.executor().accumulate()
     executor = runtime.executor()
-    before = executor.gradients.syncing
+    with uninterrupted:
+        executor.accumulate()
+    before = executor.gradients.completions.syncing
     try:
-        try:
-            executor.gradients.syncing = False
-            yield
-        finally:
-            executor.gradients.syncing = before
-    except BaseException:  # Ctrl-C may come before the line above
-        executor.gradients.syncing = before
-        raise
+        executor.gradients.completions.syncing = False
+        yield
+    finally:
+        executor.gradients.completions.syncing = before
 
 
 @contextlib.contextmanager
@@ -118,7 +115,7 @@ def gathered(
             "call infinity.gathered after the block"
         )
     served = [runtime for runtime in runtimes() if runtime.units.holding(listed)]
-    with contexts() as stack:
+    with UninterruptedExit() as stack:
         for runtime in served:
             stack.enter_context(runtime.values.gathered(listed, modify))
         yield

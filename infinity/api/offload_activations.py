@@ -16,16 +16,17 @@ from torch.utils.hooks import RemovableHandle
 from infinity.activations.controller import Activations, FixedBudget, Policy
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache, untraced
+from infinity.api.refused import is_served
 from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
 from infinity.core.files import user_path
+from infinity.core.interrupts import uninterrupted
 from infinity.core.nbytes import parse_nbytes
 from infinity.core.owned import OwnedStack
 from infinity.device.allocator import heap_line
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool
-from infinity.engine.runtime import is_served
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
@@ -80,25 +81,33 @@ def offload_activations(
             f"{type(model).__name__} was built under infinity.Init, which serves its activations too: say "
             "memory.activations in its recipe"
         )
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     given = [nvme] if isinstance(nvme, (str, Path)) else nvme or [tempfile.gettempdir()]
     directories = [user_path(each, "nvme") for each in given]
     host_nbytes = free_host_nbytes() // 2 if host is None else parse_nbytes(host)
     capacity = None if budget is None else parse_nbytes(budget)
+    with OwnedStack() as stack:
+        yield _serve(stack, model, policy, directories, host_nbytes, capacity)
+
+
+def _serve(
+    stack: OwnedStack, model: nn.Module, policy: Policy, directories: Sequence[Path], host_nbytes: int,
+    capacity_nbytes: int | None,
+) -> Activations:  # fmt: skip
+    """Open what activations need until ``stack`` is closed, and let the model's calls use it."""
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = partial(agree, world_size=world_size, what="agreeing on the plan for activations")
     if rank == 0 and policy != "keep" and device.type == "cpu" and (line := heap_line()):
         log.info("%s", line)
-    with OwnedStack() as stack:
-        volume = _open_volume(stack, directories, rank)
-        activations = Activations(
-            _open_cache(stack, device, volume, host_nbytes, rank), policy,
-            lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity),
-            partial(decide, rank=rank, share=share),
-        )  # fmt: skip
-        stack.callback(activations.close)
-        stack.enter_context(_served(model, activations, volume))
-        yield activations
+    volume = _open_volume(stack, directories, rank)
+    activations = Activations(
+        _open_cache(stack, device, volume, host_nbytes, rank), policy,
+        lambda: measure_hardware(device, directories, host_nbytes), FixedBudget(capacity_nbytes),
+        partial(decide, rank=rank, share=share),
+    )  # fmt: skip
+    stack.callback(activations.close)
+    stack.enter_context(_served(model, activations, volume))
+    return activations
 
 
 def _open_volume(stack: contextlib.ExitStack, directories: Sequence[Path], rank: int) -> Volume:
@@ -140,7 +149,8 @@ def _served(model: nn.Module, activations: Activations, volume: Volume) -> Itera
             stack = activations.open(model)
             passes.append(stack)
             cache = activations.cache
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(cache.pack, cache.unpack))
+            pack, unpack = uninterrupted(cache.pack), uninterrupted(cache.unpack)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if passes:

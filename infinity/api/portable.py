@@ -71,7 +71,13 @@ def begin_save(
         extra = {("loss_scaler", key): value for key, value in optimizer.scaler.state_dict().items()}
     groups = () if optimizer is None else optimizer.param_groups
     save = PortableSave(
-        model, runtime.units, user_path(path, "path"), groups=groups, extra=extra, ranks=ranks
+        model,
+        runtime.units,
+        user_path(path, "path"),
+        groups=groups,
+        extra=extra,
+        ranks=ranks,
+        moments=tiers.layout.full_names[1:],
     )
     runtime.saves[:] = [save]
     if not background:
@@ -117,7 +123,7 @@ def load_checkpoint(model: nn.Module, optimizer: AdamW | None, path: str | Path)
     where = user_path(path, "path")
     groups = () if optimizer is None else optimizer.param_groups
     with all_ranks_or_raise(runtime.ranks, f"loading {where}"), DistributedCheckpoint(where) as checkpoint:
-        values = PortableValues(checkpoint, model, runtime.units, groups)
+        values = PortableValues(checkpoint, model, runtime.units, groups, runtime.tiers.layout.full_names[1:])
         for unit in filter(values.holds, runtime.units):
             runtime.tiers.put(unit, values.master(unit), values.moments(unit))
             unit.updates += 1

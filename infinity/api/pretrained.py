@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import EngineConfig, HasEngineConfig
 from infinity.engine.runtime import Runtime
 from infinity.nvme.volume import open_sealed
-from infinity.shards.mapped import MappedBase
+from infinity.shards.mapped import BaseHome, MappedBase
 
 _DTYPE = "the recipe says it: train.dtype=bf16"
 _PLACE = "the recipe's budgets place the weights: memory.device, memory.host and memory.nvme"
@@ -98,7 +99,15 @@ def from_pretrained(
     for name in config_overrides:
         if name in _ELSEWHERE:
             raise CheckpointError(f"infinity.from_pretrained has no {name}: {_ELSEWHERE[name]}")
-    path = Path(path)
+    values = partial(CheckpointValues, new=new, ignore=ignore, on_progress=on_progress)
+    return _load(Path(path), recipe, auto_class, config_overrides, values, frozen=frozen).eval()
+
+
+def _load(
+    path: Path, recipe: EngineConfig | HasEngineConfig | None, auto_class: Any,
+    config_overrides: dict[str, Any], values: Callable[[Checkpoint], CheckpointValues], *, frozen: bool,
+) -> Any:  # fmt: skip
+    """Build the model of a directory under ``Init``, and give its units their values."""
     with contextlib.ExitStack() as files:
         with Init(recipe) as init:
             runtime = init.runtime
@@ -106,10 +115,8 @@ def from_pretrained(
                 raise CheckpointError(f"{path}: No such file or directory; {_LOCAL}")
             config = read_config(path, config_overrides)
             checkpoint = files.enter_context(Checkpoint(path))
-            quantization, decoded = read_quantization(path), 0
-            if quantization is not None:
-                decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
-            loading = CheckpointValues(checkpoint, new, ignore, on_progress)
+            decoded = _decode(checkpoint, runtime, frozen=frozen)
+            loading = values(checkpoint)
             runtime.construction.late = loading
             model = build_model(config, auto_class, runtime.dtype, len(checkpoint))
             loading.prepare(model)
@@ -117,20 +124,26 @@ def from_pretrained(
             if base is not None:
                 files.pop_all()  # it closes them
         runtime.construction.late = runtime.tiers.base = None
-        notes = loading.notes()
-        if quantization is not None:
-            notes.append(
-                f"{decoded} weights of {path} are decoded from {quantization}; exports have them in "
-                f"{str(runtime.dtype).removeprefix('torch.')}, not quantized; stored_as, or infinity "
-                "export --stored, quantizes them again"
-            )
         if frozen:
             loading.freeze(runtime.units)
-        if base is not None:
-            notes += _describe_base(base, path, runtime)
-        for line in notes if runtime.ranks.rank == 0 else ():
+        served = [] if base is None else _describe_base(base, path, runtime)
+        for line in (*loading.notes(), *decoded, *served) if runtime.ranks.rank == 0 else ():
             runtime.say(line)
-    return model.eval()
+    return model
+
+
+def _decode(checkpoint: Checkpoint, runtime: Runtime, *, frozen: bool) -> list[str]:
+    """Let quantized weights of a checkpoint be decoded when they are read; return lines that say so."""
+    quantization = read_quantization(checkpoint.path)
+    if quantization is None:
+        return []
+    decoded = decode_checkpoint(checkpoint, quantization, runtime.dtype if frozen else None)
+    line = (
+        f"{decoded} weights of {checkpoint.path} are decoded from {quantization}; exports have them in "
+        f"{str(runtime.dtype).removeprefix('torch.')}, not quantized; stored_as, or infinity export "
+        "--stored, quantizes them again"
+    )
+    return [line]
 
 
 def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runtime) -> MappedBase | None:
@@ -155,14 +168,13 @@ def _open_base(checkpoint: Checkpoint, loading: CheckpointValues, runtime: Runti
 
 def _describe_base(base: MappedBase, path: Path, runtime: Runtime) -> list[str]:
     """Lines for people about what is read where it lies and what is not; closes a base that has no unit."""
-    mapped, lines = base.mapped, []
-    if mapped:
-        held = runtime.tiers.held
-        nbytes = sum(base.nbytes(unit, unit.shard_nbytes) for unit in mapped if unit.index not in held)
-        in_host = sum(each.lease.nbytes for each in held.values())
+    homes, lines = [u.home for u in runtime.units if isinstance(u.home, BaseHome)], []
+    if homes:
+        nbytes = sum(home.fetched_nbytes(None) for home in homes)
+        in_host = sum(home.stored_form.nbytes for home in homes if home.stored_form is not None)
         lines.append(
             f"the frozen base is read where it lies, {format_nbytes(nbytes)} per rank and pass"
-            + (f"; {format_nbytes(in_host)} are in host memory, as they are stored" if held else "")
+            + (f"; {format_nbytes(in_host)} are in host memory, as they are stored" if in_host else "")
             + f": keep {path} as it is while runs use it"
         )
     else:

@@ -5,7 +5,7 @@ from torch import nn
 from infinity.api.adamw import AdamW
 from infinity.core.errors import StateError
 from infinity.engine.runtime import runtime_of
-from infinity.shards.commits import unpack
+from infinity.shards.journal import unpack
 
 
 def resume(model: nn.Module, optimizer: AdamW) -> int:

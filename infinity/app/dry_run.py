@@ -4,8 +4,7 @@
 The model is built on the meta device, from ``config.json`` alone, and cut by the runtime's own builder. One
 micro-batch then runs on fake tensors, which have shapes and no memory: torch's own operators say what they
 would make, the runtime's own hooks and prefetcher what units they use. So the trace is that of the runtime,
-whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot. Of blocks
-that are alike a few run: see :mod:`infinity.app.repeats`.
+whatever the model does. A model whose forward depends on values (experts in a Python loop) cannot.
 """
 
 import math
@@ -33,7 +32,7 @@ from infinity.app.operators import Candidate, OperatorTimes
 from infinity.app.recipe import Recipe
 from infinity.app.recording import Played, Record, Subject
 from infinity.app.recording import play as play_record
-from infinity.app.repeats import record_model
+from infinity.app.recording import record as record_micro_batch
 from infinity.checkpoint.conversions import Part
 from infinity.checkpoint.directory import Checkpoint, read_json_object
 from infinity.checkpoint.directory import Stored as StoredTensor
@@ -53,6 +52,7 @@ from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.executor import reduction_dtype
 from infinity.partition.builder import CutSizes, UnitBuilder
+from infinity.partition.home import Home
 from infinity.partition.init_context import Construction
 from infinity.partition.unit import StoredForm, Unit, UnitIndex
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
@@ -75,7 +75,6 @@ from infinity.shards.tiers import Tiers
 CONTEXT_NBYTES = 2**30
 #: Tensors that a checkpoint without weights is taken to have.
 _UNKNOWN_TENSORS = 100_000
-_MOMENTS_ITEMSIZE = 8
 
 
 @dataclass(frozen=True)
@@ -455,7 +454,9 @@ class _Model:
         everything = plan.policy == "recompute" and not plan.recomputed
         key = subject.tokens, subject.logits, subject.packing, everything, plan.recomputed
         if key not in self._records:
-            self._records[key] = record_model(subject, lambda region: everything or region in plan.recomputed)
+            self._records[key] = record_micro_batch(
+                subject, lambda region: everything or region in plan.recomputed
+            )
         return self._records[key]
 
     def _of_checkpoint(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> Any:
@@ -608,7 +609,7 @@ class _Planner:
                 nbytes=unit.nbytes,
                 weight_nbytes=layout.weight_nbytes(unit.shard_numel),
                 state_nbytes=layout.state_nbytes(unit.shard_numel),
-                moments_nbytes=_MOMENTS_ITEMSIZE * unit.shard_numel,
+                moments_nbytes=layout.only(moments=True).state_nbytes(unit.shard_numel),
                 host_gradient_nbytes=self._tiers.gradient_nbytes(unit) if self._ranks.on_accelerator else 0,
                 params=sum(segment.numel for segment in unit.segments),
                 trainable=bool(unit.trainable),
@@ -621,7 +622,7 @@ class _Planner:
             resident_nbytes = max(0, resident_nbytes - self._base_buffers.all_nbytes)
         placed = choose_homes(shapes, resident_nbytes, drives=drives, alone_on_cpu=self._ranks.alone_on_cpu)
         for unit, shape in zip(model.units, placed, strict=True):
-            unit.home = Tier.NVME if shape.on_nvme else Tier.HOST
+            unit.home = Home(Tier.NVME if shape.on_nvme else Tier.HOST)
         return placed
 
     def _stored_shape(self, unit: Unit) -> StoredShape | None:
@@ -645,7 +646,7 @@ class _Planner:
         found = list(self.units)
         for index in model.values.mapped if self._has_base else ():
             unit = model.units[index]
-            if unit.home is Tier.NVME and not unit.trainable:
+            if unit.home.tier is Tier.NVME and not unit.trainable:
                 piece = unit.shard_nbytes if host is None else min(unit.shard_nbytes, host.piece)
                 nbytes = model.values.read_nbytes(unit, piece, self._base_buffers)
                 found[index] = replace(found[index], base_nbytes=nbytes)

@@ -193,11 +193,12 @@ def _update_bytes_per_s() -> float:
     """Bytes that one core reads and writes per second in an update: of weights, gradient and state."""
     import torch
 
-    from infinity.optim.layout import StateLayout
-    from infinity.optim.rules import AdamWRule, Hyper
+    from infinity.optim.rules import IDLE, HostRule, default_rule
 
     dtype = torch.bfloat16
-    rule, layout, hyper = AdamWRule(dtype, threads=1), StateLayout.of(dtype), Hyper(lr=0.0).tensor()
+    arithmetic = default_rule()
+    rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(IDLE).tensor()
+    layout = rule.layout
     weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device="cpu") for _ in range(2))
     memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device="cpu")
     state = layout.views(memory, _UPDATED_NUMEL)

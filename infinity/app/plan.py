@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from infinity.core.errors import BudgetError, InfinityError, RecipeError
+from infinity.core.errors import InfinityError, RecipeError
 from infinity.core.files import user_path
 from infinity.core.nbytes import format_nbytes, parse_nbytes
 from infinity.core.plan import ActivationPlan, Outcome, Place
-from infinity.planner.bound import bound
 from infinity.planner.planning import FOLDER, PLAN, Planning, PlanRow, load_measured, plan_rows
 from infinity.planner.policies import POLICIES
 from infinity.planner.policies import plan as make_plan
@@ -137,7 +136,7 @@ def find_folder(run: Path) -> Path:
 
 
 def alternatives(shown: ShownPlan) -> Iterator["Alternative"]:
-    """Yield the plan as predicted and measured, the simple policies, and the lower bound on the step time."""
+    """Yield the plan as predicted and measured, and the simple policies."""
     planning = shown.planning
     capacity, hardware = shown.budget_nbytes or planning.plan.capacity_nbytes, planning.hardware
     within = "" if capacity is None else f"within {format_nbytes(capacity)}"
@@ -155,23 +154,10 @@ def alternatives(shown: ShownPlan) -> Iterator["Alternative"]:
             outcome = play(planning.profile, plan, hardware)
             over = capacity is not None and outcome.peak_nbytes > capacity
             yield Alternative(words, outcome, "over the budget" if over else "")
-    yield _bound(planning, capacity)
 
 
 def _needs_drive(plan: ActivationPlan) -> bool:
     return Place.NVME in plan.places.values()
-
-
-def _bound(planning: Planning, capacity_nbytes: int | None) -> "Alternative":
-    """Return the lower bound on the step time within the same budget, or with the same peak without one."""
-    nbytes, name = capacity_nbytes or planning.predicted.peak_nbytes, "no plan is faster than"
-    try:
-        least_s = bound(planning.profile, planning.hardware, nbytes)
-    except BudgetError:
-        return Alternative(name, None, f"unknown within {format_nbytes(nbytes)}")
-    except ModuleNotFoundError:
-        return Alternative(name, None, "unknown without scipy: pip install 'infinity-offload[bound]'")
-    return Alternative(name, Outcome(least_s, 0.0, 0.0, nbytes, 0, 0, 0), "linear program")
 
 
 def draw(shown: ShownPlan) -> str:

@@ -18,8 +18,9 @@ from infinity.core.errors import BudgetError, RecipeError, StateError
 from infinity.core.nbytes import format_nbytes
 from infinity.engine.config import Dtype
 from infinity.observe.summary import PredictedStep
-from infinity.planner.clock import COMPUTE, StepCost, play_step
+from infinity.planner.clock import play_step
 from infinity.planner.machines import Machine
+from infinity.planner.virtual_clock import COMPUTE, StepCost
 
 if TYPE_CHECKING:  # torch is imported when a recipe is planned
     from infinity.app.dry_run import DryRun

@@ -4,8 +4,7 @@
 Operators run on fake tensors, which have shapes and no memory, under the runtime's own hooks. What the hooks
 ask of the prefetcher, of backward's pins and of gradients is written down between the operators, and then
 asked of the runtime's own :class:`Prefetcher`, with the sizes, homes and window that a run would have. So the
-trace is the runtime's own, and a record, which knows neither sizes nor windows, can be made of a few blocks:
-see :mod:`infinity.app.repeats`.
+trace is the runtime's own, and a record, which knows neither sizes nor windows, serves plans for any budget.
 
 [Note: micro-batches in a block]
 A layer schedule takes all micro-batches of a step through a block before the next one. So what a block was
@@ -19,8 +18,9 @@ positions or a mask of their own.
 import gc
 import sys
 import weakref
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from infinity.activations.blocks import NamedBlock, tracked
+from infinity.activations.blocks import NamedBlock, recomputable_blocks, tracked
 from infinity.activations.logits import Mode
-from infinity.activations.profiler import Life, Profiler, Recording, nodes_made, running_node
+from infinity.activations.profiler import Life, Profiler, Recording, running_node
 from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
 from infinity.app.models.causal import CausalLoss
 from infinity.app.operators import Operation, Touches
@@ -45,9 +45,11 @@ from infinity.core.plan import Place
 from infinity.core.profile import Kind, Phase, SlotKey
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.planner.completion import Completions
 from infinity.planner.prefetch_plan import Event
 
 #: Operators that read a few rows of their first argument.
@@ -115,20 +117,6 @@ class Row(NamedTuple):
     fp32: bool
     operation: Operation | None = None
 
-    @property
-    def cost(self) -> tuple[float, float, bool]:
-        """What operators of blocks that are alike have in common; their arguments may differ."""
-        return self.flops, self.nbytes, self.fp32
-
-
-class Cut(NamedTuple):
-    """A place in a record: how many of each there are before it."""
-
-    calls: int
-    commands: int
-    lives: int
-    nodes: int
-
 
 @dataclass
 class Record:
@@ -137,17 +125,15 @@ class Record:
     Attributes:
         profiled: Operators, storages, slots and calls of blocks.
         rows: One for each operator.
-        begins: Where the forward of each call of a block begins.
-        returns: Where its backward begins; none of a block without one.
         recomputes: Whether a region runs its forward again.
+        backward_begins: At which operator the backward of each call of a block begins; none without one.
     """
 
     profiled: Recording
     rows: list[Row]
     commands: list[Command]
     recomputes: Callable[[int], bool]
-    begins: list[Cut] = field(default_factory=list)
-    returns: dict[int, Cut] = field(default_factory=dict)
+    backward_begins: dict[int, int] = field(default_factory=dict)
 
     def peak_nbytes(self, micro_batches: int = 1, *, apart: bool = False) -> int:
         """The most bytes of the step's own storages at one time.
@@ -179,7 +165,7 @@ class Record:
         returned = [*given[1:], *given[-1:]]
         forward_end = sum(call.phase is Phase.FORWARD for call in self.profiled.calls)
         end = len(self.profiled.calls)
-        began = [self.returns[at].calls if at in self.returns else end for at in range(len(marks))]
+        began = [self.backward_begins.get(at, end) for at in range(len(marks))]
         for index, count in takers.items():
             life = lives[index]
             if count == 1 or apart:
@@ -247,30 +233,15 @@ class Recorder(Profiler):  # type: ignore[no-untyped-call]
             self.record.rows.append(self._row(func, args, kwargs or {}, result))
         return result
 
-    def enter_region(self, region: int, name: str) -> None:
-        self.record.begins.append(self._here())
-        super().enter_region(region, name)
-
-    def _here(self) -> Cut:
-        made = self._recorded
-        return Cut(len(made.calls), len(self.record.commands), len(made.storages.lives), nodes_made())
-
     def _note_node(self) -> None:
         """Note where the backward of a block begins: with the first of its nodes."""
         if torch._C._current_graph_task_id() == -1:
             return
         node = running_node()
         regions = self._recorded.regions
-        low, high = 0, len(regions)
-        while low < high:  # the last region that begins with this node or before
-            middle = (low + high) // 2
-            if regions[middle].first_node <= node:
-                low = middle + 1
-            else:
-                high = middle
-        block = low - 1
-        if block >= 0 and node < regions[block].end_node and block not in self.record.returns:
-            self.record.returns[block] = self._here()
+        block = bisect_right(regions, node, key=lambda mark: mark.first_node) - 1
+        if block >= 0 and node < regions[block].end_node:
+            self.record.backward_begins.setdefault(block, self.operators)
 
     def _row(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Row:
         tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
@@ -338,7 +309,7 @@ class _Cache:
             return _Packed(tensor)
         known = self._keys.get(storage._cdata)
         if known is None or known[0]() is not storage:
-            key = self.record.next_key()
+            key = self.record.calls.next_key()
             self._keys[storage._cdata] = weakref.ref(storage), key
             self.profiler.packed(key, tensor)
             self.profiler.tell(Do.PACK, key=key, nbytes=storage.nbytes())
@@ -500,22 +471,17 @@ class Subject:
         return frozenset(unit.index for leaf in self.leaves.values() for unit in leaf)
 
 
-def record(
-    subject: Subject, blocks: Sequence[NamedBlock], recomputes: Callable[[int], bool],
-    left_out: Collection[nn.Module] = (), watch: Callable[[Recorder], Any] | None = None,
-) -> Record:  # fmt: skip
+def record(subject: Subject, recomputes: Callable[[int], bool]) -> Record:
     """Run forward and backward of one micro-batch.
 
     Args:
-        blocks: Whose calls are regions, in order.
-        recomputes: Whether a region runs its forward again.
-        left_out: Modules that do nothing, without hooks.
-        watch: Returns a context in which the model runs.
+        recomputes: Whether a region, which is a call of a block, runs its forward again.
 
     Raises:
         CheckpointError: The model's forward depends on values.
     """
     model, units = subject.model, subject.units
+    blocks = recomputable_blocks(model)
     weights = [segment.param for _, segment in units.segments()]
     recorder = Recorder(weights, subject.dtype, recomputes)
     exempt = {
@@ -532,15 +498,13 @@ def record(
         lambda: None,
     )  # fmt: skip
     hooks.logits.decide(subject.logits, lambda: None)
-    with _hooked(model, hooks, left_out), _uncollected(), ExitStack() as watched:
-        if watch is not None:
-            watched.enter_context(watch(recorder))
+    with _hooked(model, hooks), _uncollected(), ExitStack() as stack:
         loss = CausalLoss(model)
         tokens = torch.zeros(subject.tokens, dtype=torch.int64, device="cpu")
         targets = torch.zeros_like(tokens)
         positions, mask = (tokens if subject.packing is each else None for each in (True, False))
         if subject.packing is None:
-            watched.enter_context(_without_packing())
+            stack.enter_context(_without_packing())
         with recorder, library_errors(CheckpointError, _WHY):
             value = loss(tokens, targets, positions, mask)
             value.backward()  # type: ignore[no-untyped-call]
@@ -567,10 +531,9 @@ def _without_packing() -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(model: nn.Module, hooks: _RecordedHooks, left_out: Collection[nn.Module]) -> Iterator[None]:
+def _hooked(model: nn.Module, hooks: _RecordedHooks) -> Iterator[None]:
     """Inside, modules tell ``hooks`` what they use."""
-    silent = {each for module in left_out for each in module.modules()}
-    modules = [module for module in model.modules() if module not in silent]
+    modules = list(model.modules())
     before = {module: module._parameters for module in modules}
     handles = []
     for module in modules:
@@ -616,54 +579,46 @@ def _never(param: nn.Parameter) -> nn.Parameter:
 class _Mover:
     """Moves nothing; see :class:`infinity.partition.prefetcher.Mover`."""
 
-    def start(self, unit: int) -> None:
+    def start(self, item: object) -> None:
         pass
 
-    finish = release = start_stored = decode = release_decoded = start
+    finish = release = start
 
     def stored_nbytes(self, unit: int) -> int:
         return 0
 
 
-class _Completions:
-    """Decides when gradients are complete, as :class:`infinity.engine.gradients.Gradients` does."""
+class _CompletedUnits:
+    """Takes gradients in as :class:`infinity.engine.gradients.Gradients` does, and notes when."""
 
     def __init__(
         self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins
     ) -> None:
-        self._units, self._leaves, self._prefetcher, self._pins = units, leaves, prefetcher, pins
-        self._fired: dict[int, set[int]] = {}
-        self._delivered: set[int] = set()
-        self.begun: list[tuple[int, int]] = []
+        self._units, self._prefetcher, self._pins = units, prefetcher, pins
+        self._completions = Completions(
+            leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
+        )
+        self.begun: dict[int, int] = {}  # positions, by unit
         self.completed: list[tuple[int, int]] = []
 
     def receive(self, unit: Unit, segment: int) -> None:
-        fired = self._fired.setdefault(unit.index, set())
-        if not fired:
-            self.begun.append((self._prefetcher.training.position, unit.index))
-        fired.add(segment)
-        in_part = len(unit.trainable) < len(unit.segments)
-        if (
-            len(fired) == len(unit.trainable)
-            and unit.index not in self._leaves
-            and not (in_part and self._pins.recomputed(unit.index))
-        ):
-            self._complete(unit)
+        self.begun.setdefault(unit.index, self._prefetcher.training.position)
+        if self._completions.fire(unit.index, segment):
+            self._complete(unit.index)
 
-    def complete_together(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            if unit.trainable and unit.index not in self._delivered:
-                self._complete(unit)
+    def complete_together(self, units: Iterable[Unit]) -> None:
+        for index in self._completions.left(unit.index for unit in units if unit.trainable):
+            self._complete(index)
 
     def end_backward(self) -> None:
         self.complete_together(self._units)
 
-    def _complete(self, unit: Unit) -> None:
-        self._delivered.add(unit.index)
-        self.completed.append((self._prefetcher.training.position, unit.index))
-        if self._prefetcher.streams(unit.index):
-            self._pins.forget(unit.index)
-            self._prefetcher.done(unit.index)
+    def _complete(self, unit: int) -> None:
+        self._completions.complete(unit)
+        self.completed.append((self._prefetcher.training.position, unit))
+        if self._prefetcher.streams(unit):
+            self._pins.forget(unit)
+            self._prefetcher.done(unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -692,7 +647,7 @@ def play(record: Record, subject: Subject) -> Played:
     """Ask the runtime's own prefetcher for what the commands of a record say."""
     units, prefetcher = subject.units, Prefetcher(_Mover(), subject.nbytes, subject.window_nbytes)
     pins, training = BackwardPins(prefetcher), prefetcher.training
-    gradients = _Completions(units, subject.leaf_units, prefetcher, pins)
+    gradients = _CompletedUnits(units, subject.leaf_units, prefetcher, pins)
     #: What is asked of a unit, if it streams; and of all.
     of_unit: dict[Do, Callable[[int, int | None], object]] = {
         Do.USE: lambda unit, node: prefetcher.use(unit),
@@ -733,7 +688,7 @@ def play(record: Record, subject: Subject) -> Played:
         else:
             backward_at = training.position
     position[played:] = training.position
+    begun = tuple((at, unit) for unit, at in gradients.begun.items())
     return Played(
-        tuple(training.trace), tuple(gradients.begun), tuple(gradients.completed), position, packs, asks,
-        backward_at,
-    )  # fmt: skip
+        tuple(training.trace), begun, tuple(gradients.completed), position, packs, asks, backward_at
+    )

@@ -40,8 +40,6 @@ from infinity.shards import saved
 RECIPE, SUMMARY, METRICS, LOCK = "recipe.yaml", "summary.json", "metrics.jsonl", "run.lock"
 #: What the folder has of a run that was killed while it made it.
 _BEGINNINGS = {LOCK, f"{RECIPE}.new"}
-#: The summary of ``infinity rok``.
-ROK = "rok.json"
 #: Steps in the metrics of a run which are too few to be worth an error if they are lost.
 _MOST_UNCOMMITTED = 2
 #: Errors of file systems without locks.
@@ -146,7 +144,7 @@ def state_of(folder: Path) -> State:
     lock = folder / LOCK
     if lock.exists() and is_locked(lock):
         return "running"
-    return "finished" if (folder / SUMMARY).exists() or (folder / ROK).exists() else "interrupted"
+    return "finished" if (folder / SUMMARY).exists() else "interrupted"
 
 
 def is_interrupted(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from infinity.core.nbytes import format_nbytes
 from infinity.device.accelerator import memory_nbytes
 from infinity.device.machine import local_ranks, total_host_nbytes
 from infinity.engine.config import Dtype
-from infinity.observe.metrics import StepReport, read_metrics
+from infinity.observe.metrics import read_metrics
 from infinity.observe.summary import PredictedStep, Summary, SummaryBuilder, show_summary
 from infinity.observe.timeline import write_trace
 
@@ -74,32 +74,22 @@ def train(recipe: Recipe) -> Summary | None:
                 views.log(note)
             after = -1 if run.before is None else loop.step
             add_files(views, recipe, folder, after=after)
-            for line, _ in read_metrics(folder / METRICS, after):
-                if isinstance(line, StepReport):
-                    totals.step(line)
-                else:
-                    totals.evaluated(line.step, line.loss)
+            totals.take_in(read_metrics(folder / METRICS, after))
             activations = ActivationView(runtime.activations, folder, recipe.train.accumulate, views.log)
             views.add(totals)
             views.add(activations)
-            for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):  # by a run that was interrupted just then
-                shutil.rmtree(folder / saved, ignore_errors=True)
-            if _saves(recipe) and recipe.lora.rank is None:
-                check_room_for(model, folder)
+            _make_room_for_model(recipe, model, folder)
         loop.run()
         if _saves(recipe):
             _save(recipe, model, folder, views)
         summary = None
         if activations is not None:
+            dtype, budgets = runtime.config.dtype, optimizer.budgets
             summary = totals.result(
-                folder=folder,
-                world_size=world_size(),
-                budgets=optimizer.budgets,
-                activations=activations.result(),
-                predicted=_predicted(recipe, totals, optimizer.budgets, runtime.config.dtype),
-                dtype=runtime.config.dtype,
+                folder=folder, world_size=world_size(), budgets=budgets, activations=activations.result(),
+                predicted=_predicted(recipe, totals, budgets, dtype), dtype=dtype,
                 notes=[*runtime.notes, *notes_on_commits(runtime.records.interval.every)],
-            )
+            )  # fmt: skip
             if recipe.observe.timeline:
                 write_trace(optimizer.timeline.spans(), folder / "timeline.json")
             summary.write(folder / SUMMARY)
@@ -107,6 +97,14 @@ def train(recipe: Recipe) -> Summary | None:
     if summary is not None and recipe.observe.progress:
         show_summary(summary, Console())
     return summary
+
+
+def _make_room_for_model(recipe: Recipe, model: Any, folder: Path) -> None:
+    """Remove what a run that was interrupted just then has saved; fail now if there is no room."""
+    for saved in (MODEL_FOLDER, ADAPTERS_FOLDER):
+        shutil.rmtree(folder / saved, ignore_errors=True)
+    if _saves(recipe) and recipe.lora.rank is None:
+        check_room_for(model, folder)
 
 
 def _predicted(

@@ -14,7 +14,7 @@ optimizer's numbers, and last the metadata, for which the ranks send it what the
 [Note: the writer]
 torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is complete, hence all of the
 state. The records here are torch's (``torch.save``, one after the other); they are copied into blocks that
-threads write past the page cache. So memory holds one box of three fields, and those blocks.
+threads write past the page cache. So memory holds one box of each field, and those blocks.
 """
 
 import contextlib
@@ -57,10 +57,9 @@ BOX_NUMEL = 4 * 2**20
 #: What torch.save adds to the values of a record, at most (bytes).
 _AROUND_NBYTES = 2048
 OPTIMIZER = "optimizer"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 #: Yields exact weights and moments of this rank's shard of a unit, fp32, on the CPU, chunk by chunk in
-#: ascending order: the first element in the shard, and the three fields, which stay until the next chunk is
+#: ascending order: the first element in the shard, and the fields, which stay until the next chunk is
 #: asked for.
 ReadFields: TypeAlias = Callable[[Unit], Generator[tuple[int, tuple[Tensor, ...]]]]
 #: Where a value is in nested dictionaries and lists; its key has the items joined by dots.
@@ -104,7 +103,7 @@ class Contents:
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], groups: Sequence[Mapping[str, Any]],
-        extra: Mapping[Place, Any],
+        extra: Mapping[Place, Any], moments: Sequence[str],
     ) -> None:  # fmt: skip
         self.tensors: dict[str, TensorSpec] = {}
         self.paths: dict[str, Place] = {}
@@ -124,7 +123,8 @@ class Contents:
             if not exact:
                 self.whole.append((tensor, self._weights[id(tensor)]))
         name_of = {id(tensor): first for tensor, (first, *_) in names}
-        self._add_state([s for g in groups for p in g["params"] if (s := sharded.get(id(p)))], name_of)
+        trained = [s for g in groups for p in g["params"] if (s := sharded.get(id(p)))]
+        self._add_state(trained, name_of, moments)
         for index, group in enumerate(groups):
             self._add_group(index, group, [name_of[id(p)] for p in group["params"] if id(p) in name_of])
         for path, value in extra.items():
@@ -141,7 +141,9 @@ class Contents:
             return []
         return [self._weights[id(segment.whole)], *self._moments.get(id(segment.whole), ())]
 
-    def _add_state(self, segments: Sequence[Segment], name_of: Mapping[int, str]) -> None:
+    def _add_state(
+        self, segments: Sequence[Segment], name_of: Mapping[int, str], moments: Sequence[str]
+    ) -> None:
         """Add moments and step counts of what is trained now, or was."""
         steps: dict[int, list[Place]] = {}
         for segment in segments:
@@ -149,7 +151,7 @@ class Contents:
                 path = OPTIMIZER, "state", name_of[id(segment.whole)]
                 self._moments[id(segment.whole)] = tuple(
                     self._add_tensor(torch.float32, segment.whole_shape, (*path, moment))
-                    for moment in MOMENTS
+                    for moment in moments
                 )
                 steps.setdefault(segment.steps, []).append((*path, "step"))
         for count, paths in steps.items():
@@ -224,11 +226,35 @@ def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
+class _Work:
+    """One piece of work after the other, each on a thread of its own if training goes on beside.
+
+    Attributes:
+        transfer: Ends with the piece that was started last.
+    """
+
+    def __init__(self) -> None:
+        self.transfer, self.beside = Transfer(), False
+        self._threads: list[threading.Thread] = []
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run ``work``, or begin to."""
+        self.transfer = Transfer()
+        if not self.beside:
+            self.transfer.run(work)
+            return
+        thread = threading.Thread(target=self.transfer.run, args=(work,), name="infinity-save")
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self) -> None:
+        """Return when no thread runs."""
+        for thread in self._threads:
+            thread.join()
+
+
 class PortableSave:
     """A portable checkpoint on its way; see :func:`infinity.save_checkpoint`. Every rank must make one.
-
-    It has more attributes than other classes: what is written, where, and how far it is, of which the thread
-    that writes and the one that trains each need most.
 
     [Note: a save beside training]
     A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives
@@ -239,6 +265,7 @@ class PortableSave:
         groups: The optimizer's ``param_groups``; none: only weights are saved.
         extra: Further values of the optimizer, by path.
         ranks: That share the model.
+        moments: Names of the fields that the update rule keeps of each parameter.
 
     Attributes:
         out: Where it will be.
@@ -247,7 +274,7 @@ class PortableSave:
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], out: Path, *, groups: Sequence[Mapping[str, Any]],
-        extra: Mapping[Place, Any], ranks: Ranks,
+        extra: Mapping[Place, Any], ranks: Ranks, moments: Sequence[str],
     ) -> None:  # fmt: skip
         text = json.dumps([str(out.absolute()), secrets.token_hex(4)])
         place, self._token = json.loads(
@@ -256,19 +283,19 @@ class PortableSave:
         self.out, self._ranks = Path(place), ranks
         self._publication: Publication | None = None  # on rank 0
         self._records: list[Record] = []
-        self._work, self._threads = Transfer(), list[threading.Thread]()
+        self._work = _Work()
         self._then: Callable[[], object] = lambda: None
-        self._beside = self._publishing = self.ended = False
+        self._publishing = self.ended = False
         with contextlib.ExitStack() as stack:
             with all_ranks_or_raise(ranks, f"planning {self.out}"):
-                self._contents = Contents(model, units, groups, extra)
+                self._contents = Contents(model, units, groups, extra, moments)
                 if ranks.rank == 0:
                     self._publication = stack.enter_context(Publication(self.out, self._token))
             needed = int(ranks.sum(self._contents.nbytes(ranks.rank), f"bytes of {self.out}"))
             # all look before one takes its part
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 _check_room(self._folder, needed, ranks.rank)
-            stack.callback(self._join)
+            stack.callback(self._work.join)
             self._stack = stack.pop_all()
 
     @property
@@ -287,28 +314,16 @@ class PortableSave:
             end: Called when no shard is read any more, however that ends.
             then: Called on rank 0 when the directory is published, on the same thread.
         """
-        self._beside, self._then = beside, then
+        self._work.beside, self._then = beside, then
         self._stack.callback(end)
         if beside:
             self._contents.copy_whole()
-        self._run(partial(self._write, read_fields, end))
-
-    def _run(self, work: Callable[[], None]) -> None:
-        self._work = Transfer()
-        if not self._beside:
-            self._work.run(work)
-            return
-        self._threads.append(threading.Thread(target=self._work.run, args=(work,), name="infinity-save"))
-        self._threads[-1].start()
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            thread.join()
+        self._work.start(partial(self._write, read_fields, end))
 
     @property
     def done(self) -> bool:
         """Whether :meth:`advance` would not wait for this rank."""
-        return self._work.done()
+        return self._work.transfer.done()
 
     def advance(self) -> bool:
         """Wait for what runs, then start what comes next. Every rank must call, between two steps.
@@ -323,12 +338,12 @@ class PortableSave:
         try:
             what = "publishing" if self._publishing else "writing"
             with all_ranks_or_raise(self._ranks, f"{what} {self.out}"):
-                self._work.wait()
+                self._work.transfer.wait()
             if not self._publishing:
                 self._publishing = True
                 written = gather(self._records, self._ranks, f"the list of what is in {self.out}")
                 if self._ranks.rank == 0:
-                    self._run(partial(self._publish, written))
+                    self._work.start(partial(self._publish, written))
                 return False
         except BaseException:
             self.close()

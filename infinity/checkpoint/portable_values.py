@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.directory import Stored
 from infinity.checkpoint.distcp import DistributedCheckpoint
-from infinity.checkpoint.portable import MOMENTS, OPTIMIZER, tensor_names
+from infinity.checkpoint.portable import OPTIMIZER, tensor_names
 from infinity.core.errors import CheckpointError, StateError, library_errors
 from infinity.partition.unit import Unit
 
@@ -39,8 +39,9 @@ class PortableValues:
 
     def __init__(
         self, checkpoint: DistributedCheckpoint, model: nn.Module, units: Iterable[Unit],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Mapping[str, Any]], moments: Sequence[str],
     ) -> None:  # fmt: skip
+        self._moments = moments
         self._checkpoint = checkpoint
         self._named = tensor_names(model)
         self._sharded = {id(s.whole): s for unit in units for s in unit.segments}
@@ -84,7 +85,7 @@ class PortableValues:
     def _find_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
         name_of = {id(tensor): names for tensor, names in self._named}
         members = [[(p, name_of[id(p)]) for p in group["params"] if id(p) in name_of] for group in groups]
-        first = f".{MOMENTS[0]}"
+        first = f".{self._moments[0]}"
         prefix = _prefix(
             [f"state.{name}{first}" for group in members for _, names in group for name in names],
             {key for key in self._checkpoint if key.endswith(first)},
@@ -96,10 +97,10 @@ class PortableValues:
                 if not held or not param.requires_grad or id(param) not in self._sharded:
                     continue
                 state = f"{prefix}state.{held[0]}."
-                if missing := [m for m in MOMENTS if state + m not in self._checkpoint]:
+                if missing := [m for m in self._moments if state + m not in self._checkpoint]:
                     self._complaints += [f"missing: {state}{moment}" for moment in missing]
                     continue
-                self._take(param, [state + moment for moment in MOMENTS])
+                self._take(param, [state + moment for moment in self._moments])
                 self.steps[id(param)] = self._count(state + "step")
                 theirs = numbers.get(held[0], {})
                 if any(name in found and found[name] != value for name, value in theirs.items()):
@@ -131,7 +132,9 @@ class PortableValues:
 
     def moments(self, unit: Unit) -> Callable[[int, int], Sequence[Tensor]]:
         """The same of its moments, which are zero where the checkpoint has none."""
-        return lambda start, stop: [self._range(unit, field, start, stop) for field in (1, 2)]
+        return lambda start, stop: [
+            self._range(unit, field, start, stop) for field in range(1, 1 + len(self._moments))
+        ]
 
     def _range(self, unit: Unit, field: int, start: int, stop: int) -> Tensor:
         out = torch.zeros(stop - start, device="cpu")

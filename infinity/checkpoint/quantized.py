@@ -20,7 +20,7 @@ rounded to it as transformers rounds them when it loads them in that dtype (to n
 [Note: encoded again]
 A value that is still the decoded one, rounded to the dtype in which the model holds it, counts as exactly
 that one (:func:`unchanged`). Where all of a piece are so, its stored bytes are taken as they are; what is
-encoded anew is nearest to the values (:mod:`infinity.device.codecs`, which scale). So what training left
+encoded anew is nearest to the values (:mod:`infinity.checkpoint.codecs`, which scale). So what training left
 alone comes back bit by bit, whatever dtype it was held in.
 """
 
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from infinity.checkpoint import codecs
 from infinity.checkpoint.directory import (
     ByteRange,
     Checkpoint,
@@ -44,7 +45,6 @@ from infinity.checkpoint.directory import (
     read_json_object,
 )
 from infinity.core.errors import CheckpointError
-from infinity.device import codecs
 from infinity.optim.layout import split
 from infinity.optim.threads import compile_ahead
 
@@ -77,8 +77,7 @@ class Quantization:
         block: Rows and columns that share an FP8 scale; None: all.
         bits: Of a whole number; 0: the format has none.
         group_size: Whole numbers that share a scale, along the inputs; 0: all.
-        zeros_less_one: See :func:`infinity.device.codecs.decode_gptq`.
-        symmetric: Of GPTQ: the middle of all whole numbers stands for zero, where they are made anew.
+        zeros_less_one: See :func:`infinity.checkpoint.codecs.decode_gptq`.
         power_of_two: FP8 scales are, whatever their dtype.
     """
 
@@ -87,7 +86,6 @@ class Quantization:
     bits: int = 0
     group_size: int = 0
     zeros_less_one: bool = True
-    symmetric: bool = True
     power_of_two: bool = False
 
     def __str__(self) -> str:
@@ -134,8 +132,7 @@ def _parse(given: Mapping[str, Any]) -> Quantization:
         form = given.get("checkpoint_format", "gptq")
         if form not in ("gptq", "gptq_v2"):
             raise ValueError(f"checkpoint_format is {json.dumps(form)}")
-        bits, symmetric = _bits(given["bits"]), bool(given.get("sym", True))
-        return Quantization(method, bits=bits, zeros_less_one=form == "gptq", symmetric=symmetric)
+        return Quantization(method, bits=_bits(given["bits"]), zeros_less_one=form == "gptq")
     if method != "compressed-tensors":
         raise ValueError(f"quant_method is {json.dumps(method)[:100]}")
     schemes = list(given["config_groups"].values())
@@ -181,7 +178,7 @@ class Slabs:
         numel: Elements of a slab.
         needs: What slabs are decoded from.
         decode: Decodes them.
-        encode: The way back.
+        encode: The way back; None: the format's numbers are not those nearest to the values.
         together: Slabs that share stored elements, and are encoded at one time, from a multiple of it on.
         decode_into: Decodes without memory of its own; None: the format has no such loop.
     """
@@ -189,7 +186,7 @@ class Slabs:
     numel: int
     needs: Needs
     decode: Decode
-    encode: Encode
+    encode: Encode | None
     together: int = 1
     decode_into: DecodeInto | None = None
 
@@ -260,6 +257,11 @@ class Decoded:
             values.fill(first * size, held)
             same, wanted = unchanged(decoded, held), decoded
             if not same.all():
+                if self._slabs.encode is None:
+                    raise ValueError(
+                        "it was trained, and GPTQ chooses numbers with data for calibration: export without "
+                        "--stored (stored_as), and quantize that with a library that has such data"
+                    )
                 wanted = torch.where(same, decoded, held.float())
                 if not wanted.isfinite().all():
                     raise ValueError("a value is NaN or infinite, and has no number in this form")
@@ -598,18 +600,8 @@ def _gptq(group: _Group) -> Decoded:
         less_one = group.quantization.zeros_less_one
         return codecs.decode_gptq(words, points, factors, groups, bits, zeros_less_one=less_one)
 
-    def encode(first: int, values: Tensor, had: Sequence[Tensor]) -> Sequence[Tensor]:
-        words, points, factors, groups = (
-            each.view(part.shape) for each, part in zip(had, parts, strict=True)
-        )
-        less_one, symmetric = group.quantization.zeros_less_one, group.quantization.symmetric
-        matrix = values.view(rows, columns)
-        words, points, factors = codecs.encode_gptq(
-            matrix, words, points, factors, groups, bits, zeros_less_one=less_one, symmetric=symmetric
-        )
-        return words, points, factors, groups
-
-    return group.decoded((rows, columns), scales.dtype, Slabs(rows * columns, needs, decode, encode))
+    # Its numbers are chosen with data, so that errors of a column make up for those before it.
+    return group.decoded((rows, columns), scales.dtype, Slabs(rows * columns, needs, decode, None))
 
 
 def _plain(dtype: torch.dtype) -> str:

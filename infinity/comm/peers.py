@@ -6,10 +6,6 @@ a collective, in which the others do not take part. So each rank keeps one entry
 torch.distributed made its groups, on a connection of its own. A thread writes it every second, with
 a beat that grows, and looks whether another rank ended. Waiting ranks then raise within about two seconds,
 and can say which rank is silent, and whether its process still exists.
-
-[Note: one thread asks]
-torch waits without end for a store whose process is stopped (SIGSTOP, a debugger). So that thread asks for
-the others, too, and these wait for it only so long. It is a daemon: the process can end while it waits.
 """
 
 import itertools
@@ -19,13 +15,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -39,8 +33,6 @@ _LOOK_S = 3.5 * BEAT_S
 _PATIENCE_S = 10.0
 #: Once another rank has left, what it still takes part in ends within this time (s).
 FAREWELL_S = 5.0
-
-Answer = TypeVar("Answer")
 
 _made = itertools.count()  # every rank makes its Peers in the same order
 
@@ -75,25 +67,21 @@ class Peers:
 
     def __init__(self, rank: int, world_size: int, on_end: Callable[[str, bool], None]) -> None:
         self.rank, self.world_size, self._on_end = rank, world_size, on_end
-        self._patience_s = _PATIENCE_S
         self._store, self._prefix = _own_store(), f"infinity/{next(_made)}"
         self._here: list[int] | None = None  # ranks of this machine, once they were looked for
         self._me = Entry(pid=os.getpid(), host=socket.gethostname(), machine=_machine())
         self._publish(self._me)
-        self._questions: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # guards this rank's entry
         self._thread = threading.Thread(target=self._main, name="infinity-peers", daemon=True)
         self._thread.start()
 
     def tell(self, end: str, *, failed: bool) -> None:
         """Say how this rank ended; the first word stays, but a failure replaces a clean end."""
-
-        def say() -> None:
+        with self._lock, suppress(RuntimeError):  # the store may be gone: its keeper ended before us
             if not self._me.failed and (failed or not self._me.end):
                 self._publish(replace(self._me, end=end, failed=failed))
                 self._store.add(f"{self._prefix}/{'failed' if failed else 'ended'}", 1)
-
-        with suppress(RuntimeError):  # the store is gone: its keeper ended before us
-            self._ask(say)
 
     def explain(self) -> str:
         """Which ranks are why a collective did not end; looks for a few seconds at most."""
@@ -101,12 +89,9 @@ class Peers:
         first: dict[int, Entry] = {}
         while True:
             try:
-                entries = self._ask(self._others)
+                entries = self._others()
             except RuntimeError:
-                return (
-                    "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended or "
-                    "is stopped"
-                )
+                return "the process that keeps the store of torch.distributed, rank 0 or its launcher, ended"
             first = first or entries
             told = _told(entries) or _gone(entries, self._me.machine)
             if told:
@@ -121,7 +106,7 @@ class Peers:
         Call when every rank has written its entry.
         """
         try:
-            entries = self._ask(lambda: self._others(self._here))
+            entries = self._others(self._here)
         except RuntimeError:
             return ""  # the store is gone: explain() says so
         self._here = [rank for rank, entry in entries.items() if entry.machine == self._me.machine]
@@ -130,53 +115,24 @@ class Peers:
 
     def close(self) -> None:
         """End the thread; the entry stays."""
-        self._questions.put(None)
-        self._thread.join(2 * self._patience_s)
-
-    def _ask(self, question: Callable[[], Answer]) -> Answer:
-        """Return what ``question`` finds in the store; see [Note: one thread asks].
-
-        Raises:
-            RuntimeError: Nothing: the store is gone, or its process is stopped.
-        """
-        if self._thread is threading.current_thread() or not self._thread.is_alive():
-            return question()
-        answer: Future[Answer] = Future()
-        self._questions.put((answer, question))
-        try:
-            return answer.result(self._patience_s)
-        except TimeoutError:
-            self._patience_s = 0.0  # of those who ask before it answers
-            raise RuntimeError("the store does not answer") from None
+        self._closed.set()
+        self._thread.join(_PATIENCE_S)
 
     # --- the thread --------------------------------------------------------------------------
 
     def _main(self) -> None:
-        heard, beat_s = (0, 0), time.monotonic() + BEAT_S
-        while True:
-            try:
-                asked = self._questions.get(timeout=max(0.0, beat_s - time.monotonic()))
-            except Empty:
-                others: dict[int, Entry] = {}
-                with suppress(RuntimeError):  # the store is gone; waits for collectives say why
-                    heard, others = self._beat(heard)
-                if told := _told(others):
-                    self._on_end(told, any(entry.failed for entry in others.values()))
-                beat_s = time.monotonic() + BEAT_S
-            else:
-                if asked is None:
-                    return
-                answer, question = asked
-                try:
-                    answer.set_result(question())
-                except BaseException as error:  # surfaces where it was asked
-                    answer.set_exception(error)
-                del asked, answer, question  # an error holds frames of those who asked
-            self._patience_s = _PATIENCE_S
+        heard = 0, 0
+        while not self._closed.wait(BEAT_S):
+            others: dict[int, Entry] = {}
+            with suppress(RuntimeError):  # the store is gone; waits for collectives say why
+                heard, others = self._beat(heard)
+            if told := _told(others):
+                self._on_end(told, any(entry.failed for entry in others.values()))
 
     def _beat(self, heard: tuple[int, int]) -> tuple[tuple[int, int], dict[int, Entry]]:
         """Show that this rank lives; return how many ended, and the others' entries if more did."""
-        self._publish(replace(self._me, beat=self._me.beat + 1))
+        with self._lock:
+            self._publish(replace(self._me, beat=self._me.beat + 1))
         ends = self._store.add(f"{self._prefix}/failed", 0), self._store.add(f"{self._prefix}/ended", 0)
         return ends, {} if ends == heard else self._others()
 

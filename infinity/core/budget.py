@@ -166,8 +166,36 @@ def _choose_spilled(units: Sequence[UnitSizes], room: int) -> tuple[int, ...]:
     return tuple(sorted(spilled))
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A row of the table of what takes a budget: its bytes, and how a message says so."""
+
+    nbytes: int
+    text: str
+
+
+def _sum(parts: Iterable[Part]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _listed(parts: Iterable[Part], between: str = ", ") -> str:
+    return between.join(f"{format_nbytes(part.nbytes)} {part.text}" for part in parts if part.nbytes)
+
+
+class _Spare:
+    """What is left of a budget, from which parts take as much as they can use."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def take(self, wish: int) -> int:
+        taken = max(0, min(self.nbytes, wish))
+        self.nbytes -= taken
+        return taken
+
+
 def divide_host(
-    total: int, residents: int, chunks: int, units: Sequence[UnitSizes], *, early: bool, resident: bool
+    total: int, residents: int, chunks: int, units: Sequence[UnitSizes], *, resident: bool
 ) -> HostBudget:
     """Divide ``memory.host`` beside an accelerator.
 
@@ -176,7 +204,6 @@ def divide_host(
         residents: What units in host memory take, beside their gradients.
         chunks: What updates take for the chunks that are staged.
         units: All units.
-        early: Whether an update inside backward is done with its gradient.
         resident: Whether units take what a larger budget would give.
 
     Raises:
@@ -199,42 +226,32 @@ def divide_host(
         spilled = _choose_spilled(units, free - waiting - passing - piece - wished)
         on_nvme = frozenset(spilled)
         waiting += rounded_sum(u.shard_grad for i, u in enumerate(units) if u.spills and i not in on_nvme)
-    needed = waiting + passing + piece
-    spare = free - needed
-    if spare < 0:
+    largest = max(updated, key=lambda u: u.shard_grad, default=None)
+    parts = [
+        Part(waiting, "of gradients that wait for step()"),
+        Part(passing, f"for the gradient of {_described(largest)}" if largest else ""),
+        Part(piece, "for weights on their way"),
+    ]
+    if free < _sum(parts):
         # Of a larger budget chunks take a quarter, or half without residents, and those half of the rest.
-        enough = aligned(-(-8 * needed // 3) if resident else 2 * needed)
-        parts, why = [f"{format_nbytes(piece)} for weights on their way"], ""
-        if passing:
-            largest = max(updated, key=lambda u: u.shard_grad)
-            parts.insert(0, f"{format_nbytes(passing)} for the gradient of {_described(largest)}")
-            why = _indivisible(largest)
-        if waiting:
-            parts.insert(0, f"{format_nbytes(waiting)} of gradients that wait for step()")
+        enough = aligned(-(-8 * _sum(parts) // 3) if resident else 2 * _sum(parts))
         raise BudgetError(
             f"memory.host is {format_nbytes(total)}, of which units in host memory take "
             f"{format_nbytes(residents + beside)} and chunks of updates {format_nbytes(chunks)}. Beside an "
-            f"accelerator {format_nbytes(needed)} more are required: {', and '.join(parts)}. "
+            f"accelerator {format_nbytes(_sum(parts))} more are required: {_listed(parts, ', and ')}. "
             f"{format_nbytes(enough)} ({enough} bytes) are enough: raise memory.host, or share the model "
-            f"over more ranks{why}"
+            f"over more ranks{_indivisible(largest) if largest and passing else ''}"
         )
-    spare //= 2  # the rest is for activations, and exact values that are read or written
-
-    def take(wish: int) -> int:
-        nonlocal spare
-        taken = max(0, min(spare, wish))
-        spare -= taken
-        return taken
-
+    spare = _Spare((free - _sum(parts)) // 2)  # the rest: activations, and exact values that are read
     all_weights = rounded_sum(u.shard_weight for u in updated)
     all_gradients = rounded_sum(u.shard_grad for u in updated)
-    staging = piece + take(min(STAGED_PIECES * shard - piece, spare // 2))
-    passing += take(passing) if spilled else 0
-    weights = take(all_weights if waiting else min(all_weights, spare // 2))
-    gradients = beside + waiting + passing + (0 if waiting else take(all_gradients - passing))  # they may lag
-    stays = take(all_weights)
+    staging = piece + spare.take(min(STAGED_PIECES * shard - piece, spare.nbytes // 2))
+    passing += spare.take(passing) if spilled else 0
+    weights = spare.take(all_weights if waiting else min(all_weights, spare.nbytes // 2))
+    lag = 0 if waiting else spare.take(all_gradients - passing)
+    stays = spare.take(all_weights)
     piece = max(piece, min(shard, whole_pages(staging // STAGED_PIECES)))
-    return HostBudget(gradients, weights, staging + stays, piece, stays, spilled)
+    return HostBudget(beside + waiting + passing + lag, weights, staging + stays, piece, stays, spilled)
 
 
 def divide_device(
@@ -261,28 +278,11 @@ def divide_device(
     Raises:
         BudgetError: Too small; says what is needed and why.
     """
-    streaming = [u for u in units if u.streams]
     waits = [u for u in units if u.waits]
-    largest = max((rounded(u.full) for u in units if u.trainable), default=0)
-    grad = rounded_sum(u.shard_grad for u in waits)
-    # beside held gradients: a full gradient, the reduction's second buffer, one update's weights
-    leaf = max(
-        (rounded_sum(units[i].full for i in group if units[i].trainable) for group in together), default=0
-    )
-    working = max(largest * (2 if world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
-    working += rounded_sum(u.full for u in units if u.lingers)
-    flight = max((u.gathered for u in streaming), default=0)
-    windows = {
-        "two units in flight": 2 * flight,
-        "units that are gathered as one": max(
-            (sum(units[i].gathered for i in group) + flight for group in together), default=0
-        ),
-        "units in use at one time": max(
-            (_in_use_nbytes([units[i] for i in each]) for each in in_use), default=0
-        ),
-        "all micro-batches in one block (the ordinary schedule needs less)": block,
-    }
+    working = _working_nbytes(units, world_size, together)
+    windows = _windows(units, together, in_use, block)
     window_least = max(windows.values())
+    grad = rounded_sum(u.shard_grad for u in waits)
     needed = grad + working + window_least + updates + decoding
     may_spill = [] if in_host else [rounded(u.shard_grad) for u in units if u.spills]
     least, bound = needed - sum(may_spill), ceiling if total is None else total
@@ -293,42 +293,69 @@ def divide_device(
         freed = rounded_sum(units[i].shard_grad for i in spilled)
         grad, needed = grad - freed, needed - freed
         waits = [u for i, u in enumerate(units) if u.waits and i not in spilled]
-    backlog_all = rounded_sum(
-        u.shard_weight + (0 if u.waits else u.shard_grad)
-        for u in streaming
-        if u.on_nvme and u.trainable and not in_host
-    )
-    window_all = sum(u.gathered for u in streaming)
-    wish = needed + backlog_all + min(window_all, 4 * window_least)
+    lag = [u for u in units if u.streams and u.on_nvme and u.trainable and not in_host]
+    backlog_all = rounded_sum(u.shard_weight + (0 if u.waits else u.shard_grad) for u in lag)
     if total is None:
-        total = max(needed, min(wish, ceiling))
+        window_all = sum(u.gathered for u in units if u.streams)
+        total = max(needed, min(needed + backlog_all + min(window_all, 4 * window_least), ceiling))
+    parts = [
+        Part(grad, f"of gradients that wait for {_occasion(waits, in_host)}"),
+        Part(working, "for the gradient and update of the largest unit that is trained"),
+        Part(window_least, f"for {max(windows, key=lambda name: windows[name])}"),
+        Part(updates, "for updates (memory.updates=host: none)"),
+        Part(decoding, "for decoding quantized weights"),
+    ]
     if total < needed:
-        biggest = max(units, key=lambda u: u.full)
-        trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
-        parts = [
-            f"{format_nbytes(grad)} of gradients that wait for {_occasion(waits, in_host)}",
-            f"{format_nbytes(window_least)} for {max(windows, key=lambda name: windows[name])}"
-            + (f" ({_described(biggest)})" if biggest is not trained else ""),
-        ]
-        if trained is not None:
-            of = f"the gradient and update of the largest unit that is trained ({_described(trained)})"
-            parts.insert(1, f"{format_nbytes(working)} for {of}")
-        if updates:
-            parts.append(f"{format_nbytes(updates)} for updates (memory.updates=host: none)")
-        if decoding:
-            parts.append(f"{format_nbytes(decoding)} for decoding quantized weights")
-        raise BudgetError(
-            f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
-            f"is required: {', '.join(parts)}. Raise memory.device"
-            + _way_out(waits, units, in_host)
-            + _indivisible(biggest)
-        )
+        raise _too_small(total, parts, units, _way_out(waits, units, in_host))
     if spilled:  # what is left, less than one gradient more, lets gradients lag
         return DeviceBudget(total, window_least, False, early, 0, least, spilled)
     spare = total - needed
     hold = early or spare >= backlog_all
     backlog = min(spare, backlog_all) if hold else 0
     return DeviceBudget(total, window_least + spare - backlog, hold, early, backlog if early else 0, least)
+
+
+def _too_small(total: int, parts: Sequence[Part], units: Sequence[UnitSizes], way_out: str) -> BudgetError:
+    """Return the error of a device budget that does not hold ``parts``."""
+    needed, biggest = _sum(parts), max(units, key=lambda u: u.full)
+    trained = max((u for u in units if u.trainable), key=lambda u: u.full, default=None)
+    names = {1: trained, 2: None if biggest is trained else biggest}  # of which unit a part is
+    named = [
+        replace(part, text=f"{part.text} ({unit.name}, {format_nbytes(unit.full)})")
+        if (unit := names.get(at)) is not None
+        else part
+        for at, part in enumerate(parts)
+    ]
+    return BudgetError(
+        f"memory.device is {format_nbytes(total)}; at least {format_nbytes(needed)} ({needed} bytes) "
+        f"is required: {_listed(named)}. Raise memory.device{way_out}{_indivisible(biggest)}"
+    )
+
+
+def _working_nbytes(units: Sequence[UnitSizes], world_size: int, together: Sequence[Sequence[int]]) -> int:
+    """Room beside held gradients: a full one, the reduction's second buffer, one update's weights."""
+    largest = max((rounded(u.full) for u in units if u.trainable), default=0)
+    leaf = max(
+        (rounded_sum(units[i].full for i in group if units[i].trainable) for group in together), default=0
+    )
+    working = max(largest * (2 if world_size == 1 else 4), leaf + 3 * largest if leaf else 0)
+    return working + rounded_sum(u.full for u in units if u.lingers)
+
+
+def _windows(
+    units: Sequence[UnitSizes], together: Sequence[Sequence[int]], in_use: Iterable[Collection[int]],
+    block: int,
+) -> dict[str, int]:  # fmt: skip
+    """Return the windows of which the largest is required, each with its reason."""
+    flight = max((u.gathered for u in units if u.streams), default=0)
+    leaves = (sum(units[i].gathered for i in group) + flight for group in together)
+    nested = (_in_use_nbytes([units[i] for i in each]) for each in in_use)
+    return {
+        "two units in flight": 2 * flight,
+        "units that are gathered as one": max(leaves, default=0),
+        "units in use at one time": max(nested, default=0),
+        "all micro-batches in one block (the ordinary schedule needs less)": block,
+    }
 
 
 def place_states(made: DeviceBudget, bound: int, units: Sequence[UnitSizes], scratch: int) -> DeviceBudget:
@@ -408,8 +435,8 @@ def _accumulate(waits: Sequence[UnitSizes], in_host: bool) -> bool:
     return any(in_host or (u.on_nvme and not u.spills) for u in waits)
 
 
-def _described(unit: UnitSizes) -> str:
-    return f"{unit.name}, {format_nbytes(unit.full)}"
+def _described(unit: UnitSizes | None) -> str:
+    return "" if unit is None else f"{unit.name}, {format_nbytes(unit.full)}"
 
 
 def _indivisible(unit: UnitSizes) -> str:

@@ -1,112 +1,122 @@
-"""Interrupts of the training thread: which of them a model outlives.
+"""Ctrl-C is held back while tables change.
 
 [Note: Ctrl-C]
-A signal raises between any two bytecodes of the main thread, and only there. In the model's compute nothing
-of ours is half done: what the step has so far is dropped when the next one begins. A wait of the training
-thread is interrupted as if it had not begun. Updates that ``step()`` computes itself run on a thread of their
-own, and the interrupt is raised when they are done. What is left are lines between which tables do not
-agree: a buffer is leased and not noted yet, or half of the units are committed. They run in sections, and an
-interrupt that leaves one is noted:
+A signal's handler raises between any two bytecodes of the main thread, and only there. In the model's compute
+nothing of ours is half done: what the step has so far is dropped when the next one begins. What is left are
+lines between which tables do not agree: a buffer is leased and not noted yet, or half of the units are
+committed. They run in sections, ``with uninterrupted:``. A handler whose signal comes in one is called when
+the outermost section ends, so nothing is left half done, and nothing is repaired.
 
-- ``with bookkeeping:`` around what a pass does to memory. Before the next use everything that passes have in
-  memory is forgotten, and fetched anew from what is stored.
-- ``with bookkeeping.states:`` around what changes stored states. Whatever the model is asked then raises, and
-  says what there is to go on from.
+A section may wait for a disk or for other ranks. If that hangs, a second signal is not held back, if it comes
+some time after the first. Models that were built before it raise
+:class:`~infinity.core.errors.StateError` from then on.
 
-An accelerator's hooks run on autograd's device thread while the main thread is in ``backward()``. No signal
-raises there: the interrupt comes when ``backward()`` returns.
+Handlers are called through ours, which a section puts in place of those that it finds. On other threads a
+section does nothing: no signal raises there.
 """
 
-import contextlib
+import _signal  # type: ignore[import-not-found]  # `signal` takes 3 us, and each module's hook has a section
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import ExitStack
+from functools import wraps
+from threading import get_ident
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
 
-from infinity.core.transfer import Transfer
+P = ParamSpec("P")
+R = TypeVar("R")
 
-_WAITED = "It came while training waited for bytes: the model can be used on, and the step run again."
+#: A signal that comes so long after one that is held back is not (s): launchers send several at once.
+PATIENCE_S = 1.0
+#: Signals whose handlers are held back. SIGALRM is none of them: it may be what ends a wait that hangs.
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _Handler:
+    """Handler that calls ``handler`` when no section is open."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        section = uninterrupted
+        if section.depth or (frame is not None and frame.f_code in _BEGINNING):
+            if section.pending is None:
+                section.pending = lambda: self.handler(number, frame), time.monotonic()
+                return
+            if time.monotonic() - section.pending[1] < PATIENCE_S:
+                return
+        section.pending = None
+        try:
+            self.handler(number, frame)
+        except BaseException:
+            section.broken += section.depth > 0
+            raise
 
 
 class Section:
-    """Context of lines that an interrupt must not come between; may be nested and entered again.
+    """Context of lines that no signal's handler comes between; may be nested, and used as a decorator.
 
     Attributes:
-        interrupted: An interrupt left the context. Ordinary exceptions do not count: they are expected.
+        depth: Sections that the main thread is in.
+        pending: The handler's call that is held back, and when its signal came (s).
+        broken: Sections that an exception of a handler has left.
     """
 
-    interrupted = False
+    def __init__(self) -> None:
+        self.depth = self.broken = 0
+        self._main = threading.main_thread().ident
+        self.pending: tuple[Callable[[], object], float] | None = None
 
     def __enter__(self) -> None:
-        pass
+        if get_ident() == self._main:
+            self.depth += 1
+            if self.depth == 1:
+                _take_over_handlers()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            self.interrupted |= _WAITED not in getattr(error, "__notes__", ())
-
-
-class Bookkeeping(Section):
-    """The sections of one model: see [Note: Ctrl-C].
-
-    Args:
-        repair: Called before the next use after an interrupt; may raise.
-
-    Attributes:
-        states: The section around changes of stored states.
-    """
-
-    def __init__(self, repair: Callable[[], object] = lambda: None) -> None:
-        self.states = Section()
-        self._repair = repair
-        self._held: BaseException | None = None  # came while something ran to its end
-
-    def check(self) -> None:
-        """Repair what an interrupt left; or raise, if that cannot be.
-
-        Raises:
-            StateError: See :meth:`infinity.engine.runtime.Runtime.repair`.
-        """
-        if self.interrupted or self.states.interrupted:
-            self._repair()
-
-    def run_to_end(self, call: Callable[[], object]) -> None:
-        """Run ``call`` on a thread, where no signal raises; :meth:`raise_held` raises the first that came."""
-        ended = Transfer()
-        errors: list[BaseException] = []
-
-        def noted() -> None:
-            try:
+        if get_ident() == self._main:
+            self.depth -= 1
+            if self.pending is not None and not self.depth:
+                (call, _), self.pending = self.pending, None
                 call()
-            except BaseException as error:  # with its traceback, which a transfer drops
-                errors.append(error)
 
-        calls = [noted]
+    def follow_fork(self) -> None:
+        """Let the thread that forked be the main thread, in a child."""
+        if get_ident() != self._main:
+            self._main, self.depth, self.pending = get_ident(), 0, None
 
-        def run() -> None:
-            with contextlib.suppress(IndexError):  # the thread before has begun
-                ended.run(calls.pop())
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def held_back(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
 
-        while not ended.done():  # again if the start was interrupted
-            try:
-                try:
-                    threading.Thread(target=run, name="infinity-step").start()
-                except (RuntimeError, MemoryError):  # the process may have no more threads
-                    run()
-                ended.wait()
-            except BaseException as error:  # whatever it is, a signal's handler raised it
-                self._held = error if self._held is None else self._held
-        if errors:
-            raise errors.pop()
-
-    def raise_held(self) -> None:
-        """Raise what a signal's handler raised while something ran to its end."""
-        held, self._held = self._held, None
-        if held is not None:
-            raise held
+        return held_back
 
 
-def ends_a_wait(error: BaseException) -> None:
-    """Let ``error`` pass sections: what it interrupted is a wait, after which everything is as before."""
-    if not isinstance(error, Exception):
-        error.add_note(_WAITED)
+class UninterruptedExit(ExitStack):
+    """An ``ExitStack`` whose contexts end in one section."""
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        with uninterrupted:
+            return super().__exit__(*exc)
+
+
+def _take_over_handlers() -> None:
+    for number in HELD_BACK:
+        handler = _signal.getsignal(number)
+        if callable(handler) and type(handler) is not _Handler:
+            _signal.signal(number, _Handler(handler))
+
+
+uninterrupted = Section()
+os.register_at_fork(after_in_child=uninterrupted.follow_fork)
+#: Functions that a section begins in: a signal that comes as one of them is called is held back, too.
+_BEGINNING = {Section.__enter__.__code__, UninterruptedExit.__exit__.__code__}

@@ -33,9 +33,10 @@ S = UnitState
 
 #: Every edge that exists. With one rank and no accelerator the staging buffer is the full
 #: buffer, so FETCHING leads straight to GATHERED. Every state may fall back to where the
-#: unit lives (ON_NVME or ON_HOST): that is a release, or a copy that an update made stale.
+#: unit lives (ON_NVME or ON_HOST): that is a release, or a copy that an update made stale. A unit that is
+#: nowhere else moves between the two with its home.
 ALLOWED: dict[UnitState, frozenset[UnitState]] = {
-    S.ON_NVME: frozenset({S.FETCHING}),
+    S.ON_NVME: frozenset({S.FETCHING, S.ON_HOST}),
     S.FETCHING: frozenset({S.ON_HOST, S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
     S.ON_HOST: frozenset({S.UPLOADING, S.GATHERING, S.GATHERED, S.ON_NVME}),
     S.UPLOADING: frozenset({S.GATHERING, S.GATHERED, S.ON_HOST, S.ON_NVME}),

@@ -2,9 +2,12 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from itertools import islice
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from infinity.core.errors import copied
 from infinity.core.extent import Extent
@@ -222,3 +225,43 @@ class Pool(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+P = TypeVar("P")
+
+
+def stream(
+    pieces: Iterable[P], buffers: Iterable[Lease], read: Callable[[P, Lease], Transfer]
+) -> Generator[tuple[P, Lease]]:
+    """Read pieces through a few buffers, so that the next ones are read while one is used.
+
+    Close the generator before the buffers are given back: then nothing is written to them any more.
+
+    Args:
+        buffers: Each large enough for any piece.
+        read: Starts to read a piece into a buffer.
+
+    Yields:
+        Each piece in order, and the buffer that has it until the next one is asked for.
+
+    Raises:
+        DiskError: A piece cannot be read.
+    """
+    left, free = iter(pieces), deque(buffers)
+    reading: deque[tuple[P, Lease, Transfer]] = deque()
+    try:
+        while True:
+            for piece in islice(left, len(free)):
+                lease = free.popleft()
+                reading.append((piece, lease, read(piece, lease)))
+            if not reading:
+                return
+            piece, lease, transfer = reading[0]
+            transfer.wait()
+            yield piece, lease
+            reading.popleft()
+            free.append(lease)
+    finally:
+        for _, _, transfer in reading:
+            with suppress(OSError):  # another error is on its way already
+                transfer.wait()

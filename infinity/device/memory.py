@@ -272,11 +272,35 @@ class BufferLease:
         self.release()
 
 
+class _Leased:
+    """Counts the bytes that are leased, by holder.
+
+    Attributes:
+        nbytes: Of all holders.
+        peak_nbytes: The most of them at one time.
+        by_holder: Without those that hold nothing.
+        given_back: How often something was given back.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = self.peak_nbytes = self.given_back = 0
+        self.by_holder: dict[str, int] = {}
+
+    def add(self, nbytes: int, who: str) -> None:
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self.by_holder[who] = self.by_holder.get(who, 0) + nbytes
+
+    def give_back(self, nbytes: int, who: str) -> None:
+        self.nbytes -= nbytes
+        self.by_holder[who] -= nbytes
+        if not self.by_holder[who]:
+            del self.by_holder[who]
+        self.given_back += 1
+
+
 class BufferPool:
     """A bounded set of buffers, with its accounting. Any thread may call.
-
-    It has more attributes than other classes: under one lock, a buffer moves between lent, ending and kept,
-    and the counts that bound them change.
 
     Args:
         capacity_nbytes: Bytes that all buffers may take together.
@@ -290,14 +314,11 @@ class BufferPool:
     def __init__(self, capacity_nbytes: int, *, key: str, patience_s: float = 30.0) -> None:
         self.capacity_nbytes, self.key, self.patience_s = capacity_nbytes, key, patience_s
         self._changed = threading.Condition()  # guards what follows
-        self._leased_nbytes = self._kept_nbytes = self._peak_nbytes = 0
-        self._held: dict[str, int] = {}
+        self._leased, self._kept_nbytes = _Leased(), 0
+        # A buffer is lent, then, while copies of it are in flight, ending (with its holder), then kept.
         self._lent: set[Buffer] = set()
-        self._ending: deque[tuple[Buffer, str]] = (
-            deque()
-        )  # given back, but copies are in flight; with holders
+        self._ending: deque[tuple[Buffer, str]] = deque()
         self._kept: OrderedDict[Buffer, None] = OrderedDict()  # oldest first
-        self._released = 0  # how often something was given back
         self._closed = False
         self._failure: BaseException | None = None
 
@@ -310,7 +331,7 @@ class BufferPool:
         """Bytes that are leased now, in whole pages; also those that copies still use."""
         with self._changed:
             self._collect_ended()
-            return self._leased_nbytes
+            return self._leased.nbytes
 
     @property
     def kept_nbytes(self) -> int:
@@ -320,13 +341,13 @@ class BufferPool:
     @property
     def peak_nbytes(self) -> int:
         """The most that was leased at one time (bytes)."""
-        return self._peak_nbytes
+        return self._leased.peak_nbytes
 
     @property
     def held(self) -> dict[str, int]:
         """Bytes that are leased, by holder."""
         with self._changed:
-            return dict(self._held)
+            return dict(self._leased.by_holder)
 
     def lease(self, nbytes: int, *, who: str) -> BufferLease:
         """Hold a buffer of ``nbytes``; block until it fits.
@@ -346,13 +367,13 @@ class BufferPool:
                 f"{self.key} gives this pool {self.capacity_nbytes} bytes. "
                 f"Raise {self.key} by at least {size - self.capacity_nbytes} bytes"
             )
-        left_s, released = self.patience_s, self._released
+        left_s, given_back = self.patience_s, self._leased.given_back
         while (lease := self.try_lease(nbytes, who=who)) is None:
             with self._changed:
                 if self._failure is not None:
                     raise copied(self._failure)
-                if released != self._released:
-                    left_s, released = self.patience_s, self._released
+                if given_back != self._leased.given_back:
+                    left_s, given_back = self.patience_s, self._leased.given_back
                 if left_s <= 0:
                     raise BudgetError(self._exhausted(size, who))
                 ending = tuple(self._ending[0][0].events) if self._ending else ()
@@ -375,10 +396,8 @@ class BufferPool:
                 return None
             buffer, unmapped = self._take_kept(size), list[Buffer]()
             if buffer is None:
-                unmapped = self._unkeep(self._leased_nbytes + self._kept_nbytes + size - self.capacity_nbytes)
-            self._leased_nbytes += size
-            self._peak_nbytes = max(self._peak_nbytes, self._leased_nbytes)
-            self._held[who] = self._held.get(who, 0) + size
+                unmapped = self._unkeep(self._leased.nbytes + self._kept_nbytes + size - self.capacity_nbytes)
+            self._leased.add(size, who)
             if buffer is not None:
                 self._lent.add(buffer)
         if buffer is None:
@@ -403,7 +422,7 @@ class BufferPool:
         """Keep within another capacity; what is leased stays."""
         with self._changed:
             self.capacity_nbytes = capacity_nbytes
-            unmapped = self._unkeep(self._leased_nbytes + self._kept_nbytes - capacity_nbytes)
+            unmapped = self._unkeep(self._leased.nbytes + self._kept_nbytes - capacity_nbytes)
             self._changed.notify_all()
         for buffer in unmapped:
             buffer.close()
@@ -437,7 +456,7 @@ class BufferPool:
     def _fits(self, size: int) -> bool:
         if self._closed:
             raise StateError(f"the pool of {self.key} is closed")
-        return self._leased_nbytes + size <= self.capacity_nbytes
+        return self._leased.nbytes + size <= self.capacity_nbytes
 
     def _take_kept(self, size: int) -> Buffer | None:
         # The newest of its size: its pages are the likeliest to be in the caches. Of an accelerator's the
@@ -475,20 +494,16 @@ class BufferPool:
         self._kept_nbytes += buffer.nbytes
 
     def _count_back(self, nbytes: int, who: str) -> None:
-        self._leased_nbytes -= nbytes
-        self._held[who] -= nbytes
-        if not self._held[who]:
-            del self._held[who]
-        self._released += 1
+        self._leased.give_back(nbytes, who)
         self._changed.notify_all()
 
     def _exhausted(self, size: int, who: str) -> str:
-        holders = sorted(self._held.items(), key=lambda item: -item[1])
+        holders = sorted(self._leased.by_holder.items(), key=lambda item: -item[1])
         named = ", ".join(f"{name}: {format_nbytes(nbytes)}" for name, nbytes in holders[:8])
         more = f" and {len(holders) - 8} more" if len(holders) > 8 else ""
         return (
             f"no buffer of {format_nbytes(size)} for {who} in {self.patience_s:g} s: "
-            f"{format_nbytes(self._leased_nbytes)} of {format_nbytes(self.capacity_nbytes)} are leased "
+            f"{format_nbytes(self._leased.nbytes)} of {format_nbytes(self.capacity_nbytes)} are leased "
             f"({named}{more}); raise {self.key}"
         )
 

@@ -27,19 +27,23 @@ activations take shows after the first step: then states get at most what it lef
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from infinity.activations.blocks import recomputable_blocks
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
+from infinity.core.config import MemoryConfig
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.core.nbytes import format_nbytes
+from infinity.device.accelerator import memory_nbytes
+from infinity.device.machine import local_ranks, total_host_nbytes
 from infinity.optim.rules import scratch_nbytes
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.shards.tiers import Tiers
+from infinity.shards.homes import HostHome
+from infinity.shards.tiers import Tiers, stored_form
 
 
 class UnitsInUse:
@@ -89,11 +93,60 @@ def _used_together(params: Iterable[nn.Parameter], units: UnitIndex) -> frozense
     return frozenset(unit.index for unit in units.holding(params) if not any(s.first for s in unit.segments))
 
 
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    """What a division counts on; see [Note: more gradients than before].
+
+    Attributes:
+        trained: Indices of units that get a gradient.
+        accumulates: Gradients wait for later micro-batches.
+        recomputes: Blocks are recomputed in backward.
+        block_nbytes: The least window, for a layer schedule.
+    """
+
+    trained: frozenset[int]
+    accumulates: bool
+    recomputes: bool
+    block_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What ``memory.device`` may be divided up to (bytes).
+
+    Attributes:
+        total: The recipe's; None: derived.
+        ceiling: The most that a derived budget may be, or that planned activations leave.
+        shared: Planned activations take a part of ``total``.
+        planned: That part is known.
+        after_step: The most that the total may become, as the first step shows; None: unknown.
+        states: Whether states may be in an accelerator's memory.
+    """
+
+    total: int | None
+    ceiling: int
+    shared: bool
+    planned: bool = False
+    after_step: int | None = None
+    states: bool = False
+
+    @property
+    def spill_above(self) -> int | None:
+        """Gradients spill if they would make a derived budget larger than this; None: the ceiling."""
+        return self.total if self.shared and not self.planned else None
+
+    @property
+    def most(self) -> int | None:
+        """What units may take with their states; None: what activations take is not known yet."""
+        if self.shared:
+            return self.ceiling if self.planned else None
+        if self.total is not None or self.after_step is None:
+            return self.total
+        return min(self.ceiling, self.after_step)
+
+
 class UnitBudget:
     """Divides ``memory.device`` among gradients, updates and gathered units of one model.
-
-    It has more attributes than other classes: all that a division depends on, since it is made anew when one
-    of them changes.
 
     Args:
         units: All of the model's.
@@ -123,21 +176,21 @@ class UnitBudget:
         early: bool, updates_nbytes: int, states: bool,
     ) -> None:  # fmt: skip
         self._units, self._leaves, self._ranks, self._tiers = units, leaves, ranks, tiers
-        self._in_use = in_use
-        self._early, self._updates_nbytes = early, updates_nbytes
-        self._states = states and ranks.on_accelerator
+        self._in_use, self._early, self._updates_nbytes = in_use, early, updates_nbytes
         self.host: budget.HostBudget | None = None
-        self.device_nbytes, self._shared = device_nbytes, shared and device_nbytes is not None
-        self._ceiling_nbytes = ceiling_nbytes
-        if self._shared:
-            assert device_nbytes is not None
-            self._ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
-        self._spill_above = device_nbytes if self._shared else None
-        self._after_step_nbytes: int | None = None  # the most that the total may become; None: unknown
-        self._block_nbytes = 0  # the least window, for a layer schedule
-        self._trained, self._accumulates = self._trained_now(), False
-        self._recomputes = in_use.recomputes()
-        self.division = self._divide(self._trained, self._accumulates)
+        if shared and device_nbytes is not None:
+            ceiling_nbytes = min(ceiling_nbytes, device_nbytes // 2)
+        self._limits = _Limits(
+            device_nbytes, ceiling_nbytes, shared and device_nbytes is not None,
+            states=states and ranks.on_accelerator,
+        )  # fmt: skip
+        self._foreseen = _Foreseen(self._trained_now(), False, in_use.recomputes())
+        self.division = self._divide(self._foreseen)
+
+    @property
+    def device_nbytes(self) -> int | None:
+        """``memory.device`` of the recipe; None: it is derived."""
+        return self._limits.total
 
     @property
     def pool_nbytes(self) -> int:
@@ -178,34 +231,35 @@ class UnitBudget:
         Raises:
             BudgetError: ``memory.device`` is too small for it; the old division stays.
         """
-        trained, accumulates = self._trained | self._trained_now(), self._accumulates or accumulates
-        before, recomputes = self._recomputes, self._recomputes or self._in_use.recomputes()
-        if (trained, accumulates, recomputes) == (self._trained, self._accumulates, before):
+        before = self._foreseen
+        foreseen = replace(
+            before, trained=before.trained | self._trained_now(),
+            accumulates=before.accumulates or accumulates,
+            recomputes=before.recomputes or self._in_use.recomputes(),
+        )  # fmt: skip
+        if foreseen == before:
             return False
-        self._recomputes = recomputes
-        try:
-            self.division = self._divide(trained, accumulates)
-        except BudgetError:
-            self._recomputes = before
-            raise
-        self._trained, self._accumulates = trained, accumulates
+        self.division = self._divide(foreseen)
+        self._foreseen = foreseen
         return True
 
     def divide_beside(self, activations_nbytes: int) -> None:
         """Divide what planned activations leave of ``memory.device``."""
         assert self.device_nbytes is not None
-        self._ceiling_nbytes, self._spill_above = self.device_nbytes - activations_nbytes, None
-        self.division = self._divide(self._trained, self._accumulates)
+        ceiling_nbytes = self.device_nbytes - activations_nbytes
+        self._limits = replace(self._limits, ceiling=ceiling_nbytes, planned=True)
+        self.division = self._divide(self._foreseen)
 
     @property
     def asks_what_a_step_leaves(self) -> bool:
         """Whether :meth:`divide_after_step` would tell what is not known."""
-        return self._states and self.device_nbytes is None and self._after_step_nbytes is None
+        limits = self._limits
+        return limits.states and limits.total is None and limits.after_step is None
 
     def divide_after_step(self, left_nbytes: int) -> None:
         """Divide anew, since a whole step has left so much of the device's memory; the same on every rank."""
-        self._after_step_nbytes = self.division.total + left_nbytes
-        self.division = self._divide(self._trained, self._accumulates)
+        self._limits = replace(self._limits, after_step=self.division.total + left_nbytes)
+        self.division = self._divide(self._foreseen)
 
     def window_for(self, blocks: Sequence[set[int]], described: str) -> int:
         """Return the window that holds the largest of ``blocks`` while micro-batches go through it (bytes).
@@ -230,8 +284,8 @@ class UnitBudget:
         more_may_spill = division.total - division.least if division.spilled else 0
         free = division.window + division.lag + more_may_spill
         if weights + gradients > free and division.on_device:  # states give way
-            self._states = False
-            self.division = self._divide(self._trained, self._accumulates)
+            self._limits = replace(self._limits, states=False)
+            self.division = self._divide(self._foreseen)
             return self.window_for(blocks, described)
         if weights + gradients > free:
             missing = weights + gradients - free
@@ -241,11 +295,11 @@ class UnitBudget:
                 f"{format_nbytes(division.total)}, has {format_nbytes(free)} for them. Raise it by "
                 f"{format_nbytes(missing)} ({missing} bytes), or use the ordinary schedule"
                 + _BESIDE_A_PLAN
-                * self._shared
+                * self._limits.shared
             )
         if division.spilled and weights + gradients > division.window:
-            self._block_nbytes = weights + gradients
-            division = self.division = self._divide(self._trained, self._accumulates)
+            self._foreseen = replace(self._foreseen, block_nbytes=weights + gradients)
+            division = self.division = self._divide(self._foreseen)
             free = division.window
         return max(weights, min(division.window, free - gradients))
 
@@ -253,10 +307,11 @@ class UnitBudget:
         """Indices of units with a trainable parameter."""
         return frozenset(unit.index for unit in self._units if unit.trainable)
 
-    def _divide(self, trained: frozenset[int], accumulates: bool) -> budget.DeviceBudget:
-        sizes = [self._sizes(unit, unit.index in trained, accumulates) for unit in self._units]
-        in_use = self._in_use.sets(recomputed=self._recomputes)
-        if self._recomputes:
+    def _divide(self, foreseen: _Foreseen) -> budget.DeviceBudget:
+        trained, limits = foreseen.trained, self._limits
+        sizes = [self._sizes(unit, unit.index in trained, foreseen.accumulates) for unit in self._units]
+        in_use = self._in_use.sets(recomputed=foreseen.recomputes)
+        if foreseen.recomputes:
             again = self._in_use.recomputed
             sizes = [
                 replace(each, lingers=i in again and _in_part(self._units[i])) for i, each in enumerate(sizes)
@@ -265,51 +320,40 @@ class UnitBudget:
             in_use = {each | lingering for each in in_use}
         host = self._divide_host(sizes, trained) if self._ranks.on_accelerator else None
         made = budget.divide_device(
-            None if self._shared else self.device_nbytes, self._ceiling_nbytes, sizes,
+            None if limits.shared else limits.total, limits.ceiling, sizes,
             early=self._early, world_size=self._ranks.world_size,
             together=[[unit.index for unit in leaf] for leaf in self._leaves.values()],
-            in_use=in_use,
-            in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
-            decoding=self._decoding_nbytes,
-            spill_above=self._spill_above, block=self._block_nbytes,
+            in_use=in_use, in_host=self._ranks.on_accelerator, updates=self._updates_nbytes,
+            decoding=self._decoding_nbytes, spill_above=limits.spill_above, block=foreseen.block_nbytes,
         )  # fmt: skip
-        if self.device_nbytes is not None and made.total > self.device_nbytes:
+        if limits.total is not None and made.total > limits.total:
             raise BudgetError(
-                f"memory.device is {format_nbytes(self.device_nbytes)}; units alone require "
+                f"memory.device is {format_nbytes(limits.total)}; units alone require "
                 f"{format_nbytes(made.least)} ({made.least} bytes), and what a step makes beside them comes "
                 "on top. Raise memory.device"
             )
         self.host = host
-        bound = self._most_nbytes()
-        if not self._states or bound is None:
+        if not limits.states or limits.most is None:
             return made
-        return budget.place_states(made, bound, sizes, self._scratch_nbytes)
-
-    def _most_nbytes(self) -> int | None:
-        """Return what units may take with their states; None: what activations take is not known yet."""
-        if self._shared:
-            return self._ceiling_nbytes if self._spill_above is None else None
-        if self.device_nbytes is not None or self._after_step_nbytes is None:
-            return self.device_nbytes
-        return min(self._ceiling_nbytes, self._after_step_nbytes)
+        return budget.place_states(made, limits.most, sizes, self._scratch_nbytes)
 
     def _divide_host(self, sizes: Sequence[budget.UnitSizes], trained: frozenset[int]) -> budget.HostBudget:
         tiers, storage = self._tiers, self._tiers.storage
-        aside = {index for index, resident in tiers.residents.items() if resident.set_aside}
+        aside = {u.index for u in self._units if isinstance(u.home, HostHome) and u.home.set_aside}
         residents = sum(
             tiers.resident_nbytes_of(unit, moments=unit.index in aside | trained)
             for unit in self._units
-            if unit.home is Tier.HOST or unit.index in tiers.held
+            if unit.home.tier is Tier.HOST or stored_form(unit) is not None
         )
         chunks = budget.STAGED_CHUNKS * storage.chunk_nbytes if storage.memory.nvme else 0
         return budget.divide_host(
-            storage.host_nbytes, residents, chunks, sizes, early=self._early, resident=storage.memory.resident
+            storage.host_nbytes, residents, chunks, sizes, resident=storage.memory.resident
         )
 
     def _sizes(self, unit: Unit, trainable: bool, accumulates: bool) -> budget.UnitSizes:
         # A thawed unit leaves its stored form, also where that is in host memory, for a home on NVMe.
         stored, thawed = unit.stored, trainable and unit.stored is not None
-        on_nvme = unit.home is Tier.NVME or thawed
+        on_nvme = unit.home.tier is Tier.NVME or thawed
         until_step, in_host = not (self._early and on_nvme), self._ranks.on_accelerator
         largest = max(((s.numel, s.name) for s in unit.segments), default=(0, ""))
         return budget.UnitSizes(
@@ -339,3 +383,20 @@ _BESIDE_A_PLAN = (
     "; or set memory.activations=keep: a plan gives activations a share of memory.device, and this "
     "schedule keeps little more than each block's input"
 )
+
+
+def check_memory(memory: MemoryConfig, ranks: Ranks) -> None:
+    """Refuse budgets of memory that this machine does not have: nothing else would, until it is used up.
+
+    Raises:
+        BudgetError: A budget exceeds the machine's memory.
+    """
+    host = total_host_nbytes() // local_ranks()
+    device = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else host
+    for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):
+        if wanted is not None and wanted > most:
+            raise BudgetError(
+                f"memory.{key} is {format_nbytes(wanted)}; this machine has {format_nbytes(most)} "
+                f"({most} bytes) for a rank. Lower memory.{key}, or leave it out: it then follows from the "
+                "free memory"
+            )

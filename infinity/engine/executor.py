@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from infinity.activations.controller import Activations
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
-from infinity.core.interrupts import Bookkeeping
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.plan import Hardware
 from infinity.core.profile import Profile
@@ -28,21 +28,42 @@ from infinity.device.machine import free_host_nbytes, total_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget, UnitsInUse
-from infinity.engine.gradients import Gradients, HostPools
+from infinity.engine.gradient_path import GradientPath, HostPools
+from infinity.engine.gradients import Gradients
 from infinity.engine.hooks import Hooks
 from infinity.engine.update_rules import device_nbytes, make_rules
 from infinity.observe.stalls import CountingPool, Stalls
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
-from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
-from infinity.partition.prefetcher import BackwardPins, Prefetcher, StepOrder
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher, StepOrder
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.policies import device_error
+from infinity.planner.shard_update import Speculation
+from infinity.shards.homes import HostHome
 from infinity.shards.on_device import DeviceShards
+from infinity.shards.pipeline import UpdatePipeline
 from infinity.shards.tiers import Tiers
-from infinity.shards.updates import Updates
+from infinity.shards.updates import HostUpdates, Updates
+
+
+@dataclass(slots=True)
+class PassFigures:
+    """What a step's passes did.
+
+    Attributes:
+        on_demand: Uses that no plan foresaw.
+        tiles_used: Tiles of experts that were used, of those that come and go.
+        planned: Bytes that were to be read and to be written; None: there was no plan.
+        moved: Those that updates and records were to move since the beginning.
+    """
+
+    on_demand: int = 0
+    tiles_used: int = 0
+    planned: tuple[int, int] | None = None
+    moved: tuple[int, int] = (0, 0)
 
 
 class StepExecutor:
@@ -57,7 +78,6 @@ class StepExecutor:
         activations: What happens to saved tensors.
         config: Budgets and dtypes.
         stalls: Counts the training thread's waits; has the timeline.
-        bookkeeping: Of the training thread.
         clips: Whether gradients are clipped: then they are kept until ``step()``.
         before: The executor that this one replaces; None: the first.
         on_failure: Called with the error of an update, on the pipeline's thread.
@@ -65,9 +85,7 @@ class StepExecutor:
     It has more attributes than other classes because it is where a step's parts are made and connected.
 
     Attributes:
-        on_demand: Uses of the last pass that no plan foresaw.
-        tiles_used: Tiles of experts that the last pass used, of those that come and go.
-        planned: Bytes that the last pass was to read and to write; None: it had no plan.
+        figures: Of the last step.
         stack: Ends the threads and gives back the device memory; refers to no module.
 
     Raises:
@@ -77,19 +95,17 @@ class StepExecutor:
     def __init__(
         self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], in_use: UnitsInUse,
         ranks: Ranks, tiers: Tiers, activations: Activations, config: EngineConfig, stalls: Stalls,
-        timeline: Timeline, bookkeeping: Bookkeeping, *, clips: bool, before: "StepExecutor | None",
+        timeline: Timeline, *, clips: bool, before: "StepExecutor | None",
         on_failure: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers, self.activations = units, ranks, tiers, activations
-        self.stalls, self.bookkeeping, self.clips = stalls, bookkeeping, clips
-        self.on_demand = self.tiles_used = 0
-        self.planned: tuple[int, int] | None = None
-        self._update_mark = 0, 0
+        self.stalls, self.clips = stalls, clips
+        self.figures = PassFigures()
         self._blocks: tuple[Sequence[set[int]], Sequence[set[int]], str] | None = (
             None if before is None else before._blocks
         )
         storage = tiers.storage
-        rules = make_rules(config.memory, ranks, storage.layout.dtype)
+        rules = make_rules(storage.rule, config.memory, ranks, storage.layout.dtype)
         with contextlib.ExitStack() as stack:
             self.budget = UnitBudget(
                 units, leaves, in_use, ranks, tiers, config.memory.device,
@@ -99,40 +115,24 @@ class StepExecutor:
             )  # fmt: skip
             tiers.on_device = None
             if ranks.on_accelerator:
-                tiers.on_device = DeviceShards(storage.layout, ranks.device)
+                tiers.on_device = DeviceShards(storage.rule, storage.layout, ranks.device)
                 stack.callback(tiers.on_device.close)
-            self.host: HostPools | None = None
-            self._staging: Staging | None = None
-            if self.budget.host is not None:
-                self.host = HostPools.make(ranks.device)
-                for each in self.host:
-                    stack.callback(each.close)
-                self._staging = Staging(self.host.staging, self.budget.host.piece, ranks.device)
-                self._resize_host_pools()
+            self.host = HostPools.make(ranks.device) if self.budget.host is not None else None
+            for each in self.host or ():
+                stack.callback(each.close)
+            self._resize_host_pools()
             self.updates = _make_updates(
-                tiers, rules, units, timeline, clips, config.durability.every, on_failure, bookkeeping, stack
+                tiers, rules, units, timeline, clips, config.durability.every, on_failure, stack
             )
-            self.updates.spilled = self.budget.spilled  # an optimizer makes room for them
+            self.updates.stored_gradients.chosen = self.budget.spilled  # an optimizer makes room for them
             hooks = None if before is None else before.hooks
-            self.hooks: Hooks = hooks or Hooks(units, leaves, activations, bookkeeping)
-            self._leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
-            self._reduction = reduction_dtype(config, storage.layout.dtype)
-            self._passes = stack.enter_context(contextlib.ExitStack())
-            self._begin_anew()
-            activations.budget = self
-            total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
-            self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
-            self.stack = stack.pop_all()
-
-    def _begin_anew(self) -> None:
-        """Make the parts that serve passes: they know of none."""
-        units, streaming = self.units, [unit for unit in self.units if self.tiers.streams(unit)]
-        with contextlib.ExitStack() as stack:
-            self.device_pool = _make_pool(self.budget.pool_nbytes, self.ranks)
+            self.hooks: Hooks = hooks or Hooks(units, leaves, activations)
+            streaming = [unit for unit in units if tiers.streams(unit)]
+            self.device_pool = _make_pool(self.budget.pool_nbytes, ranks)
             stack.callback(self.device_pool.close)
-            pool = CountingPool(self.device_pool, self.stalls)
+            pool = CountingPool(self.device_pool, stalls)
             self.mover = UnitMover(
-                units, self.updates, pool, self._staging, self.ranks.collectives, self.stalls
+                units, pool, self._staging(), ranks.collectives, stalls, self.updates.wait_until_unused
             )
             stack.callback(self.mover.close)
             self.prefetcher = Prefetcher(
@@ -140,44 +140,41 @@ class StepExecutor:
                 self.budget.division.window, self._can_stay(), self.updates.order,
                 routed=[unit.index for unit in streaming if unit.routed],
             )  # fmt: skip
-            pins = BackwardPins(self.prefetcher)
-            self.gradients = Gradients(
-                units, self._leaves, self.prefetcher, pins, self.mover, self.updates, pool, self.host,
-                self.ranks.collectives, self._reduction, hold_weights=self.budget.hold_weights,
+            path = GradientPath(
+                self.mover, self.updates, pool, self.host, ranks.collectives,
+                reduction_dtype(config, storage.layout.dtype),
             )  # fmt: skip
-            stack.callback(self.gradients.close)
-            self.hooks.connect(
-                self.prefetcher, pins, self.gradients, self.mover.attached, self._begin_forward
-            )
+            stack.callback(path.close)
+            self.gradients = self._connect(leaves, path)
             self._attach_residents(units, streaming)
-            self._passes.push(stack.pop_all())
+            activations.budget = self
+            total = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else total_host_nbytes()
+            self.hooks.logits.decide(config.memory.logits, partial(self._pass_nbytes, total))
+            self.stack = stack.pop_all()
 
-    def forget_passes(self) -> None:
-        """Forget what passes and the step have in memory, whatever an interrupt left of it.
+    def _staging(self) -> Staging | None:
+        """Return what brings weights to an accelerator piece by piece; None without one."""
+        if self.host is None or self.budget.host is None:
+            return None
+        return Staging(self.host.staging, self.budget.host.piece, self.ranks.device)
 
-        With one rank and no accelerator. What is still read or written goes with the buffers from before.
-        """
-        self.updates.wait_for_gradients()
-        self.updates.forget()
-        self.hooks.forget()
-        self._passes.close()
-        before, syncing = self.prefetcher, self.gradients.syncing
-        for unit in self.units:
-            if self.tiers.streams(unit):
-                unit.abandon()
-        self._begin_anew()
-        self.gradients.syncing = syncing
-        self.prefetcher.training.follow(before.training.plan)
-        self.prefetcher.inference.follow(before.inference.plan)
-        if self._blocks is not None:
-            self.hold_blocks(*self._blocks)
+    def _connect(self, leaves: Mapping[nn.Module, tuple[Unit, ...]], path: GradientPath) -> Gradients:
+        """Make what takes in gradients, and give hooks the parts that they call."""
+        pins = BackwardPins(self.prefetcher)
+        of_leaves = frozenset(unit.index for leaf in leaves.values() for unit in leaf)
+        gradients = Gradients(
+            self.units, of_leaves, self.prefetcher, pins, path, hold_weights=self.budget.hold_weights
+        )
+        self.hooks.connect(self.prefetcher, pins, gradients, self.mover.attached, self._begin_forward)
+        return gradients
 
     def _attach_residents(self, units: UnitIndex, streaming: Sequence[Unit]) -> None:
         """Let the parameters of units that do not stream view their shards, which are whole."""
         for unit in set(units).difference(streaming):
             if not unit.gathered:
                 unit.lifecycle.move(UnitState.GATHERED)
-                unit.attach(self.tiers.residents[unit.index].weight)
+                assert isinstance(unit.home, HostHome)
+                unit.attach(unit.home.weight)
             assert unit.flat is not None
             self.mover.attached[unit.flat.untyped_storage().data_ptr()] = unit
 
@@ -208,16 +205,14 @@ class StepExecutor:
         self._blocks = blocks, tiles, described
         if self.budget.division is not before:
             self._apply_division()
-        self.prefetcher.capacity_nbytes = window_nbytes
-        self.prefetcher.hold_together(tiles)
+        self.prefetcher.hold_blocks(window_nbytes, tiles)
 
     def _begin_forward(self) -> None:
         """Prepare for a forward pass that autograd records."""
-        with self.bookkeeping.states:
-            self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
-            self._divide_again(accumulates=False)
-            self._place_states()
-            self.updates.expect()
+        self.updates.records.end_commit()  # what was stepped after the optimizer, a learning rate
+        self._divide_again(accumulates=False)
+        self._place_states()
+        self.updates.expect()
 
     def _divide_again(self, *, accumulates: bool) -> None:
         """Make room for gradients that did not wait until now."""
@@ -296,7 +291,7 @@ class StepExecutor:
 
     def _can_stay(self) -> set[int]:
         """Units that may be updated where they are; on an accelerator they have a copy in host memory."""
-        on_nvme = [unit for unit in self.units if unit.home is Tier.NVME]
+        on_nvme = [unit for unit in self.units if unit.home.tier is Tier.NVME]
         if self.budget.host is None:
             return {unit.index for unit in on_nvme}
         fitting, left = set(), self.budget.host.stays
@@ -344,12 +339,12 @@ class StepExecutor:
         if self.tiers.storage.volume is not None:
             self.tiers.storage.volume.check()
         self.hooks.release_unscoped_units()
-        self.stalls("collective", self.gradients.finish)
-        if not self.gradients.synced:
+        self.stalls("collective", self.gradients.path.finish)
+        if not self.gradients.completions.synced:
             self._count_step()
             return None
         self.gradients.check()
-        self.gradients.read_norms()
+        self.gradients.path.read_norms()
         total = self.ranks.sum(self.updates.total_sum_of_squares(), "the gradient norm")
         return math.sqrt(total) / self.updates.hypers.loss_scale if math.isfinite(total) else total
 
@@ -361,12 +356,9 @@ class StepExecutor:
             grad_scale = clip_coefficient(norm, max_grad_norm)
             if not self.updates.validate(grad_scale):
                 self.stalls("update", self.updates.roll_back)
-            if self.updates.spilled:
+            if self.updates.stored_gradients.chosen:
                 self.stalls("write", self.updates.land_held)
-            if self.updates.computes:
-                self.bookkeeping.run_to_end(torch.no_grad()(partial(self.updates.commit, grad_scale)))
-            else:
-                self.updates.commit(grad_scale)
+            self.updates.commit(grad_scale)
             # copies fetched after the unit's gradients were complete
             self.prefetcher.forget(updated - self.prefetcher.staying)
         self._count_step()
@@ -408,20 +400,14 @@ class StepExecutor:
 
     def _conclude_pass(self) -> None:
         """Keep the figures of the pass that ended; begin the next."""
-        updates = self.updates
-        read, written = updates.planned_read, updates.planned_written + updates.records.planned_written
-        before, self._update_mark = self._update_mark, (read, written)
-        self.on_demand = self.prefetcher.on_demand
-        self.tiles_used = len(self.prefetcher.routed_used)
-        self.planned = None
-        fetched = self.prefetcher.planned
-        if fetched is not None:
+        planned, records, training = self.updates.planned, self.updates.records, self.prefetcher.training
+        before, moved = self.figures.moved, (planned.read, planned.written + records.planned_written)
+        self.figures = PassFigures(training.on_demand, len(self.prefetcher.tiles.used), moved=moved)
+        if training.fetched is not None:
             staging = self.mover.staging
             piece_nbytes = None if staging is None else staging.piece_nbytes
-            read_weights = sum(
-                self.tiers.fetched_nbytes(self.units[index], piece_nbytes) for index in fetched
-            )
-            self.planned = (read_weights + read - before[0], written - before[1])
+            weights = sum(self.units[index].home.fetched_nbytes(piece_nbytes) for index in training.fetched)
+            self.figures.planned = weights + moved[0] - before[0], moved[1] - before[1]
         self.prefetcher.end_training_pass()
 
     # --- the end -----------------------------------------------------------------------------
@@ -430,7 +416,7 @@ class StepExecutor:
         """Give back what is held: another executor takes this one's place."""
         self.hooks.release_unscoped_units()
         self.prefetcher.forget()
-        self.updates.land_gradients()
+        self.updates.stored_gradients.land()
         if self.tiers.on_device is not None:
             for index in self.tiers.on_device.elsewhere(frozenset()):
                 self._leave_device(index)
@@ -461,8 +447,7 @@ def _make_pool(capacity_nbytes: int, ranks: Ranks) -> BufferPool:
 
 def _make_updates(
     tiers: Tiers, rules: Mapping[Tier, Rule], units: UnitIndex, timeline: Timeline, clips: bool,
-    every: int | None, on_failure: Callable[[BaseException], None], bookkeeping: Bookkeeping,
-    stack: contextlib.ExitStack,
+    every: int | None, on_failure: Callable[[BaseException], None], stack: contextlib.ExitStack,
 ) -> Updates:  # fmt: skip
     """The updates of one model: in host memory by the training thread or beside it, on NVMe by a pipeline."""
     storage, pipeline, beside = tiers.storage, None, None
@@ -476,8 +461,8 @@ def _make_updates(
             storage.units_engine, storage.host_pool, storage.layout, timed, depth=storage.staged_chunks()
         )
         stack.callback(pipeline.close)
+    speculation = Speculation(two_versions=storage.memory.versions == 2, clips=clips)
     return Updates(
-        tiers, rules[Tier.HOST], beside, pipeline, units, StepOrder(), clips=clips,
-        two_versions=storage.memory.versions == 2, commits=storage.commits, on_failure=on_failure,
-        every=every, section=bookkeeping.states,
+        tiers, HostUpdates(rules[Tier.HOST], beside), pipeline, units, StepOrder(), speculation,
+        commits=storage.commits, on_failure=on_failure, every=every,
     )  # fmt: skip

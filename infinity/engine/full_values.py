@@ -16,26 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.comm.ranks import Ranks, peer_errors
 from infinity.core.errors import StateError
-from infinity.core.interrupts import Bookkeeping
+from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.executor import StepExecutor
 from infinity.partition.init_context import Construction
-from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledParameter, compute_in_tiles, compute_whole
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.shards.tiers import Tiers
-
-
-@contextlib.contextmanager
-def contexts() -> Iterator[contextlib.ExitStack]:
-    """A stack of contexts that all end, though Ctrl-C comes between the ends of two."""
-    grad, stack = torch.is_grad_enabled(), contextlib.ExitStack()
-    try:
-        with stack:
-            yield stack
-    except BaseException as error:
-        stack.__exit__(type(error), error, error.__traceback__)
-        torch.set_grad_enabled(grad)
-        raise
 
 
 class FullValues:
@@ -47,7 +33,6 @@ class FullValues:
         tiers: Where their shards live.
         construction: The block in which the model is built.
         executor: Returns the executor that runs the model, made if there was none.
-        bookkeeping: Of the training thread.
 
     Attributes:
         every_rank: Give the values of ``state_dict()`` to every rank, not only to rank 0.
@@ -55,13 +40,12 @@ class FullValues:
 
     def __init__(
         self, units: UnitIndex, ranks: Ranks, tiers: Tiers, construction: Construction,
-        executor: Callable[[], StepExecutor], bookkeeping: Bookkeeping,
+        executor: Callable[[], StepExecutor],
     ) -> None:  # fmt: skip
         self.units, self.ranks, self.tiers = units, ranks, tiers
         self.construction, self._executor = construction, executor
-        self.bookkeeping = bookkeeping
         self.every_rank = False
-        self.loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
+        self._loading: contextlib.ExitStack | None = None  # of the module that load_state_dict fills now
         self._destination: weakref.ref[Any] | None = None  # the dictionary that is being filled, and what
         self._exported: dict[int, Tensor | None] = {}  # went into it, by id of the parameter
 
@@ -71,18 +55,19 @@ class FullValues:
     def gathered(self, params: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
         units = self.units.holding(params)
         if modify:
-            self._executor().gradients.finish()  # those that are on the way from other ranks
+            self._executor().gradients.path.finish()  # those that are on the way from other ranks
             for unit in units:
                 self._check_writable(unit)
             self._executor().updates.drain()  # an update in flight would write over them
             self._executor().updates.records.land_residents()  # whose memory the block writes
         tiled = {id(s.whole): s.whole for unit in units for s in unit.segments if s.is_tile}
-        with contexts() as stack:
-            for unit in units:
-                if not any(segment.is_tile for segment in unit.segments):
-                    stack.enter_context(self._full(unit, modify))
-            for param in tiled.values():
-                stack.enter_context(self._full_tiles(param, modify))
+        with UninterruptedExit() as stack:
+            with uninterrupted:
+                for unit in units:
+                    if not any(segment.is_tile for segment in unit.segments):
+                        stack.enter_context(self._full(unit, modify))
+                for param in tiled.values():
+                    stack.enter_context(self._full_tiles(param, modify))
             yield
 
     @contextlib.contextmanager
@@ -96,16 +81,14 @@ class FullValues:
             with torch.no_grad():
                 yield
             self._executor()  # raises if the model was closed meanwhile
-            with self.bookkeeping.states:
-                for unit, segment in self.units.places(param) if modify else ():
-                    rows = segment.rows
-                    with self._full(unit, modify=True):
-                        segment.param.copy_(param[rows.start : rows.stop])
+            for unit, segment in self.units.places(param) if modify else ():
+                rows = segment.rows
+                with self._full(unit, modify=True):
+                    segment.param.copy_(param[rows.start : rows.stop])
         finally:
             if not outer:
-                with self.bookkeeping.states:
-                    param.data = placeholder
-                    compute_in_tiles(param)
+                param.data = placeholder
+                compute_in_tiles(param)
 
     def _joined(self, param: nn.Parameter, device: torch.device) -> Tensor:
         """The full values of a parameter in tiles, which are gathered one after the other, on ``device``."""
@@ -118,40 +101,23 @@ class FullValues:
 
     @contextlib.contextmanager
     def _full(self, unit: Unit, modify: bool) -> Iterator[None]:
-        executor, before, used, stored = self._executor(), None, False, False
-        prefetcher = executor.prefetcher
+        executor, before, stored = self._executor(), None, False
+        if executor.prefetcher.streams(unit.index):
+            with executor.prefetcher.visiting():
+                executor.prefetcher.use(unit.index, ())
         try:
-            with self.bookkeeping:
-                self._visit(unit, prefetcher)
-                used = True
             assert unit.flat is not None
             unit.check_all_attached()
             before = unit.shard_of(unit.flat).clone() if modify else None
             with torch.no_grad():
                 yield
             self._executor()  # raises if the model was closed meanwhile
-            if unit.flat is None:
-                raise StateError(f"{unit.name}: what was written is lost, since Ctrl-C was caught meanwhile")
             if before is not None:
-                with self.bookkeeping.states:
-                    self._store(unit, unit.flat, before)
+                self._store(unit, unit.flat, before)
             unit.check_all_attached()
             stored = True
         finally:
-            doubtful = self.bookkeeping.interrupted or prefetcher is not executor.prefetcher
-            if used and not (doubtful and prefetcher.streams(unit.index)):  # else it is forgotten
-                with self.bookkeeping:
-                    self._end_visit(unit, executor, modify, None if stored else before, undone=not stored)
-
-    def _visit(self, unit: Unit, prefetcher: Prefetcher) -> None:
-        """Have a unit gathered and pinned."""
-        if prefetcher.streams(unit.index):
-            outer = prefetcher.running
-            prefetcher.begin_visit()
-            try:
-                prefetcher.use(unit.index, ())
-            finally:
-                prefetcher.running = outer
+            self._end_visit(unit, executor, modify, None if stored else before, undone=not stored)
 
     def _end_visit(
         self, unit: Unit, executor: StepExecutor, modify: bool, before: Tensor | None, *, undone: bool
@@ -168,11 +134,8 @@ class FullValues:
         if streams and unit.lease is not None:  # else the model was closed meanwhile
             if undone and modify:  # it is fetched again
                 executor.hooks.release_unscoped_units()
-            outer = prefetcher.running
-            prefetcher.begin_visit()
-            prefetcher.unpin(unit.index)
-            prefetcher.end_inference()
-            prefetcher.running = outer
+            with prefetcher.visiting():
+                prefetcher.unpin(unit.index)
             if modify:
                 prefetcher.forget_stored(unit.index)
             if undone and modify:
@@ -253,15 +216,15 @@ class FullValues:
             )
         own = [p for p in module._parameters.values() if p is not None]
         if not self.construction.active:
-            with self.bookkeeping, contextlib.ExitStack() as stack:
+            with uninterrupted, contextlib.ExitStack() as stack:
                 stack.enter_context(self.gathered(own, modify=True))
-                self.loading = stack.pop_all()
+                self._loading = stack.pop_all()
 
     def end_load(self) -> None:
         """Store what was copied; also after a load that raised on its way."""
-        if self.loading is not None:
-            with self.bookkeeping:
-                stack, self.loading = self.loading, None
+        if self._loading is not None:
+            with uninterrupted:
+                stack, self._loading = self._loading, None
                 stack.close()
 
     # --- optimizer state ---------------------------------------------------------------------
@@ -281,7 +244,7 @@ class FullValues:
             fulls = [self.tiers.gather(unit, shard) for shard in shards]
             for s in trained if self.ranks.rank == 0 else ():
                 fields = out.setdefault(id(s.whole), {"step": torch.tensor(float(s.steps), device="cpu")})
-                for name, full in zip(("master", "exp_avg", "exp_avg_sq"), fulls, strict=True):
+                for name, full in zip(self.tiers.layout.full_names, fulls, strict=True):
                     if s.first == 0:
                         fields[name] = torch.empty(s.whole_shape, dtype=full.dtype, device="cpu")
                     fields[name].view(-1)[s.first : s.first + s.numel] = full[s.offset : s.stop]
@@ -300,8 +263,8 @@ class FullValues:
             self._executor().updates.drain()
             self._executor().prefetcher.forget()  # copies of them may still be asked of the device
         for unit in trained:
-            exact = self.tiers.shard_fields(unit)[0]
-            self.tiers.set_shard_fields(unit, (exact, torch.zeros_like(exact), torch.zeros_like(exact)))
+            exact, *moments = self.tiers.shard_fields(unit)
+            self.tiers.set_shard_fields(unit, (exact, *map(torch.zeros_like, moments)))
             for segment in unit.segments:
                 segment.steps = 0
 
@@ -320,12 +283,12 @@ class FullValues:
                 s.steps = int(saved["step"])
                 start, stop = max(low, s.offset), min(high, s.stop)
                 if start < stop:
-                    for shard, key in zip(shards, ("master", "exp_avg", "exp_avg_sq"), strict=True):
+                    for shard, key in zip(shards, self.tiers.layout.full_names, strict=True):
                         if key not in saved:
                             continue  # torch.optim.AdamW has no exact weight beside the model's
                         values = saved[key].reshape(-1)
                         shard[start - low : stop - low].copy_(values[start + shift : stop + shift])
-            self.tiers.set_shard_fields(unit, (shards[0], shards[1], shards[2]))
+            self.tiers.set_shard_fields(unit, shards)
             unit.updates += 1
 
 

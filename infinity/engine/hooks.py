@@ -51,7 +51,7 @@ of a call opens the saved-tensor hooks and closes them.
 PyTorch calls no hook after a forward that ``KeyboardInterrupt`` ended. So the outermost call keeps the Python
 frame in which it runs: only a frame that has ended can be cleared. What such a call holds is given back
 before the next call, visit, backward pass or step. Units that stayed pinned would keep weights from before
-their updates.
+their updates. The hooks themselves are never ended halfway: see :mod:`infinity.core.interrupts`.
 """
 
 import functools
@@ -60,7 +60,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -73,10 +73,12 @@ from infinity.activations.controller import Activations
 from infinity.activations.logits import LogitSlices, PendingLogits
 from infinity.activations.tensor_cache import KeptTensor, SlotHandle, untraced
 from infinity.core.errors import StateError
-from infinity.core.interrupts import Bookkeeping
+from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.core.owned import weakly
-from infinity.engine.gradients import Gradients, ReleasedGradient
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.engine.gradients import Gradients
+from infinity.engine.unit_gradient import ReleasedGradient
+from infinity.partition.pins import BackwardPins, Leaves
+from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
 
 #: Stands for the autograd node that reads a frozen head, for all slices; others are numbered from 0.
@@ -125,44 +127,46 @@ class Ended:
         raise StateError(self._why)
 
 
+@dataclass(slots=True)
+class _Outside:
+    """What goes on outside any forward.
+
+    Attributes:
+        units: Those that were touched there.
+        goes_on: A pass does: a visit of those, or inference whose loss is to follow.
+        pending: Units of calls that are over, but whose logits are pending.
+    """
+
+    units: list[int] = field(default_factory=list)
+    goes_on: bool = False
+    pending: list[int] = field(default_factory=list)
+
+
 class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
-    It has more attributes than other classes: the parts that it connects, and where forward and backward are,
-    which every hook needs to know.
+    It has more attributes than other classes: the parts that it connects, and where forward and backward are.
 
     Args:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.
         activations: Takes what autograd saves and no unit has.
-        bookkeeping: Of the model; None: one of its own.
 
     Attributes:
         logits: Decides which logits are computed in slices.
     """
 
     def __init__(
-        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations,
-        bookkeeping: Bookkeeping | None = None,
-    ) -> None:  # fmt: skip
+        self, units: UnitIndex, leaves: Mapping[nn.Module, tuple[Unit, ...]], activations: Activations
+    ) -> None:
         self.units, self.activations = units, activations
-        self.bookkeeping = bookkeeping or Bookkeeping()
         self.logits = LogitSlices(self._running, self._stamp)
         self.stack: list[Frame] = []
         self._hooked: set[int] = set()
-        self._leaves = leaves
-        self._leaf_of = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+        self._leaves, self._outside = Leaves(leaves), _Outside()
         #: Of the backward pass that goes on; dead: it raised, so autograd dropped what it was to call.
         self._backward: weakref.ref[Callable[[], None]] | None = None
-        self._unscoped: list[int] = []  # units touched outside any forward
-        self._outside = False  # a pass goes on there: a visit of those, or inference whose loss is to follow
-        self._held: list[int] = []  # units of calls that are over, but whose logits are pending
         self._reads: Counter[int] = Counter()  # calls that read a frozen unit and wait for their backward
-        self._leaf_calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
-        self._leaf: tuple[Unit, ...] = ()  # that backward is in
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []  # placeholders that this backward pass dropped
 
     @property
@@ -170,26 +174,10 @@ class Hooks:
         """Whether autograd recorded a forward pass."""
         return bool(self._hooked)
 
-    @property
-    def running(self) -> bool:
-        """Whether a call of a module has not ended; one whose Python frame is not known has."""
-        call = self.stack[0].call if self.stack else None
-        return call is not None and not _has_ended(call)
-
-    def forget(self) -> None:
-        """Leave every pass, whatever an interrupt left of it; others give back what it held."""
-        self._leave_calls()
-        self._begin_anew()
-        self._drop_gradients()
-
-    def _leave_calls(self) -> None:
-        while self.stack:
-            self._leave_contexts(self.stack[-1])
-            self.stack.pop()
-
     def end(self, why: str) -> None:
         """Raise ``why`` from whatever a module or autograd asks from now on."""
-        self._leave_calls()  # a forward that was left without its hook
+        while self.stack:  # a forward that was left without its hook
+            self._leave_contexts(self.stack.pop())
         ended: Any = Ended(why)
         self.prefetcher = self.pins = self.gradients = ended
 
@@ -228,8 +216,8 @@ class Hooks:
             for each in self.stack:
                 each.pending = True
             return
-        if module in self._leaves:
-            self._enter_leaf(self._leaves[module], frame)
+        if module in self._leaves.of_module:
+            self._enter_leaf(self._leaves.of_module[module], frame)
         for param in module._parameters.values():
             place = None if param is None else self.units.find(param)
             if place is not None:
@@ -248,16 +236,16 @@ class Hooks:
                 self._reads[index] += 1
                 value.register_hook(functools.partial(weakly(self._passed), index))  # type: ignore[no-untyped-call]
 
+    @uninterrupted
     def _passed(self, index: int, grad: Tensor) -> None:
-        with self.bookkeeping:
-            if self._reads[index]:
-                self._reads[index] -= 1
-                if not self._reads[index]:
-                    self.pins.unpin(index)
+        if self._reads[index]:
+            self._reads[index] -= 1
+            if not self._reads[index]:
+                self.pins.unpin(index)
 
     def _enter_leaf(self, leaf: tuple[Unit, ...], frame: Frame) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._leaf_calls[leaf] += 1
+            self._leaves.count_call(leaf)
         for unit in leaf:
             self._use(unit, frame)
         frame.leaf = True
@@ -278,18 +266,12 @@ class Hooks:
         """Close ``frame``, and those above it, whose calls were left without their hook."""
         top = None
         while top is not frame:
-            top = self.stack[-1]
-            try:
-                self._close(top, output if top is frame else None)
-            except Exception:
-                self.stack.pop()
-                raise
-            self.stack.pop()  # not earlier: see `forget`
+            top = self.stack.pop()
+            self._close(top, output if top is frame else None)
 
     def serves(self, parameters: object) -> bool:
         """Whether ``parameters`` are those of the module that runs, which has been served."""
-        runs = self.stack and not self.bookkeeping.interrupted
-        return bool(runs) and self.stack[-1].served is parameters
+        return bool(self.stack) and self.stack[-1].served is parameters
 
     def touch(self, param: nn.Parameter) -> None:
         """Use the unit of ``param``, which a module was asked for by name."""
@@ -310,34 +292,33 @@ class Hooks:
             self._use(unit, self.stack[-1])
         elif torch._C._current_graph_task_id() != -1:
             self._use_in_backward(unit)
-        elif unit.index not in self._unscoped:
-            if not self.prefetcher.holds([*self._unscoped, unit.index]):
+        elif unit.index not in self._outside.units:
+            if not self.prefetcher.holds([*self._outside.units, unit.index]):
                 self.release_unscoped_units()  # print(model) asks for every bias
             self._begin_visit()
             self.prefetcher.use(unit.index)
-            self._unscoped.append(unit.index)
+            self._outside.units.append(unit.index)
 
     def release_unscoped_units(self) -> None:
         """Release the units that were touched outside any forward, and end the pass that goes on there."""
         self._close_ended()
-        if self._unscoped:
-            unscoped, self._unscoped = self._unscoped, []
+        if self._outside.units:
             self._begin_visit()
-            for index in unscoped:
-                self.prefetcher.unpin(index)
+            while self._outside.units:
+                self.prefetcher.unpin(self._outside.units.pop(0))
         self._end_outside()
 
     def _begin_visit(self) -> None:
         self._end_outside()
         self.prefetcher.begin_visit()
-        self._outside = True
+        self._outside.goes_on = True
 
     def _end_outside(self) -> None:
         """End the pass that goes on outside any forward; units that were touched there stay."""
-        while self._held:
-            self.prefetcher.unpin(self._held.pop(0))
-        if self._outside:
-            self._outside = False
+        while self._outside.pending:
+            self.prefetcher.unpin(self._outside.pending.pop(0))
+        if self._outside.goes_on:
+            self._outside.goes_on = False
             self.prefetcher.end_inference()
 
     def _use(self, unit: Unit, frame: Frame) -> None:
@@ -346,7 +327,7 @@ class Hooks:
         if torch._C._current_graph_task_id() != -1:  # see [Note: forwards inside a backward]
             self._use_in_backward(unit, recomputing=not self.logits.computing)
             return
-        one_use = unit.index in self._leaf_of or self.logits.computing
+        one_use = self._leaves.of(unit) or self.logits.computing
         if one_use and any(f.leaf and unit.index in f.pinned for f in self.stack):
             return
         self.prefetcher.use(unit.index)
@@ -359,9 +340,8 @@ class Hooks:
             with self._saving_handles():
                 yield
             return
-        used = False
-        try:
-            with self.bookkeeping:
+        with UninterruptedExit() as stack:
+            with uninterrupted:
                 recomputed = torch._C._current_graph_task_id() != -1
                 if recomputed:  # beside what backward keeps
                     self.pins.make_room(unit.index, _reading_node())
@@ -369,15 +349,11 @@ class Hooks:
                     self._begin_visit()  # which the next pass ends, if none does before
                 coming = [each.index for each in following if self.prefetcher.streams(each.index)]
                 self.prefetcher.use(unit.index, coming, recomputed=recomputed)
-                used = True
+                stack.callback(self.prefetcher.unpin, unit.index)
             for segment in unit.segments:
                 self._check_attached(unit, segment)
             with self._saving_handles():
                 yield
-        finally:
-            if used and not self.bookkeeping.interrupted:
-                with self.bookkeeping:
-                    self.prefetcher.unpin(unit.index)
 
     def _saving_handles(self) -> AbstractContextManager[Any]:
         """Context in which a saved tensor of a unit becomes a handle, and others go where they went."""
@@ -409,18 +385,17 @@ class Hooks:
             return
         self._hook_parameters()
         self._begin_forward()
-        with self.bookkeeping.states:
-            frame.opened = self.activations.open(frame.module)
+        frame.opened = self.activations.open(frame.module)
         frame.opened.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
 
     def _close(self, frame: Frame, output: Any) -> None:
         if frame.pending:
-            self._held += frame.pinned
+            self._outside.pending += frame.pinned
         else:
             for index in frame.pinned:
                 self.prefetcher.unpin(index)
         if frame.inference:
-            self._outside = True
+            self._outside.goes_on = True
             if not frame.pending:
                 self._end_outside()
         self._leave_contexts(frame)
@@ -442,24 +417,20 @@ class Hooks:
             yield  # recomputed: its calls say what they use
             return
         frame = Frame(module, [], leaf=True)
-        with ExitStack() as stack:
-            try:
-                with self.bookkeeping:
-                    self._run(frame, stack)
-                yield
-            finally:
-                if not self.bookkeeping.interrupted:
-                    with self.bookkeeping:
-                        self._end_run(frame)
+        with UninterruptedExit() as stack:
+            with uninterrupted:
+                stack.callback(self._end_run, frame)
+                self._run(frame, stack)
+            yield
 
     def _run(self, frame: Frame, stack: ExitStack) -> None:
         if not self.stack and torch.is_grad_enabled():
-            if self._outside or self._unscoped:
+            if self._outside.goes_on or self._outside.units:
                 self.release_unscoped_units()
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
         elif not self.stack:
             frame.inference = True
-            if not self._outside or self._unscoped:
+            if not self._outside.goes_on or self._outside.units:
                 self.release_unscoped_units()
                 self.prefetcher.begin_visit()
         self.stack.append(frame)
@@ -485,14 +456,14 @@ class Hooks:
     def pack(self, tensor: Tensor) -> Handle | KeptTensor | SlotHandle:
         unit = self.unit_of(tensor)
         if unit is None:
-            with self.bookkeeping:
+            with uninterrupted:
                 return self.activations.cache.pack(tensor)
         return Handle(
             unit, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride(), unit.updates
         )
 
     def unpack(self, packed: Handle | KeptTensor | SlotHandle) -> Tensor:
-        with self.bookkeeping:
+        with uninterrupted:
             if not isinstance(packed, Handle):
                 return self.activations.cache.unpack(packed)
             unit = packed.unit
@@ -515,10 +486,9 @@ class Hooks:
 
     def _enter_backward(self, grad: Tensor | None = None) -> None:
         """Ask autograd, once per backward pass, to call back when it ends."""
-        self.bookkeeping.check()
         if self._backward is not None and self._backward() is not None:
             return
-        with self.bookkeeping:
+        with uninterrupted:
             self._close_ended()  # an evaluation, whose pass would go on
             self._end_outside()
             if self._backward is not None:
@@ -528,8 +498,8 @@ class Hooks:
             torch.autograd.Variable._execution_engine.queue_callback(end)  # which alone holds it
 
     def _use_in_backward(self, unit: Unit, recomputing: bool = False) -> None:
-        leaf = self._leaf_of.get(unit.index, ())
-        if not recomputing or leaf is not self._leaf:
+        leaf = self._leaves.of(unit)
+        if not recomputing or not self._leaves.is_in(leaf):
             self._move_to(() if recomputing else leaf)
         if leaf:
             for each in leaf:
@@ -544,23 +514,20 @@ class Hooks:
             self.pins.keep_for(node, unit.index)
 
     def _move_to(self, leaf: tuple[Unit, ...]) -> None:
-        """Take note that backward is in ``leaf`` (or in none), and has left the one before."""
-        if leaf is self._leaf:
-            return
-        left, self._leaf = self._leaf, leaf
-        if left and self._leaf_calls[left] <= 1:
+        """Backward is in ``leaf`` (or in none): complete the one that it has left."""
+        left = self._leaves.move_to(leaf)
+        if left:
             self.gradients.complete_together(left)
             for unit in left:  # those that are frozen
                 self.pins.unpin(unit.index)
 
+    @uninterrupted
     def _end_backward(self) -> None:
-        with self.bookkeeping:
-            self._move_to(())
-            for leaf, calls in self._leaf_calls.items():
-                if calls > 1:
-                    self.gradients.complete_together(leaf)
-            self.gradients.end_backward()
-            self._leave_backward()
+        self._move_to(())
+        for leaf in self._leaves.several_calls():
+            self.gradients.complete_together(leaf)
+        self.gradients.end_backward()
+        self._leave_backward()
 
     def _abort_backward(self) -> None:
         """Drop what a backward pass that raised left behind: it must not be taken for gradients."""
@@ -579,8 +546,8 @@ class Hooks:
             if param.grad is None and self.gradients.received_from(param):
                 param.grad = placeholder
         self._dropped.clear()
-        self._backward, self._leaf = None, ()
-        self._leaf_calls.clear()
+        self._backward = None
+        self._leaves.end_backward()
         self.pins.drop()
 
     # --- parameters --------------------------------------------------------------------------
@@ -591,15 +558,15 @@ class Hooks:
             if segment.is_tile and segment.param.requires_grad != segment.whole.requires_grad:
                 segment.param.requires_grad_(segment.whole.requires_grad)  # torch.func refuses the call
             if segment.param.requires_grad and id(segment.param) not in self._hooked:
-                with self.bookkeeping.states:  # one that is noted and not hooked would lose its gradients
-                    self._hooked.add(id(segment.param))
-                    self._hook_parameter(segment.param)
+                self._hooked.add(id(segment.param))
+                self._hook_parameter(segment.param)
 
     def _hook_parameter(self, param: nn.Parameter) -> None:
         drop = functools.partial(weakly(self._drop_placeholder), weakref.ref(param))
         param.register_hook(drop)  # type: ignore[no-untyped-call]
         param.register_post_accumulate_grad_hook(weakly(self._take_gradient))  # type: ignore[no-untyped-call]
 
+    @uninterrupted
     def _drop_placeholder(self, ref: weakref.ref[nn.Parameter], grad: Tensor) -> None:
         param = ref()
         assert param is not None, "the units hold it"
@@ -609,17 +576,17 @@ class Hooks:
             self._dropped.append((param, param.grad))
             param.grad = None
 
+    @uninterrupted
     def _take_gradient(self, param: nn.Parameter) -> None:
         place = self.units.find(param)
         assert place is not None
         unit, segment = place
-        with self.bookkeeping:
-            self._enter_backward()
-            self._move_to(self._leaf_of.get(unit.index, ()))
-            grad = param.grad
-            self._replace_gradient(param, unit, segment)
-            if grad is not None:
-                self.gradients.receive(unit, segment, grad)
+        self._enter_backward()
+        self._move_to(self._leaves.of(unit))
+        grad = param.grad
+        self._replace_gradient(param, unit, segment)
+        if grad is not None:
+            self.gradients.receive(unit, segment, grad)
 
     def _replace_gradient(self, param: nn.Parameter, unit: Unit, segment: Segment) -> None:
         param.grad = ReleasedGradient.of(segment.shape, unit.dtype, param.device)

@@ -30,19 +30,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from infinity.activations.controller import Activations
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache
 from infinity.checkpoint.portable import PortableSave
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, join_ranks, open_ranks
-from infinity.core.config import MemoryConfig, SettingError
-from infinity.core.errors import BEGIN_ANEW, BudgetError, DiskError, PeerError, StateError
-from infinity.core.interrupts import Bookkeeping
+from infinity.core.config import SettingError
+from infinity.core.errors import BEGIN_ANEW, DiskError, PeerError, StateError
+from infinity.core.interrupts import uninterrupted
 from infinity.core.lifecycle import UnitState
-from infinity.core.nbytes import format_nbytes
 from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.core.plan import Hardware
 from infinity.device.accelerator import memory_nbytes
@@ -51,12 +48,10 @@ from infinity.device.machine import (
     DTYPES,
     choose_dtype,
     free_host_nbytes,
-    local_ranks,
-    total_host_nbytes,
 )
 from infinity.device.memory import BufferPool
 from infinity.engine.config import EngineConfig
-from infinity.engine.device_budget import UnitsInUse
+from infinity.engine.device_budget import UnitsInUse, check_memory
 from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
@@ -64,11 +59,12 @@ from infinity.nvme.run_directory import leftovers_line, new_run_id
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.stalls import Stalls
 from infinity.observe.timeline import Timeline
-from infinity.optim.rules import prepare
+from infinity.optim.rules import default_rule, prepare
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
-from infinity.partition.tiles import TiledWeight, compute_in_tiles
-from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.partition.tiles import TiledWeight, compute_in_tiles, used_after
+from infinity.partition.unit import Unit, UnitIndex
+from infinity.shards.config import Resume
 from infinity.shards.records import Records
 from infinity.shards.restore import restore
 from infinity.shards.saved import SavedRun
@@ -96,16 +92,15 @@ class Runtime:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        if _opened:  # a cell of a notebook that runs again, perhaps: what it had before is garbage
+        if open_runtimes:  # a cell of a notebook that runs again, perhaps: what it had before is garbage
             gc.collect()
         close_collected()  # and gives its memory and files back before this one looks for its own
         self.config = config
         self.stack = OwnedStack()
         self.stack.close_with(self)
-        self.bookkeeping = Bookkeeping(weakly(self.repair))
+        self._sections_broken = uninterrupted.broken
         self._ended = ""  # why nothing can be asked of it any more
-        self.timeline = Timeline(enabled=config.timeline)
-        self.stalls = Stalls(self.timeline)
+        self.stalls = Stalls(Timeline(enabled=config.timeline))
         self.say = MessageBuffer()
         self.notes: list[str] = []
         self.saves: list[PortableSave] = []
@@ -116,18 +111,18 @@ class Runtime:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         name = config.run_name  # which a caller may know on rank 0 only
         resume = None if name is None else config.resume
-        self.run_id, self._resume = agree((name or new_run_id(), resume), world_size)
+        self.run_id, resume = agree((name or new_run_id(), resume), world_size)
         self.ranks = Ranks(0, 1, device)  # until the others are met
-        _opened.add(self)
+        open_runtimes.add(self)
         try:
-            self._build(device)
+            self._build(device, resume)
         except BaseException:
             self.close()
             raise
 
     # --- building ----------------------------------------------------------------------------
 
-    def _build(self, device: torch.device) -> None:
+    def _build(self, device: torch.device, resume: Resume | None) -> None:
         memory, partition = self.config.memory, self.config.partition
         self.ranks = ranks = open_ranks(device, partition.timeout_s, weakly(self._give_up))
         if ranks.collectives is not None:
@@ -135,12 +130,12 @@ class Runtime:
         self._choose_dtype()
         if ranks.rank == 0 and (line := leftovers_line(memory.nvme, self.run_id)):
             self.say(line)
-        _check_budgets(memory, ranks)
+        check_memory(memory, ranks)
         host_nbytes = ranks.least(memory.host or free_host_nbytes() // 2, "memory.host")
         self.storage = Storage(memory, host_nbytes, self.dtype, ranks.device)
         self.stack.callback(self.storage.close)
         self.storage.open_files(
-            self.run_id, ranks, self._resume, self.timeline,
+            self.run_id, ranks, resume, self.stalls.timeline,
             synced=self.config.durability.survives == "power", note=self._note,
         )  # fmt: skip
         self.tiers = Tiers(self.storage, ranks, reduction_dtype(self.config, self.dtype))
@@ -164,9 +159,7 @@ class Runtime:
             device,
             self._compute_in_tiles,
         )
-        self.values = FullValues(
-            self.units, ranks, self.tiers, self.construction, self.executor, self.bookkeeping
-        )
+        self.values = FullValues(self.units, ranks, self.tiers, self.construction, self.executor)
 
     def _cut_sizes(self) -> CutSizes:
         """Return how large units and tiles are; the same on every rank."""
@@ -181,38 +174,27 @@ class Runtime:
         places, several = self.units.places(param), self.ranks.world_size > 1
         using: Any = weakly(self._using_tile)  # parameters do not keep the runtime alive
         unite: Any = weakly(self._unite)
-        compute_in_tiles(param, TiledWeight(places, using, unite, self._used_after(places), several))
-
-    def _used_after(self, places: Sequence[tuple[Unit, Segment]]) -> Sequence[tuple[Unit, Segment]]:
-        """Return the tiles of the packed experts that follow those of ``places`` in the same module."""
-        (unit, last), module = places[-1], places[-1][1].whole_name.rpartition(".")[0]
-        if not unit.routed or unit.index + 1 >= len(self.units):
-            return ()
-        following = self.units[unit.index + 1]
-        first = following.segments[0]
-        same = following.routed and first.whole_name.rpartition(".")[0] == module
-        return self.units.places(first.whole) if same and first.whole_shape[0] == last.whole_shape[0] else ()
+        compute_in_tiles(param, TiledWeight(places, using, unite, used_after(self.units, places), several))
 
     def _using_tile(self, unit: Unit, following: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
         return self.executor().hooks.using_tile(unit, following)
 
     def _unite(self, hit: Sequence[bool]) -> Sequence[bool]:
-        if self.ranks.collectives is None:
-            return hit
-        least = self.ranks.collectives.least([1 - each for each in hit], "tiles of experts")
-        return [not each for each in least]
+        collectives = self.ranks.collectives
+        missed = [1 - each for each in hit]
+        return hit if collectives is None else [not x for x in collectives.least(missed, "tiles of experts")]
 
     def _choose_dtype(self) -> None:
         """Compute in the recipe's dtype, or, with ``auto``, in one that all ranks' devices are fast at."""
-        chosen, line = choose_dtype(self.config.dtype, self.ranks.device, self._least_ratio)
-        self.dtype, self.config = DTYPES[chosen], replace(self.config, dtype=chosen)
-        several = self.ranks.world_size > 1
-        prepare(self.dtype, reduction_dtype(self.config, self.dtype) if several else self.dtype)
+        ranks = self.ranks
+        chosen, line = choose_dtype(
+            self.config.dtype, ranks.device, lambda x: ranks.least(round(1000 * x), "train.dtype") / 1000
+        )
+        self.config = replace(self.config, dtype=chosen)
+        reduction = reduction_dtype(self.config, self.dtype) if ranks.world_size > 1 else self.dtype
+        prepare(default_rule(), self.dtype, reduction)
         if line:
             self._note(line)
-
-    def _least_ratio(self, ratio: float) -> float:
-        return self.ranks.least(round(1000 * ratio), "train.dtype") / 1000
 
     def _note(self, line: str) -> None:
         self.notes.append(line)
@@ -235,22 +217,27 @@ class Runtime:
 
     def _hardware(self) -> Hardware:
         room = self.storage.host_pool.capacity_nbytes - self.storage.host_pool.peak_nbytes
-        gds = self.config.memory.engine == "gds"
-        return measure_hardware(self.ranks.device, self.config.memory.nvme, room, gds)
+        memory = self.config.memory
+        return measure_hardware(self.ranks.device, memory.nvme, room, memory.engine == "gds")
 
     def _serve(self, module: nn.Module) -> Callable[[nn.Module], None]:
-        _served[module] = weakref.ref(self)
+        served[module] = weakref.ref(self)
         install_parameter_dict(module, self._touch, self._deep_copy, self._check)
         handles = register_forward_hooks(module, self._enter, self._leave)
         handles += register_state_dict_hooks(module, self.values)
 
         def take_out(module: nn.Module) -> None:
-            del _served[module]
+            del served[module]
             module.__dict__["_parameters"] = dict(module._parameters)
             for handle in handles:
                 handle.remove()
 
         return take_out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes."""
+        return DTYPES[self.config.dtype]  # type: ignore[index]  # auto has been chosen
 
     @property
     def units(self) -> UnitIndex:
@@ -284,7 +271,7 @@ class Runtime:
         if self._executor is None or not (
             clips in (None, self._executor.clips) or self._executor.gradients.received
         ):
-            with self.bookkeeping.states:
+            with uninterrupted:
                 self._rebuild(clips is not False)
         assert self._executor is not None
         return self._executor
@@ -297,8 +284,7 @@ class Runtime:
         in_use = UnitsInUse(self.construction.roots, self.units, recomputes=recomputes)
         self._executor = StepExecutor(
             self.units, self._leaves, in_use, self.ranks, self.tiers, self.activations, self.config,
-            self.stalls, self.timeline, self.bookkeeping, clips=clips, before=before,
-            on_failure=weakly(self.fail),
+            self.stalls, self.stalls.timeline, clips=clips, before=before, on_failure=weakly(self.fail),
         )  # fmt: skip
         self.stack.callback(self._executor.stack.close)
 
@@ -326,20 +312,20 @@ class Runtime:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self.construction.active:
-            with self.bookkeeping:
+            with uninterrupted:
                 self.values.end_load()
                 self.executor().hooks.enter(module, args)
 
     def _leave(self, module: nn.Module, output: object) -> None:
-        if self._executor is not None and not self.bookkeeping.interrupted:
-            with self.bookkeeping:
+        if self._executor is not None:
+            with uninterrupted:
                 self._executor.hooks.leave(module, output)
 
     def _touch(self, param: nn.Parameter, siblings: Mapping[str, nn.Parameter | None]) -> None:
         if self.construction.active:
             self.construction.touch(param, siblings)
         elif self._executor is None or not self._executor.hooks.serves(siblings):
-            with self.bookkeeping:
+            with uninterrupted:
                 self.executor().hooks.touch(param)
 
     def _check(self, param: nn.Parameter) -> None:
@@ -362,34 +348,27 @@ class Runtime:
 
     def peak_nbytes(self) -> dict[str, int]:
         """The most that each tier held at one time (bytes)."""
-        storage = self.storage
-        executor = self.executor()
-        host = sum(pool.peak_nbytes for pool in (storage.host_pool, *(executor.host or ())))
-        device = sum(pool.peak_nbytes for pool in executor.device_pools)
-        peaks = {"device": device, "host": host}
+        storage, executor = self.storage, self.executor()
+        pools = {"device": executor.device_pools, "host": [storage.host_pool, *(executor.host or ())]}
+        peaks = {tier: sum(pool.peak_nbytes for pool in each) for tier, each in pools.items()}
         return peaks | ({"nvme": storage.volume.peak_nbytes} if storage.volume else {})
 
     def budgets(self) -> dict[str, int | None]:
         """Bytes that each tier may take; None where the disk is the only limit."""
-        device_nbytes = self.executor().budget.division.total
-        budgets: dict[str, int | None] = {"device": device_nbytes, "host": self.storage.host_nbytes}
-        return budgets | ({"nvme": None} if self.storage.volume else {})
+        device_nbytes, host_nbytes = self.executor().budget.division.total, self.storage.host_nbytes
+        nvme = {"nvme": None} if self.storage.volume else {}
+        return {"device": device_nbytes, "host": host_nbytes, **nvme}
 
     def forget_step(self) -> None:
         """Drop the gradients of this step: ``zero_grad()`` without ``step()``."""
-        self._check_not_ended()
-        if self.bookkeeping.interrupted:
-            self.repair(forgets=True)
         self.check_open()
         if self._executor is not None:
-            with self.bookkeeping:
+            with uninterrupted:
                 self._executor.gradients.reset()
 
     def synchronize(self) -> None:
         """Block until every update has landed."""
-        self._check_not_ended()
-        if self.bookkeeping.states.interrupted:
-            self.repair()
+        self.check_open()
         if self._executor is not None:
             self._executor.updates.drain()
 
@@ -452,7 +431,9 @@ class Runtime:
             PeerError: Another rank failed while it built its own.
         """
         if self.ranks.collectives is not None:
-            units = [(unit.home.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units]
+            units = [
+                (unit.home.tier.name, [(s.offset, *s.shape) for s in unit.segments]) for unit in self.units
+            ]
             numel = sum(segment.numel for unit in self.units for segment in unit.segments)
             where = f"of the model: {len(units)} units, {numel} parameters"
             self.ranks.collectives.check(zlib.crc32(repr(units).encode()), where)
@@ -479,35 +460,18 @@ class Runtime:
         """Raise if the runtime has ended.
 
         Raises:
-            StateError: The model was closed, or belongs to the process that forked this one.
+            StateError: The model was closed, or belongs to the process that forked this one; or Ctrl-C was
+                pressed again while the first one was held back.
         """
-        self._check_not_ended()
-        self.bookkeeping.check()
-
-    def _check_not_ended(self) -> None:
         if self._ended:
             raise StateError(self._ended)
-
-    def repair(self, *, forgets: bool = False) -> None:
-        """Forget what passes have in memory after an interrupt: see :mod:`infinity.core.interrupts`.
-
-        Args:
-            forgets: The gradients of the step are to be dropped, too.
-
-        Raises:
-            StateError: Stored states may be wrong; or gradients of the step are lost.
-        """
-        executor, ranks = self._executor, self.ranks
-        if self.bookkeeping.states.interrupted or ranks.on_accelerator or ranks.world_size > 1:
+        if self._doubtful:
             raise StateError(_INTERRUPTED.format(self._named(), self._left()))
-        if executor is not None:
-            if executor.hooks.running:
-                raise StateError(_CAUGHT)
-            if executor.gradients.received and not (executor.gradients.half_done or forgets):
-                raise StateError(_LOST)
-            self.values.loading = None
-            executor.forget_passes()
-        self.bookkeeping.interrupted = False
+
+    @property
+    def _doubtful(self) -> bool:
+        """Whether a second Ctrl-C ended a section: see :mod:`infinity.core.interrupts`."""
+        return uninterrupted.broken != self._sections_broken
 
     def _left(self) -> str:
         """What a new model goes on from."""
@@ -535,8 +499,7 @@ class Runtime:
         if not self._ended:
             error = error or sys.exception()
             try:
-                doubtful = self.bookkeeping.states.interrupted
-                lost = self._settle(error or (KeyboardInterrupt() if doubtful else None), keep)
+                lost = self._settle(error or (KeyboardInterrupt() if self._doubtful else None), keep)
                 if hasattr(self, "tiers"):  # it may have failed while it was built
                     self.storage.keep = keep or _is_failure(error) or self.tiers.pending
             finally:
@@ -545,7 +508,7 @@ class Runtime:
         self.stack.close()
         for pool in self._pools():
             pool.unmap_leased()
-        _opened.discard(self)
+        open_runtimes.discard(self)
         if lost is not None:
             lost.add_note("the last step is not kept; infinity.resume goes on from the commit before it")
             raise lost
@@ -557,17 +520,18 @@ class Runtime:
             Why a step that is to be kept is not.
         """
         lost: Exception | None = None
+        updates = None if self._executor is None else self._executor.updates
         if error is not None and _is_failure(error):
-            if isinstance(error, KeyboardInterrupt | SystemExit) and self._executor is not None:
-                self._executor.updates.records.land_commit(_LANDING_S)
+            if isinstance(error, KeyboardInterrupt | SystemExit) and updates is not None:
+                updates.records.land_commit(_LANDING_S)
             self.fail(error)
-            if self._executor is not None:
-                self._executor.updates.abandon(error)
-        else:
+            if updates is not None:
+                updates.abandon(error)
+        elif updates is not None:
             try:
-                if keep and self._executor is not None:
-                    self._executor.updates.records.end_commit()
-                self.synchronize()  # gathers in flight wait for updates
+                if keep:
+                    updates.records.end_commit()
+                updates.drain()  # gathers in flight wait for updates
             except Exception as raised:  # it has surfaced, or nothing waits for it any more
                 lost = raised if keep and isinstance(raised, DiskError) else None
         if hasattr(self, "activations"):  # it may have failed while it was built
@@ -616,16 +580,8 @@ _CLOSED = (
     "export a model before it is closed; to go on, build it again under infinity.Init"
 )
 _INTERRUPTED = (
-    "Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. Build the "
-    "model again, after infinity.close(model, keep=True); {}"
-)
-_CAUGHT = (
-    "Ctrl-C interrupted a forward pass, and was caught inside it: let it leave the model, and call the "
-    "model again"
-)
-_LOST = (
-    "Ctrl-C interrupted this package's own bookkeeping, so that the gradients of the step that is not over "
-    "are lost: call optimizer.zero_grad(), and run all of the step again"
+    "a second Ctrl-C interrupted this package's own bookkeeping, so that what it knows of {} may be wrong. "
+    "Build the model again, after infinity.close(model, keep=True); {}"
 )
 _FORKED = (
     "{} belongs to process {}. This process, {}, was forked from it and has neither its weights nor its "
@@ -634,39 +590,17 @@ _FORKED = (
 )
 
 
-def _check_budgets(memory: MemoryConfig, ranks: Ranks) -> None:
-    """Refuse budgets of memory that this machine does not have: nothing else would, until it is used up.
-
-    Raises:
-        BudgetError: A budget exceeds the machine's memory.
-    """
-    host = total_host_nbytes() // local_ranks()
-    device = memory_nbytes(ranks.device)[1] if ranks.on_accelerator else host
-    for key, wanted, most in (("host", memory.host, host), ("device", memory.device, device)):
-        if wanted is not None and wanted > most:
-            raise BudgetError(
-                f"memory.{key} is {format_nbytes(wanted)}; this machine has {format_nbytes(most)} "
-                f"({most} bytes) for a rank. Lower memory.{key}, or leave it out: it then follows from the "
-                "free memory"
-            )
-
-
 # --- which runtime serves which module -------------------------------------------------------
 
 #: By module that was built under ``Init``. The module's hooks hold the runtime.
-_served: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
+served: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 #: Those that were not closed.
-_opened: weakref.WeakSet[Runtime] = weakref.WeakSet()
+open_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def runtimes() -> set[Runtime]:
     """Return those that serve a module that still exists."""
-    return {runtime for ref in _served.values() if (runtime := ref()) is not None}
-
-
-def is_served(model: nn.Module) -> bool:
-    """Whether ``model``, or a model that it wraps, was built under ``infinity.Init``."""
-    return any(module in _served for module in model.modules())
+    return {runtime for ref in served.values() if (runtime := ref()) is not None}
 
 
 def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
@@ -684,7 +618,7 @@ def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
             "lr=...), with the model in place of model.parameters(); parameter groups go into params=[...]"
         )
     for module in model.modules():
-        runtime = _served[module]() if module in _served else None
+        runtime = served[module]() if module in served else None
         if runtime is not None:
             if not ended:
                 runtime.check_open()
@@ -695,40 +629,9 @@ def runtime_of(model: nn.Module, *, ended: bool = False) -> Runtime:
     )
 
 
-def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before an optimizer that is not infinity's writes to a parameter that a unit holds."""
-    if not _opened or hasattr(optimizer, "runtime"):
-        return
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if any(runtime.units.places(param) for runtime in _opened):
-            raise StateError(
-                f"{type(optimizer).__name__}.step() on parameters that were made under infinity.Init, whose "
-                "gradients and states are sharded: write optimizer = infinity.AdamW(model, lr=...)"
-            )
-
-
-def _refuse_wrappers(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Raise before a module that copies or reduces parameters itself writes to those that a unit holds."""
-    if (
-        type(wrapper).__name__ in ("DistributedDataParallel", "DeepSpeedEngine")
-        and module is not None
-        and is_served(module)
-    ):
-        raise StateError(
-            f"{type(wrapper).__name__} around a model that was built under infinity.Init, which shards "
-            "weights and reduces gradients itself: use the model as it is (with Accelerate, the Trainer or "
-            "Lightning as in examples/)"
-        )
-
-
-# Public hooks of torch, for all optimizers and modules: nothing is patched.
-register_optimizer_step_pre_hook(_refuse_other_optimizers)
-register_module_module_registration_hook(_refuse_wrappers)
-
-
 def _close_all() -> None:
     """Leave no thread running while the interpreter goes, and no files of a run behind."""
-    for runtime in list(_opened):
+    for runtime in list(open_runtimes):
         with contextlib.suppress(Exception):
             # what ended the program, if it was an exception
             runtime.close(getattr(sys, "last_value", None), keep=runtime.keeps)
@@ -737,9 +640,9 @@ def _close_all() -> None:
 
 def _disown_all() -> None:
     """In a forked child: every model belongs to the parent."""
-    for runtime in list(_opened):
+    for runtime in list(open_runtimes):
         runtime.disown()
-    _opened.clear()
+    open_runtimes.clear()
 
 
 # Before the pools of concurrent.futures close, which updates in flight use: atexit would be too late.

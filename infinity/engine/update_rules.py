@@ -9,8 +9,8 @@ from infinity.comm.ranks import Ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.lifecycle import Tier
 from infinity.nvme.probe import measure
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import AdamWRule, DeviceRule, Rule, measure_rates
+from infinity.optim.rule import UpdateRule
+from infinity.optim.rules import DeviceRule, HostRule, Rule, measure_rates
 from infinity.optim.threads import background_threads, rank_threads
 from infinity.planner.updates import UpdateRates, updates_on_device
 
@@ -22,8 +22,8 @@ _FEEDING_THREADS = 2
 _CALLERS = 4
 
 
-def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
-    """Return the rule for units of each home.
+def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[Tier, Rule]:
+    """Return where ``rule`` updates units of each home.
 
     Raises:
         SettingError: ``memory.updates=device`` without an accelerator.
@@ -35,22 +35,22 @@ def make_rules(memory: MemoryConfig, ranks: Ranks, dtype: torch.dtype) -> dict[T
         threads = dict.fromkeys(threads, max(1, rank_threads() - _FEEDING_THREADS))
         callers = min(_CALLERS, threads[Tier.HOST])
     rules: dict[Tier, Rule] = {
-        Tier.HOST: AdamWRule(dtype, threads=threads[Tier.HOST], callers=callers),
-        Tier.NVME: AdamWRule(dtype, threads=threads[Tier.NVME]),
+        Tier.HOST: HostRule(rule, dtype, threads=threads[Tier.HOST], callers=callers),
+        Tier.NVME: HostRule(rule, dtype, threads=threads[Tier.NVME]),
     }
     if not ranks.on_accelerator:
         if memory.updates == "device":
             raise SettingError("memory.updates", "device", "auto or host: there is no accelerator here")
         return rules
     for home in [Tier.HOST, Tier.NVME] if memory.nvme else [Tier.HOST]:
-        rule = DeviceRule(dtype, ranks.device)
-        large = memory.device is None or memory.device >= _LEAST_SHARE * rule.nbytes
+        there = DeviceRule(rule, dtype, ranks.device)
+        large = memory.device is None or memory.device >= _LEAST_SHARE * there.nbytes
         if memory.updates == "device" or (
             memory.updates == "auto"
             and large
-            and _is_faster(dtype, ranks.device, threads[home], memory, home)
+            and _is_faster(rule, dtype, ranks.device, threads[home], memory, home)
         ):
-            rules[home] = rule
+            rules[home] = there
     return rules
 
 
@@ -63,13 +63,18 @@ def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
 
 
 def _is_faster(
-    dtype: torch.dtype, device: torch.device, threads: int, memory: MemoryConfig, home: Tier
+    rule: UpdateRule,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+    memory: MemoryConfig,
+    home: Tier,
 ) -> bool:
     """Measure whether a unit of this home is updated faster on the accelerator."""
-    cpu, there = measure_rates(dtype, device, threads)
+    cpu, there = measure_rates(rule, dtype, device, threads)
     rates = UpdateRates(cpu=cpu, device=there)
     if home is Tier.NVME and updates_on_device(rates):
-        layout = StateLayout.of(dtype)
+        layout = rule.layout(dtype)
         nbytes = 2 * (layout.weight_nbytes(1) + layout.state_nbytes(1))  # read and written
         speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
         rates = UpdateRates(cpu=cpu, device=there, drive=sum(speeds) / nbytes)

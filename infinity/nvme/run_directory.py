@@ -29,8 +29,8 @@ from infinity.core.files import (
 from infinity.core.nbytes import format_nbytes
 
 _LOCKS = "rank*.lock"
-#: What a run that was interrupted goes on from; see :mod:`infinity.shards.commits`.
-_COMMITS = "rank*.commit?"
+#: What a run that was interrupted goes on from; see :mod:`infinity.shards.journal`.
+_COMMITS = "rank*.commits-head"
 #: The longest wait for another rank that looks whether it is the last one, which takes it a moment (s).
 _TURN_S = 10.0
 #: What a file system says that has no locks of directories, as NFS.

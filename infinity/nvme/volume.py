@@ -269,23 +269,6 @@ class Volume:
                 self.on_zeros(file, piece)
         return Extent(tuple(Piece(file, piece.offset, piece.nbytes) for file, piece in taken))
 
-    def reserve_heads(self) -> None:
-        """Keep the first block of every file, all of them new, for :meth:`write_head`.
-
-        Raises:
-            DiskError: The file system is full.
-        """
-        for file in self._files:
-            file.take(BLOCK_NBYTES, "the head of the file")
-
-    def write_head(self, file: int, content: bytes) -> None:
-        """Write the first block of a file; blocking.
-
-        Raises:
-            DiskError: It could not be written.
-        """
-        self._files[file].write_head(content)
-
     def free(self, extent: Extent) -> None:
         """Give an extent back; nothing may be in flight to or from it.
 
@@ -414,18 +397,6 @@ class _File:
                         error.errno or errno.EIO, "write of zeros", self.path, offset=at, nbytes=end - at
                     ) from error
                 at += moved
-
-    def write_head(self, content: bytes) -> None:
-        """See :meth:`Volume.write_head`."""
-        with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned, for O_DIRECT
-            block[: len(content)] = content
-            try:
-                if os.pwrite(self.fd, block, 0) < BLOCK_NBYTES:
-                    raise OSError(errno.ENOSPC, "short write")
-            except OSError as error:
-                raise DiskError(
-                    error.errno or errno.EIO, "write of the head", self.path, offset=0, nbytes=BLOCK_NBYTES
-                ) from error
 
     def seal(self, nbytes: int, stamp: tuple[int, ...] | None) -> None:
         """Take the file as one that is never written again, and whose name may go unless it has a stamp."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from infinity.core.interrupts import ends_a_wait
 from infinity.core.transfer import Lease, Pool
 from infinity.observe.timeline import Timeline
 
@@ -18,18 +17,15 @@ class Stalls:
 
     def __init__(self, timeline: Timeline) -> None:
         self.seconds: dict[str, float] = {}
-        self._timeline = timeline
+        self.timeline = timeline
         self._waited_until = time.perf_counter()
 
     def __call__(self, cause: str, wait: Callable[[], object]) -> None:
         """Run ``wait`` and count its seconds as a stall of ``cause``."""
         begin = time.perf_counter()
-        self._timeline.add("compute", "compute", self._waited_until, begin)
+        self.timeline.add("compute", "compute", self._waited_until, begin)
         try:
             wait()
-        except BaseException as error:
-            ends_a_wait(error)
-            raise
         finally:
             self._waited_until = end = time.perf_counter()
             self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from rich.text import Text
 from infinity.core.files import write_file
 from infinity.core.nbytes import format_nbytes
 from infinity.core.plan import Outcome
-from infinity.observe.metrics import StepReport, bottleneck, finite, perplexity
+from infinity.observe.metrics import Evaluation, StepReport, bottleneck, finite, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +150,14 @@ class SummaryBuilder:
     def total_s(self) -> float:
         """Time of all steps (s)."""
         return sum(figures.step_s for figures in self._all)
+
+    def take_in(self, lines: Iterable[tuple[StepReport | Evaluation, int]]) -> None:
+        """Take in the metrics of steps that were made before this process."""
+        for line, _ in lines:
+            if isinstance(line, StepReport):
+                self.step(line)
+            else:
+                self.evaluated(line.step, line.loss)
 
     def evaluated(self, step: int, loss: float) -> None:
         self._held_out[1:] = [loss]

@@ -1,10 +1,13 @@
-"""The fields on disk of each element of a shard, by compute dtype, and how an fp32 master is kept there.
+"""The fields on disk of each element of a shard, and how an fp32 master is kept there.
 
-| compute dtype | state fields (bytes per element)          | weight |
-|---------------|-------------------------------------------|--------|
-| bfloat16      | remainder 2, exp_avg 4, exp_avg_sq 4      | 2      |
-| float16       | master 4, exp_avg 4, exp_avg_sq 4         | 2      |
-| float32       | exp_avg 4, exp_avg_sq 4                   | 4      |
+A state is what makes the weight exact, which follows from the compute dtype, and then the moments, which
+are the update rule's own (:attr:`infinity.optim.rule.UpdateRule.moments`):
+
+| compute dtype | weight | exact (bytes per element) |
+|---------------|--------|---------------------------|
+| bfloat16      | 2      | remainder 2               |
+| float16       | 2      | master 4                  |
+| float32       | 4      | none                      |
 
 [Note: exact split] A float32 is the bfloat16 of its upper half plus a signed 16-bit remainder of
 its lower half, both taken as integers: ``bits = (weight << 16) + remainder``. Rounding to nearest
@@ -17,6 +20,7 @@ a NaN, but may come back with another payload.
 Ties go up where ``Tensor.to(bfloat16)`` sends them to even; nothing else differs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -40,33 +44,65 @@ class StateField:
     dtype: torch.dtype
 
 
-_EXP_AVG = StateField("exp_avg", torch.float32)
-_EXP_AVG_SQ = StateField("exp_avg_sq", torch.float32)
-_FIELDS = {
-    torch.bfloat16: (StateField("remainder", torch.int16), _EXP_AVG, _EXP_AVG_SQ),
-    torch.float16: (StateField("master", torch.float32), _EXP_AVG, _EXP_AVG_SQ),
-    torch.float32: (_EXP_AVG, _EXP_AVG_SQ),
+_EXACT = {
+    torch.bfloat16: (StateField("remainder", torch.int16),),
+    torch.float16: (StateField("master", torch.float32),),
+    torch.float32: (),
 }
+
+
+def exact_fields(dtype: torch.dtype) -> tuple[StateField, ...]:
+    """Return the fields that make weights of ``dtype`` exact.
+
+    Raises:
+        ValueError: Not bfloat16, float16 or float32.
+    """
+    if dtype not in _EXACT:
+        allowed = ", ".join(str(known) for known in _EXACT)
+        raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
+    return _EXACT[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The state fields that go with weights of ``dtype``, in the order of their bytes."""
+    """The state fields that go with weights of ``dtype``, in the order of their bytes.
+
+    Attributes:
+        exact: Fields that make the weight exact.
+        moments: Fields that the update rule keeps; zeros before the first update.
+    """
 
     dtype: torch.dtype
-    fields: tuple[StateField, ...]
+    exact: tuple[StateField, ...]
+    moments: tuple[StateField, ...]
 
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> "StateLayout":
-        """The layout for compute dtype ``dtype``.
+    @property
+    def fields(self) -> tuple[StateField, ...]:
+        """All fields: exact ones, then moments."""
+        return self.exact + self.moments
 
-        Raises:
-            ValueError: Not bfloat16, float16 or float32.
-        """
-        if dtype not in _FIELDS:
-            allowed = ", ".join(str(known) for known in _FIELDS)
-            raise ValueError(f"no update rule for weights of {dtype}; allowed: {allowed}")
-        return cls(dtype, _FIELDS[dtype])
+    @property
+    def full_names(self) -> tuple[str, ...]:
+        """The names of the fp32 values that a state stands for: the master weight, then each moment."""
+        return "master", *(field.name for field in self.moments)
+
+    def only(self, *, exact: bool = False, moments: bool = False) -> "StateLayout":
+        """Return the layout of a part of the state."""
+        return StateLayout(self.dtype, self.exact if exact else (), self.moments if moments else ())
+
+    def moments_of(self, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the moments among the fields of a whole state."""
+        return tuple(state[len(self.exact) :])
+
+    def full_values(self, weight: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the fp32 master and each moment as fp32, ``(n,)``; not copies if kept so."""
+        state = tuple(state)
+        return master_of(self, weight, state), *(moment.float() for moment in self.moments_of(state))
+
+    def complete(self, state: Sequence[Tensor], numel: int) -> tuple[Tensor, ...]:
+        """Return a state with zeros for the last fields, which one that was never trained lacks."""
+        missing = self.fields[len(state) :]
+        return *state, *(torch.zeros(numel, dtype=field.dtype, device="cpu") for field in missing)
 
     @property
     def state_itemsize(self) -> int:

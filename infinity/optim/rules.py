@@ -1,6 +1,6 @@
 """Update rules over flat shards: a loop jitted by numba, elementwise torch on another device, a CUDA kernel.
 
-[Note: two forms of a rule] The scalar function in :mod:`infinity.optim.kernels` and the torch function here
+[Note: two forms of a rule] The scalar function in :mod:`infinity.optim.kernels` and :meth:`UpdateRule.step`
 have the same operations in the same order, each one that every implementation rounds correctly
 (``+ - * /`` and the square root). So both give the same bits on the CPU, whole or in slices, on one thread or
 many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come from a vector
@@ -9,7 +9,7 @@ an accelerator whose root is not known to be rounded correctly, the root in floa
 has more than twice as many. On CUDA the same operations are one kernel (:mod:`infinity.optim.cuda`), since
 the host would take longer to launch thirty than the accelerator to run them.
 
-[Note: updates of host memory on an accelerator] :class:`DeviceRule` has the interface of :class:`AdamWRule`
+[Note: updates of host memory on an accelerator] :class:`DeviceRule` has the interface of :class:`HostRule`
 for tensors in host memory. Pieces of them go to the accelerator and come back, on two streams in turn: while
 one piece is updated, the next one goes there and the one before it comes back.
 """
@@ -17,22 +17,17 @@ one piece is updated, the next one goes there and the one before it comes back.
 import functools
 import math
 import time
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from infinity.core.budget import rounded
-from infinity.device.accelerator import rounds_roots
 from infinity.device.memory import HostBuffer
-from infinity.optim.cuda import adamw_by_cuda
-from infinity.optim.layout import StateLayout, master_of, store_master
+from infinity.optim.adamw import ADAMW
 from infinity.optim.norm import sum_of_squares
+from infinity.optim.rule import PIECE_NUMEL, UpdateRule
 from infinity.optim.threads import LEAST_NUMEL, background_threads, compile_ahead
 
-#: Elements that the torch form takes at one time: bounds its temporaries.
-_PIECE_NUMEL = 2**18
 #: Temporaries of float32 that it has at one time.
 _TEMPORARIES = 8
 #: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
@@ -42,87 +37,19 @@ _TRIES = 3
 _LEAST_BESIDE = 2**21
 #: Elements of a shard in an accelerator's memory that are updated at one time.
 RESIDENT_NUMEL = 2**22
+#: A parameter group whose update changes no weight: for measuring, and to compile ahead.
+IDLE = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hyper:
-    """The numbers of one AdamW update of one parameter group.
-
-    Attributes:
-        step: Of this update, from 1.
-        grad_scale: The gradient is multiplied by this first: clip coefficient over loss scale.
-    """
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    step: int = 1
-    grad_scale: float = 1.0
-
-    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        """The numbers that the rule reads: float32, ``(8,)``, computed in float64 and rounded once."""
-        numbers = (
-            1 - self.lr * self.weight_decay,
-            1 - self.beta1,
-            self.beta2,
-            1 - self.beta2,
-            self.lr / (1 - self.beta1**self.step),
-            math.sqrt(1 - self.beta2**self.step),
-            self.eps,
-            self.grad_scale,
-        )
-        return torch.tensor(numbers, dtype=torch.float32, device=device)
+#: Every update rule, by the name that commit records give it.
+RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW,)}
+#: The name of the rule by which runs train.
+DEFAULT = ADAMW.name
 
 
-def adamw_by_torch(
-    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
-    *, piece_numel: int = _PIECE_NUMEL,
-) -> None:  # fmt: skip
-    """AdamW with decoupled weight decay, on the fp32 master of ``weight``; see :meth:`AdamWRule.update`.
-
-    Args:
-        piece_numel: Elements that are updated at one time.
-
-    Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
-    """
-    layout = StateLayout.of(weight.dtype)
-    decay, toward, beta2, fresh, rate, correction, eps, scale = hyper.unbind()
-    for begin in range(0, weight.numel(), piece_numel):
-        part = slice(begin, begin + piece_numel)
-        fields = tuple(field[part] for field in state)
-        exp_avg, exp_avg_sq = fields[-2:]
-        g = grad[part].to(torch.float32) * scale
-        m = exp_avg + toward * (g - exp_avg)
-        v = exp_avg_sq * beta2 + fresh * (g * g)
-        master = master_of(layout, weight[part], fields, eager=True) * decay
-        master = master - rate * (m / (_root(v) / correction + eps))
-        store_master(layout, master, weight_out[part], fields, eager=True)
-        exp_avg.copy_(m)
-        exp_avg_sq.copy_(v)
-
-
-def adamw_on_device(
-    weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor, *, piece_numel: int = _PIECE_NUMEL
-) -> None:
-    """Update tensors in an accelerator's memory in their places, by the calling thread's stream.
-
-    Args:
-        hyper: ``Hyper.tensor()``, in host memory.
-        piece_numel: Elements that are updated at one time, where elementwise torch does it.
-    """
-    with torch.no_grad():
-        if not adamw_by_cuda(weight, grad, state, hyper):
-            adamw_by_torch(weight, grad, state, weight, _there(hyper, weight.device), piece_numel=piece_numel)
-
-
-def _there(hyper: Tensor, device: torch.device) -> Tensor:
-    """``hyper`` on an accelerator. A copy from host memory would wait for the stream, kernels do not."""
-    there = torch.empty(len(hyper), device=device)
-    for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
-        place.fill_(number)
-    return there
+def default_rule() -> UpdateRule:
+    """Return the rule by which runs train."""
+    return RULES[DEFAULT]
 
 
 def scratch_nbytes(numel: int) -> int:
@@ -130,21 +57,11 @@ def scratch_nbytes(numel: int) -> int:
     return min(numel, RESIDENT_NUMEL) * _TEMPORARIES * 4
 
 
-def _root(x: Tensor) -> Tensor:
-    """The correctly rounded square root; see [Note: two forms of a rule]."""
-    if x.device.type == "cpu":
-        return torch.from_numpy(np.sqrt(x.numpy()))
-    return x.sqrt() if rounds_roots(x.device) else _root_in_float64(x)
-
-
-def _root_in_float64(x: Tensor) -> Tensor:
-    return x.double().sqrt_().float()
-
-
-class AdamWRule:
-    """AdamW over flat shards.
+class HostRule:
+    """An update rule over flat shards in host memory, on the CPU.
 
     Args:
+        rule: Its arithmetic.
         dtype: Compute dtype of the weights: bfloat16, float16 or float32.
         threads: CPU threads of one update; None for half of the rank's, which suits a thread that works
             beside training.
@@ -152,8 +69,10 @@ class AdamWRule:
             together: handing many small ones to every core would take longer than their update.
     """
 
-    def __init__(self, dtype: torch.dtype, *, threads: int | None = None, callers: int = 1) -> None:
-        self.layout, self.callers = StateLayout.of(dtype), callers
+    def __init__(
+        self, rule: UpdateRule, dtype: torch.dtype, *, threads: int | None = None, callers: int = 1
+    ) -> None:
+        self.rule, self.layout, self.callers = rule, rule.layout(dtype), callers
         self.threads = threads or background_threads()
         self._least = LEAST_NUMEL if callers == 1 else _LEAST_BESIDE
 
@@ -172,48 +91,50 @@ class AdamWRule:
         if weight.device.type == "cpu":
             from infinity.optim import kernels
 
-            if torch.float16 not in (weight.dtype, grad.dtype) or kernels.converts_half():
+            loop = self.rule.loop(weight.dtype)
+            if loop is not None and (
+                torch.float16 not in (weight.dtype, grad.dtype) or kernels.converts_half()
+            ):
                 tensors = (weight, grad, weight_out, *state)
-                loop = kernels.adamw_loops[weight.dtype]
                 in_place = weight.data_ptr() == weight_out.data_ptr()
                 kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()), in_place, least=self._least)
                 return
         with torch.no_grad():
-            adamw_by_torch(weight, grad, state, weight_out, hyper)
+            self.rule.update_by_torch(weight, grad, state, weight_out, hyper)
 
 
 class DeviceRule:
-    """AdamW over flat shards in page-locked host memory, on an accelerator; for one thread at a time.
+    """An update rule over flat shards in page-locked host memory, on an accelerator.
 
-    See [Note: updates of host memory on an accelerator].
+    For one thread at a time; see [Note: updates of host memory on an accelerator].
 
     Args:
-        dtype: As for :class:`AdamWRule`.
+        rule: Its arithmetic, over weights of ``dtype``.
         device: The accelerator.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout, self.device, self.callers = StateLayout.of(dtype), device, 1
+    def __init__(self, rule: UpdateRule, dtype: torch.dtype, device: torch.device) -> None:
+        self.rule, self.layout, self.device, self.callers = rule, rule.layout(dtype), device, 1
         self._streams = torch.Stream(device), torch.Stream(device)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes of the accelerator's memory."""
         piece = self.layout.weight_nbytes(1) + 4 + self.layout.state_nbytes(1)
-        return len(self._streams) * (_DEVICE_NUMEL * piece + _PIECE_NUMEL * _TEMPORARIES * 4)
+        return len(self._streams) * (_DEVICE_NUMEL * piece + PIECE_NUMEL * _TEMPORARIES * 4)
 
     @torch.no_grad()
     def update(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
     ) -> None:
-        """Update ``n`` elements as :meth:`AdamWRule.update` does; blocks until they are back."""
+        """Update ``n`` elements as :meth:`HostRule.update` does; blocks until they are back."""
         try:
             for number, begin in enumerate(range(0, weight.numel(), _DEVICE_NUMEL)):
                 part, turn = slice(begin, begin + _DEVICE_NUMEL), number % len(self._streams)
                 with self._streams[turn]:
                     sources = [each[part] for each in (weight, grad, *state)]
                     there = [each.to(self.device, non_blocking=True) for each in sources]
-                    adamw_on_device(there[0], there[1], tuple(there[2:]), hyper)
+                    self.rule.update_on_device(there[0], there[1], tuple(there[2:]), hyper)
                     for target, value in zip((weight_out, *state), (there[0], *there[2:]), strict=True):
                         target[part].copy_(value, non_blocking=True)
         finally:
@@ -221,11 +142,13 @@ class DeviceRule:
                 stream.synchronize()
 
 
-Rule = AdamWRule | DeviceRule
+Rule = HostRule | DeviceRule
 
 
 @functools.cache
-def measure_rates(dtype: torch.dtype, device: torch.device, threads: int) -> tuple[float, float]:
+def measure_rates(
+    rule: UpdateRule, dtype: torch.dtype, device: torch.device, threads: int
+) -> tuple[float, float]:
     """Return the elements that an update in host memory does in a second: on the CPU, and on ``device``.
 
     Takes some tenths of a second, once in a process.
@@ -233,7 +156,7 @@ def measure_rates(dtype: torch.dtype, device: torch.device, threads: int) -> tup
     Args:
         threads: Of the CPU.
     """
-    layout = StateLayout.of(dtype)
+    layout = rule.layout(dtype)
     numel = 2 * _DEVICE_NUMEL
     sizes = [numel * each for each in (dtype.itemsize, dtype.itemsize, layout.state_itemsize)]
     buffers = [HostBuffer(rounded(size), device) for size in sizes]
@@ -241,13 +164,12 @@ def measure_rates(dtype: torch.dtype, device: torch.device, threads: int) -> tup
         weight, grad, memory = (each.tensor[:size].zero_() for each, size in zip(buffers, sizes, strict=True))
         state = layout.views(memory, numel)
         rates = []
-        for rule in (AdamWRule(dtype, threads=threads), DeviceRule(dtype, device)):
+        numbers = rule.hyper(IDLE).tensor()
+        for placed in (HostRule(rule, dtype, threads=threads), DeviceRule(rule, dtype, device)):
             best_s = math.inf
             for _ in range(_TRIES):  # the first compiles, and allocates
                 began_s = time.perf_counter()
-                rule.update(
-                    weight.view(dtype), grad.view(dtype), state, weight.view(dtype), Hyper(lr=0).tensor()
-                )
+                placed.update(weight.view(dtype), grad.view(dtype), state, weight.view(dtype), numbers)
                 best_s = min(best_s, time.perf_counter() - began_s)
             rates.append(numel / best_s)
     finally:
@@ -256,7 +178,7 @@ def measure_rates(dtype: torch.dtype, device: torch.device, threads: int) -> tup
     return rates[0], rates[1]
 
 
-def prepare(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def prepare(rule: UpdateRule, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     """Compile all that training in ``dtype`` calls, or load it from numba's cache, in the background."""
 
     def call_all() -> None:
@@ -266,13 +188,11 @@ def prepare(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
             torch.empty(0, dtype=dtype, device="cpu"),
             torch.empty(0, dtype=grad_dtype, device="cpu"),
         )
-        state = tuple(
-            torch.empty(0, dtype=field.dtype, device="cpu") for field in StateLayout.of(dtype).fields
-        )
-        AdamWRule(dtype).update(weight, grad, state, weight, Hyper(lr=0.0).tensor())
+        state = rule.layout(dtype).complete((), 0)
+        HostRule(rule, dtype).update(weight, grad, state, weight, rule.hyper(IDLE).tensor())
         sum_of_squares(grad)
         if dtype == torch.bfloat16:
             kernels.run(kernels.join_all, (weight, state[0], torch.empty(0, device="cpu")), 1)
             kernels.run(kernels.split_all, (torch.empty(0, device="cpu"), weight, state[0]), 1)
 
-    compile_ahead((dtype, grad_dtype), call_all)
+    compile_ahead((rule.name, dtype, grad_dtype), call_all)

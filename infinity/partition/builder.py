@@ -160,11 +160,52 @@ class _Joined(NamedTuple):
     routed: bool
 
 
+class _OpenUnit(dict[int, _Joined]):
+    """The parameters of the unit that is not closed yet, by id.
+
+    Attributes:
+        nbytes: What they take in it; tiles are units of their own.
+    """
+
+    nbytes = 0
+
+    def join(self, joined: _Joined, itemsize: int) -> None:
+        self[id(joined.param)] = joined
+        self.nbytes += 0 if joined.rows else joined.param.numel() * itemsize
+
+
+class _LeafClasses:
+    """Classes whose modules are leaves: see [Note: a leaf].
+
+    Attributes:
+        names: Those of ``partition.leaf``.
+        built: Names of all classes that were built.
+        current: The outermost leaf that is built, perhaps, and its first unit; None: none is.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.built = tuple(names), set[str]()
+        self.current: tuple[nn.Module, int] | None = None
+
+    def may_be(self, name: str) -> bool:
+        """Whether a module of this class may be a leaf, before it is complete."""
+        return name in self.names or _EXPERTS.search(name) is not None
+
+    def check(self) -> None:
+        """Every class that was named a leaf was built.
+
+        Raises:
+            RecipeError: One was not; names the nearest.
+        """
+        for name in self.names:
+            if name not in self.built:
+                near = difflib.get_close_matches(name, self.built, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"built were {', '.join(sorted(self.built))}"
+                raise RecipeError(f"partition.leaf: no module of class {name!r} was built; {hint}")
+
+
 class UnitBuilder:
     """Collects parameters in order of construction and closes units.
-
-    It has more attributes than other classes: its settings, the open unit, and what it has seen of classes.
-    Whether a unit closes depends on all of them.
 
     Args:
         dtype: The compute dtype.
@@ -187,65 +228,52 @@ class UnitBuilder:
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         self._close, self.sizes = close, sizes or CutSizes.of("never", None, world_size)
         self.units = UnitIndex()
-        self._known: set[int] = set()  # ids of parameters that joined; units hold the references
-        self._open: dict[int, _Joined] = {}
-        self._open_nbytes = 0
+        self._open = _OpenUnit()
         self._blocks: set[type[nn.Module]] = set()
         self._stack: list[nn.Module] = []
         self.leaves: weakref.WeakKeyDictionary[nn.Module, tuple[Unit, ...]] = weakref.WeakKeyDictionary()
-        self._leaf, self._without_values = tuple(leaf), without_values
-        self._in_leaf: tuple[nn.Module, int] | None = None  # the outermost that is built, its first unit
-        self._classes: set[str] = set()
+        self._leaf_classes, self._without_values = _LeafClasses(leaf), without_values
 
     def begin(self, module: nn.Module) -> None:
         """``module.__init__`` begins: perhaps a new block."""
         if type(module) in self._blocks:
             outermost = not any(type(parent) in self._blocks for parent in self._stack)
-            if outermost or self._open_nbytes >= self.sizes.full_nbytes / 2:
+            if outermost or self._open.nbytes >= self.sizes.full_nbytes / 2:
                 self.close()
-        name = type(module).__name__
-        self._classes.add(name)
-        if self._in_leaf is None and (name in self._leaf or _EXPERTS.search(name)):
+        name, leaf = type(module).__name__, self._leaf_classes
+        leaf.built.add(name)
+        if leaf.current is None and leaf.may_be(name):
             self.close()
-            self._in_leaf = module, len(self.units)
+            leaf.current = module, len(self.units)
         self._stack.append(module)
 
     def end(self, module: nn.Module) -> None:
         """``module.__init__`` returned: its own parameters join the open unit."""
+        leaf = self._leaf_classes
         while self._stack and (left := self._stack.pop()) is not module:
-            if self._in_leaf is not None and self._in_leaf[0] is left:
-                self._in_leaf = None  # an __init__ that raised and was caught by its caller
+            if leaf.current is not None and leaf.current[0] is left:
+                leaf.current = None  # an __init__ that raised and was caught by its caller
         self.join(module)
-        if self._in_leaf is not None and self._in_leaf[0] is module:
-            self._end_leaf(module, self._in_leaf[1])
+        if leaf.current is not None and leaf.current[0] is module:
+            self._end_leaf(module, leaf.current[1])
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if not container and any(True for child in module.children() for _ in child.parameters()):
             self._blocks.add(type(module))
 
     def _end_leaf(self, module: nn.Module, first: int) -> None:
-        self._in_leaf = None
+        self._leaf_classes.current = None
         self.close()
-        if type(module).__name__ in self._leaf or _has_experts(module):
+        if type(module).__name__ in self._leaf_classes.names or _has_experts(module):
             self.leaves[module] = tuple(unit for unit in self.units[first:] if not unit.routed)
 
     def check_leaf(self) -> None:
-        """Every class that was named a leaf was built.
-
-        Raises:
-            RecipeError: One was not; names the nearest.
-        """
-        for name in self._leaf:
-            if name not in self._classes:
-                near = difflib.get_close_matches(name, self._classes, n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?" if near else f"built were {', '.join(sorted(self._classes))}"
-                )
-                raise RecipeError(f"partition.leaf: no module of class {name!r} was built; {hint}")
+        """Raise :class:`RecipeError` unless every class that was named a leaf was built."""
+        self._leaf_classes.check()
 
     def join(self, module: nn.Module) -> None:
         """Add the parameters that ``module`` itself owns and that no unit has."""
         own = [(n, p) for n, p in module._parameters.items() if p is not None]
-        fresh = [(n, p) for n, p in own if id(p) not in self._known and p.is_floating_point()]
+        fresh = [(n, p) for n, p in own if not self.has(p) and p.is_floating_point()]
         for name, param in fresh:
             if param.device.type == "meta" and not self._without_values:
                 raise StateError(
@@ -257,20 +285,19 @@ class UnitBuilder:
             nbytes = 0 if rows else param.numel() * self.dtype.itemsize
             if self._ends_before(nbytes):
                 self.close()
-            self._known.add(id(param))
             full_name, routed = f"{type(module).__name__}.{name}", is_packed(module, param)
-            self._open[id(param)] = _Joined(full_name, param, weakref.ref(module), rows, routed)
-            self._open_nbytes += nbytes
+            joined = _Joined(full_name, param, weakref.ref(module), rows, routed)
+            self._open.join(joined, self.dtype.itemsize)
 
     def _ends_before(self, nbytes: int) -> bool:
         """Whether a parameter of so many bytes belongs to another unit than the open one."""
-        held, small = self._open_nbytes, self.sizes.full_nbytes / 8
+        held, small = self._open.nbytes, self.sizes.full_nbytes / 8
         too_much = held > small and held + nbytes > self.sizes.most_nbytes
         return nbytes > small and (held >= self.sizes.full_nbytes or too_much)
 
     def has(self, param: nn.Parameter) -> bool:
         """Whether ``param`` joined a unit, open or closed."""
-        return id(param) in self._known
+        return id(param) in self._open or bool(self.units.places(param))
 
     def rejoin(self, unit: Unit, segment: Segment) -> None:
         """Take a parameter, which has another shape now, out of its closed unit into the open one."""
@@ -278,8 +305,8 @@ class UnitBuilder:
         rows = len(places[0][1].rows) if segment.is_tile else 0  # as large as they were
         for each in places:
             self.units.drop(*each)
-        self._open[id(param)] = _Joined(segment.whole_name, param, None, rows, unit.routed)
-        self._open_nbytes += 0 if rows else param.numel() * self.dtype.itemsize
+        joined = _Joined(segment.whole_name, param, None, rows, unit.routed)
+        self._open.join(joined, self.dtype.itemsize)
 
     def close(self, used: Container[int] | None = None) -> None:
         """Close the open unit, without the parameters of modules that were dropped.
@@ -297,8 +324,7 @@ class UnitBuilder:
                 else id(each.param) in used
             )
         ]
-        self._known -= self._open.keys() - {id(each.param) for each in kept}  # ids are used again
-        self._open, self._open_nbytes = {}, 0
+        self._open = _OpenUnit()
         if params := [(each.name, each.param) for each in kept if not each.rows]:
             self._add(layout(params, self.dtype.itemsize))
         for each in kept:

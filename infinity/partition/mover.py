@@ -17,9 +17,9 @@ above, and a thread decodes them on the device, on an accelerator on a stream of
 back. What the stream still does with both buffers is in their leases.
 
 [Note: stored bytes first]
-Tiles of experts may come in two steps: their stored bytes, far ahead, and the full buffer, shortly before
-it is used. What has been used can be decoded again as long as its stored bytes are there. So memory holds
-several times as many tiles ahead of compute, and a few full buffers take turns.
+Tiles of experts may be two items: their stored bytes, which come far ahead, and the full buffer, shortly
+before it is used. What has been used can be decoded again as long as its stored bytes are there. So memory
+holds several times as many tiles ahead of compute, and a few full buffers take turns.
 
 [Note: a unit that stays]
 A unit that the next pass begins with keeps its full buffer while it is updated. The update writes
@@ -40,11 +40,10 @@ only after the turn of the first.
 import contextlib
 import functools
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,9 +53,10 @@ from infinity.comm.collectives import Collectives
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.transfer import Lease, Pool, Transfer
+from infinity.core.transfer import Lease, Pool, Transfer, stream
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.optim.threads import background_threads
+from infinity.partition.prefetcher import Item, Stored
 from infinity.partition.unit import StoredForm, Unit
 
 _CPU = torch.device("cpu")
@@ -92,16 +92,22 @@ class Staging:
             self._without += lease is None
         reading = None if lease is None else fetch(lease.memory, 0)
 
+        def read(start: int, buffer: Lease) -> Transfer:
+            if start == 0 and reading is not None:
+                return reading
+            return fetch(buffer.memory[: min(size, nbytes - start)], start)
+
         def ready() -> None:
             with contextlib.ExitStack() as held:
-                first = lease or self._its_turn(size, who)
-                held.callback(first.release)
-                readings = deque([_Reading(first, 0, reading or fetch(first.memory, 0))])
-                second = self.pool.try_lease(size, who=who) if nbytes > size else None
-                if second is not None:
+                buffers = [lease or self._its_turn(size, who)]
+                held.callback(buffers[0].release)
+                if nbytes > size and (second := self.pool.try_lease(size, who=who)) is not None:
                     held.callback(second.release)
-                held.callback(_settle, readings)
-                self._play(nbytes, readings, second, fetch, upload)
+                    buffers.append(second)
+                landed = held.enter_context(contextlib.closing(stream(range(0, nbytes, size), buffers, read)))
+                for start, buffer in landed:
+                    upload(buffer.tensor[: min(size, nbytes - start)], start)
+                    buffer.record_use()
 
         return ready
 
@@ -112,49 +118,12 @@ class Staging:
             with self._lock:
                 self._without -= 1
 
-    def _play(
-        self, nbytes: int, readings: "deque[_Reading]", free: Lease | None, fetch: Fetch, upload: Upload
-    ) -> None:
-        """Read piece i+1 while piece i is uploaded, if there is a ``free`` buffer."""
-        size = readings[0].lease.nbytes
-
-        def read(lease: Lease, start: int) -> None:
-            memory = lease.memory[: min(size, nbytes - start)]
-            readings.append(_Reading(lease, start, fetch(memory, start)))
-
-        for following in (*range(size, nbytes, size), None):
-            if following is not None and free is not None:
-                read(free, following)
-            piece = readings[0]
-            piece.transfer.wait()
-            readings.popleft()
-            upload(piece.lease.tensor[: min(size, nbytes - piece.start)], piece.start)
-            piece.lease.record_use()
-            if following is not None and free is None:
-                read(piece.lease, following)
-            elif free is not None:
-                free = piece.lease
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A piece that is being read into ``lease``, from byte ``start`` of its shard on."""
-
-    lease: Lease
-    start: int
-    transfer: Transfer
-
-
-def _settle(readings: Iterable[_Reading]) -> None:
-    """Return when nothing is written into the buffers any more."""
-    for reading in readings:
-        with contextlib.suppress(OSError):  # another error is on its way already
-            reading.transfer.wait()
-
 
 S = UnitState
 P = ParamSpec("P")
 R = TypeVar("R")
+#: Counts the seconds that compute waits, by cause.
+Waits = Callable[[str, Callable[[], object]], None]
 #: Waits until a unit has arrived, and then until it is decoded; of one that failed its error.
 Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 
@@ -162,45 +131,6 @@ Arriving = tuple[Callable[[], object], Callable[[], object] | None] | Exception
 _MOST_DECODED = 4
 #: On a CPU at least so many: one decodes with the core on which compute waits for the other.
 _LEAST_DECODED = 2
-
-
-class Shards(Protocol):
-    """The source of a unit's shards."""
-
-    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
-        """Start reading the shard's newest committed weights; waits for its own update first.
-
-        Args:
-            memory: For weights, or for their stored form if the unit has one.
-            start: The first byte of the shard that is read; whole blocks.
-        """
-        ...
-
-    def resident(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard (or its stored form) of a unit whose home is host memory; else None."""
-        ...
-
-    def at_hand(self, unit: Unit) -> bool:
-        """Whether the newest weights are in the accelerator's memory, or what makes them was given to it."""
-        ...
-
-    def fetch_waits_for(self, unit: Unit) -> str:
-        """Return the cause of a wait for ``unit``'s fetch: ``update`` or ``read``."""
-        ...
-
-    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """Return a wait until an update of the unit has put the new weights where the old ones were."""
-        ...
-
-    def wait_until_unused(self, unit: Unit) -> None:
-        """Return when no update reads or writes the weights that the unit stayed with."""
-        ...
-
-
-class Waits(Protocol):
-    """Counts the seconds that compute waits, by cause."""
-
-    def __call__(self, cause: str, wait: Callable[[], object]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +159,14 @@ class _Stored:
         ready: Waits until they are here; may be called again.
         stays: They are not given back as soon as they are decoded.
         resident: The lease is that of host memory.
+        failed: They could not be read, and the use of the unit has raised the error.
     """
 
     lease: Lease
     ready: Callable[[], object]
     stays: bool
     resident: bool = False
+    failed: bool = False
 
 
 def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
@@ -245,15 +177,11 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if not (transformed or torch.is_inference_mode_enabled()):  # each tile comes here several times
             grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
             try:
-                try:
-                    torch._C._set_grad_enabled(False)
-                    return method(*args, **kwargs)
-                finally:
-                    torch._C._set_grad_enabled(grad)
-            except BaseException:  # Ctrl-C may come before the line above
+                return method(*args, **kwargs)
+            finally:
                 torch._C._set_grad_enabled(grad)
-                raise
         with torch.inference_mode(False), torch.no_grad():
             if not transformed:
                 return method(*args, **kwargs)
@@ -263,91 +191,92 @@ def _never_inference(method: Callable[P, R]) -> Callable[P, R]:
     return normal
 
 
+class _Lanes:
+    """Threads and streams on which weights move beside compute, and beside each other.
+
+    Args:
+        device: The accelerator; None: there is none, so units are decoded only.
+
+    Attributes:
+        uploads: Waits for the disk, and copies shards to the accelerator.
+        decoding: Makes full values of stored bytes.
+        leaving: The stream of copies to host memory.
+        within: The stream of copies inside the accelerator's memory.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.uploads: ThreadPoolExecutor | None = None
+        self.leaving: torch.Stream | None = None
+        self.within: torch.Stream | None = None
+        decoders = 1 if device else min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
+        if device is not None:
+            self.uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
+            self.leaving, self.within = new_stream(device), new_stream(device)
+        own = (device or _CPU,)
+        self.decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, own)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.decoding.shutdown()
+        if self.uploads is not None:
+            self.uploads.shutdown()
+
+
 class UnitMover:
     """Starts, finishes and drops the full values of units.
 
-    It has more attributes than other classes: the parts that it connects, what is on its way or stays, and a
-    thread or a stream for each way.
-
     Args:
         units: All of the model's.
-        shards: The source of shards.
         pool: Where full buffers are leased (the device tier).
         staging: Through pinned host memory, only with an accelerator.
         collectives: None with one rank.
         waits: Counts stalls.
+        wait_until_unused: Returns when no update reads or writes the weights that a unit stayed with.
     """
 
     def __init__(
-        self, units: Sequence[Unit], shards: Shards, pool: Pool, staging: Staging | None,
-        collectives: Collectives | None, waits: Waits,
+        self, units: Sequence[Unit], pool: Pool, staging: Staging | None,
+        collectives: Collectives | None, waits: Waits, wait_until_unused: Callable[[Unit], object],
     ) -> None:  # fmt: skip
-        self.units, self.shards, self.pool, self.staging = units, shards, pool, staging
-        self.collectives, self.waits = collectives, waits
+        self.units, self.pool, self.staging = units, pool, staging
+        self.collectives, self.waits, self._wait_until_unused = collectives, waits, wait_until_unused
         self.attached: dict[int, Unit] = {}  # by the address of the flat buffer's storage
         self._arriving: dict[int, Arriving] = {}
         self._stored: dict[int, _Stored] = {}  # of units whose stored bytes came first
         self._staying: dict[int, Staying] = {}
-        self._uploads: ThreadPoolExecutor | None = None
-        self._leaving: torch.Stream | None = None  # of weights that are copied to host memory
-        self._within: torch.Stream | None = None  # of weights that are copied inside the accelerator's
-        device, decoders = _CPU, min(_MOST_DECODED, max(_LEAST_DECODED, background_threads()))
-        if staging is not None:
-            device, decoders = staging.device, 1
-            self._uploads = ThreadPoolExecutor(1, "infinity-upload", use_own_stream, (device,))
-            self._leaving, self._within = new_stream(device), new_stream(device)
-        self._decoding = ThreadPoolExecutor(decoders, "infinity-decode", use_own_stream, (device,))
+        self._lanes = _Lanes(None if staging is None else staging.device)
 
     @_never_inference
-    def start(self, index: int) -> None:
-        unit = self.units[index]
-        staying = self._staying.pop(index, None)
+    def start(self, item: Item) -> None:
+        """Begin to bring an item: see :class:`infinity.partition.prefetcher.Mover`."""
+        if isinstance(item, Stored):
+            unit = self.units[item.unit]
+            assert unit.stored is not None
+            self._stored[item.unit] = self._bring_stored(unit, unit.stored, stays=True)
+            return
+        unit, staying = self.units[item], self._staying.pop(item, None)
         lease = unit.lease = staying.full if staying else self.pool.lease(unit.nbytes, who=unit.name)
         if staying is not None:
-            self._arriving[index] = self._gather(unit, lease, self._go_on(unit, staying)), None
+            self._arriving[item] = self._gather(unit, lease, self._go_on(unit, staying)), None
         elif unit.stored is None:
             arriving = self._gather(unit, lease, self._bring(unit, lease, unit.shard_nbytes))
-            self._arriving[index] = arriving, None
+            self._arriving[item] = arriving, None
         else:
-            stored = self._bring_stored(unit, unit.stored)
-            self._arriving[index] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
+            stored = self._stored.get(item) or self._bring_stored(unit, unit.stored)
+            if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
+                unit.lifecycle.move(S.FETCHING if unit.home.tier is Tier.NVME else S.UPLOADING)
+            self._arriving[item] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
 
     def stored_nbytes(self, index: int) -> int:
         """Return the bytes of a unit's stored form; 0: it has none, and cannot come in two steps."""
         form = self.units[index].stored
         return 0 if form is None else rounded(form.nbytes)
 
-    @_never_inference
-    def start_stored(self, index: int) -> None:
-        """Begin to bring the stored bytes; see [Note: stored bytes first]."""
-        unit = self.units[index]
-        assert unit.stored is not None
-        self._stored[index] = self._bring_stored(unit, unit.stored, stays=True)
-
-    @_never_inference
-    def decode(self, index: int) -> None:
-        """Begin to decode a unit whose stored bytes are here, or on their way."""
-        unit, stored = self.units[index], self._stored[index]
-        assert unit.stored is not None
-        if unit.state in (S.ON_NVME, S.ON_HOST):  # decoded before
-            unit.lifecycle.move(S.FETCHING if unit.home is Tier.NVME else S.UPLOADING)
-        lease = unit.lease = self.pool.lease(unit.nbytes, who=unit.name)
-        self._arriving[index] = stored.ready, self._start_decoding(unit, unit.stored, stored, lease)
-
-    def release_decoded(self, index: int) -> None:
-        """Drop the full values, but not the stored bytes."""
-        lease = self.take(index)
-        if lease is not None:
-            lease.release()
-
     def _gather(self, unit: Unit, lease: Lease, ready: Callable[[], object]) -> Callable[[], object]:
         """Complete a buffer with other ranks' shards when this rank's is ``ready``; return the wait."""
-        if self._uploads is not None:
-            ready = (
-                self._within_device(ready)
-                if self.shards.at_hand(unit)
-                else self._uploads.submit(ready).result
-            )
+        uploads = self._lanes.uploads
+        if uploads is not None:
+            ready = self._within_device(ready) if unit.home.is_on_device else uploads.submit(ready).result
         if self.collectives is None:
             return ready
 
@@ -361,13 +290,13 @@ class UnitMover:
     def _within_device(self, ready: Callable[[], object]) -> Callable[[], object]:
         """Give the accelerator a copy that has nothing to wait for; what is returned raises its error."""
         given = Transfer()
-        with on_stream(self._within):
+        with on_stream(self._lanes.within):
             given.run(ready)
         return given.wait
 
     def _bring_stored(self, unit: Unit, form: StoredForm, *, stays: bool = False) -> "_Stored":
         """Begin to bring the stored form, unless it is here: see [Note: decoded after the gather]."""
-        held = self.shards.resident(unit)
+        held = unit.home.lease
         if held is not None and self.staging is None and self.collectives is None:
             unit.lifecycle.move(S.UPLOADING)
             return _Stored(held, lambda: None, stays=True, resident=True)
@@ -378,7 +307,7 @@ class UnitMover:
     def _start_decoding(
         self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease
     ) -> Callable[[], object]:
-        return self._decoding.submit(self._decode, unit, form, stored, full).result
+        return self._lanes.decoding.submit(self._decode, unit, form, stored, full).result
 
     def _decode(self, unit: Unit, form: StoredForm, stored: "_Stored", full: Lease) -> None:
         with contextlib.ExitStack() as held:
@@ -395,20 +324,20 @@ class UnitMover:
     def _bring(self, unit: Unit, lease: Lease, nbytes: int) -> Callable[[], object]:
         """Start to bring this rank's shard into its slice of ``lease``; what is returned ends it."""
         begin = unit.rank * nbytes
-        resident = self.shards.resident(unit)
+        resident = unit.home.lease
         if resident is not None:
             unit.lifecycle.move(S.UPLOADING)
-            updated = self.shards.updated_in_place(unit)
+            updated = unit.home.updated_in_place()
             return lambda: self._upload(updated, resident, lease, begin)
         unit.lifecycle.move(S.FETCHING)
         if self.staging is None:
-            return self.shards.fetch(unit, lease.memory[begin : begin + nbytes]).wait
+            return unit.home.read(lease.memory[begin : begin + nbytes]).wait
         return self._stage(self.staging, unit, lease, begin, nbytes)
 
     def _go_on(self, unit: Unit, staying: Staying) -> Callable[[], object]:
         """After the update of a unit that stayed; what is returned brings the new weights to their slice."""
         unit.lifecycle.move(S.FETCHING)
-        updated = self.shards.updated_in_place(unit)
+        updated = unit.home.updated_in_place()
         shard = staying.shard
         if shard is None:
             return updated
@@ -427,8 +356,7 @@ class UnitMover:
         def upload(piece: Tensor, start: int) -> None:
             lease.tensor.narrow(0, begin + start, len(piece)).copy_(piece, non_blocking=True)
 
-        fetch = functools.partial(self.shards.fetch, unit)
-        bring = staging.bring(nbytes, unit.name, fetch, upload)
+        bring = staging.bring(nbytes, unit.name, unit.home.read, upload)
 
         def ready() -> None:
             bring()
@@ -447,13 +375,6 @@ class UnitMover:
         arriving = self._arriving.get(index)
         if arriving is not None:  # most uses find the unit here
             self._finish(self.units[index], arriving)
-        elif self.units[index].flat is None:  # better than to compute with the placeholder's NaN
-            self._detach(self.units[index])  # its buffer is never lent again: a read may be on its way there
-            raise StateError(
-                f"the weights of {self.units[index].name} are missing: Ctrl-C interrupted their fetch. Build "
-                "the model again, after infinity.close(model, keep=True); a named run goes on with "
-                "infinity.resume"
-            )
 
     @_never_inference
     def _finish(self, unit: Unit, arriving: Arriving) -> None:
@@ -461,20 +382,26 @@ class UnitMover:
             self._wait(unit, arriving)
         except Exception as error:  # the next use raises it, too
             self._arriving[unit.index] = error
+            self._note_failure(unit.index)
             raise
-        del self._arriving[unit.index]  # not earlier: a wait that Ctrl-C ends is not the end of what comes
+        del self._arriving[unit.index]
         assert unit.lease is not None
         if self.collectives is not None:
             unit.lifecycle.move(S.GATHERING)
         unit.lifecycle.move(S.GATHERED)
         self.attach(unit, unit.lease.tensor.view(unit.dtype))
 
+    def _note_failure(self, index: int) -> None:
+        stored = self._stored.get(index)
+        if stored is not None:
+            self._stored[index] = replace(stored, failed=True)
+
     def _wait(self, unit: Unit, arriving: Arriving) -> None:
         if isinstance(arriving, Exception):
             raise arriving
         ready, decoded = arriving
         try:
-            self.waits("collective" if self.collectives else self.shards.fetch_waits_for(unit), ready)
+            self.waits("collective" if self.collectives else unit.home.waits_for, ready)
         finally:
             if decoded is not None:
                 self.waits("decode", decoded)
@@ -484,29 +411,26 @@ class UnitMover:
         self.attached[flat.untyped_storage().data_ptr()] = unit
         unit.attach(flat)
 
-    def release(self, index: int) -> None:
-        staying = self._staying.pop(index, None)
+    def release(self, item: Item) -> None:
+        """Drop an item: see :class:`infinity.partition.prefetcher.Mover`."""
+        if isinstance(item, Stored):
+            self._release_stored(self.units[item.unit], self._stored.pop(item.unit))
+            return
+        staying = self._staying.pop(item, None)
         if staying is not None:
-            self.shards.wait_until_unused(self.units[index])
+            self._wait_until_unused(self.units[item])
             staying.release()
-            return
-        told = (Exception,) if isinstance(self._arriving.get(index), Exception) else ()
-        try:
-            self.release_decoded(index)
-        finally:
-            with contextlib.suppress(*told):  # the error of a use is not that of the release, too
-                self._release_stored(index)
+        elif (lease := self.take(item)) is not None:
+            lease.release()
 
-    def _release_stored(self, index: int) -> None:
-        unit, stored = self.units[index], self._stored.pop(index, None)
-        if stored is None:
-            return
+    def _release_stored(self, unit: Unit, stored: _Stored) -> None:
         if unit.state in (S.FETCHING, S.UPLOADING):
-            unit.lifecycle.move(S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST)
-        if stored.resident:
-            return
-        self._wait_for_writers(stored.ready, stored.lease)
-        stored.lease.release()
+            unit.lifecycle.move(unit.home.resting_state)
+        if not stored.resident:
+            told = (Exception,) if stored.failed else ()
+            with contextlib.suppress(*told):  # the error of a use is not that of the release, too
+                self._wait_for_writers(stored.ready, stored.lease)
+                stored.lease.release()
 
     def _wait_for_writers(self, wait: Callable[[], object], lease: Lease) -> None:
         """Return when nothing more is written to a buffer; one that could not be filled is given back."""
@@ -542,7 +466,7 @@ class UnitMover:
     def copy_to_host(self, unit: Unit, full: Lease, shard: Lease) -> None:
         """Copy this rank's slice of a full buffer to pinned memory, after compute and beside it."""
         full.record_use()
-        with on_stream(self._leaving):
+        with on_stream(self._lanes.leaving):
             own = unit.shard_of(full.tensor.view(unit.dtype))
             shard.tensor.view(unit.dtype).copy_(own, non_blocking=True)
             shard.record_use()
@@ -563,6 +487,7 @@ class UnitMover:
                 self._wait_for_writers(decoded or ready, unit.lease)
             except Exception:
                 del self._arriving[index]
+                self._note_failure(index)
                 self._detach(unit)
                 raise
         failed, lease = isinstance(self._arriving.pop(index, None), Exception), self._detach(unit)
@@ -582,13 +507,11 @@ class UnitMover:
             lease.release()
             raise
         finally:
-            home = S.ON_NVME if unit.home is Tier.NVME else S.ON_HOST
+            home = unit.home.resting_state
             if unit.state is not home:  # else its start raised
                 unit.lifecycle.move(home)
         return lease
 
     def close(self) -> None:
         """End the threads."""
-        self._decoding.shutdown()
-        if self._uploads is not None:
-            self._uploads.shutdown()
+        self._lanes.close()

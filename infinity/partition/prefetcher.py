@@ -21,12 +21,12 @@ added, and the plan goes on with the event after it. Where the last few events a
 later in the plan, something was left out, and the plan goes on from there. The new trace becomes
 the plan of the next pass.
 
-[Note: routed units]
-Which tiles of experts a step uses depends on its batch, so no plan has them, and none is brought that is not
-used. When a use of one comes, those that follow it are known (:mod:`infinity.partition.tiles`) and begin to
-arrive, as far as there is room. Backward uses them in reverse order, so what comes is known over the whole
-model: uses of forward are written down, and crossed out as backward comes to them. A block that is recomputed
-uses its tiles anew, and these uses take the place of those that forward wrote down; before the next block is
+[Note: tiles of experts]
+Which of them a step uses depends on its batch, so no plan has them, and none is brought that is not used.
+When a use of one comes, those that follow it are known (:mod:`infinity.partition.tiles`) and begin to arrive,
+as far as there is room. Backward uses them in reverse order, so what comes is known over the whole model:
+uses of forward are written down, and crossed out as backward comes to them. A block that is recomputed uses
+its tiles anew, and these uses take the place of those that forward wrote down; before the next block is
 recomputed its tiles are not brought, since they are used in another order. Tiles are the first to go. Plans
 leave them half of the room (all that they need, if that is less), or, where all micro-batches go through a
 block before the next, room for those of a block.
@@ -35,27 +35,39 @@ In forward the next tiles are known when the router has chosen, and from the las
 choice there is none to be read. So what the plan fetches when a unit is released waits for the last tile, or
 for the next use of a unit that is in the plan.
 
-Tiles that are stored in another form come in two steps (:mod:`infinity.partition.mover`): their stored bytes
-as far ahead as memory has room, their full values for this use and the next few. Where micro-batches go
-through a block together, its tiles are decoded once, if memory holds all of them so.
+A tile that is stored in another form is two items, and the second is made of the first: its stored bytes come
+as far ahead as memory has room, its full values for this use and the next few. Where micro-batches go through
+a block together, its tiles are decoded once, if memory holds all of them so.
 """
 
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
+from infinity.planner.residents import ResidentSet
+
+
+class Stored(NamedTuple):
+    """The stored bytes of a tile, from which its full values are decoded."""
+
+    unit: int
+
+
+#: What memory holds: the full values of a unit, by its index, or stored bytes.
+Item = int | Stored
 
 
 class Mover(Protocol):
-    """Moves the weights of one unit; the prefetcher says when."""
+    """Moves the weights of units; the prefetcher says when."""
 
-    def start(self, unit: int) -> None:
-        """Begin to bring the full values; must not wait for the disk or for other ranks.
+    def start(self, item: Item) -> None:
+        """Begin to bring an item; must not wait for the disk or for other ranks.
 
-        For a unit that stayed while it was updated: begin to bring the new values.
+        The full values of a unit whose stored bytes are present, or on their way, are decoded from these.
+        Those of a unit that stayed while it was updated follow its update.
         """
         ...
 
@@ -63,29 +75,17 @@ class Mover(Protocol):
         """Wait until the full values are there and the parameters view them."""
         ...
 
-    def release(self, unit: int) -> None:
-        """Drop the full values, and stored bytes."""
+    def release(self, item: Item) -> None:
+        """Drop an item; stored bytes after the full values that were made of them."""
         ...
 
     def stored_nbytes(self, unit: int) -> int:
         """Return what the unit takes before it is decoded (bytes); 0: it comes in one step."""
         ...
 
-    def start_stored(self, unit: int) -> None:
-        """Begin to bring the stored bytes, which stay until :meth:`release`; must not wait, as ``start``."""
-        ...
 
-    def decode(self, unit: int) -> None:
-        """Begin to make the full values of stored bytes, which may still be on their way."""
-        ...
-
-    def release_decoded(self, unit: int) -> None:
-        """Drop the full values; the stored bytes stay."""
-        ...
-
-
-#: Routed units that are decoded before their turn, or as many as have so many bytes: some milliseconds' work,
-#: as long as a thread may be kept from its core.
+#: Tiles that are decoded before their turn, or as many as have so many bytes: some milliseconds' work, as
+#: long as a thread may be kept from its core.
 DECODED_AHEAD = 4
 DECODED_AHEAD_NBYTES = 2**26
 #: Events that must follow each other as in the plan before it goes on elsewhere.
@@ -124,13 +124,20 @@ class StepOrder:
 
 
 class Pass:
-    """One kind of pass: its plan, and where in it we are."""
+    """One kind of pass: its plan, and where in it we are.
+
+    Attributes:
+        on_demand: Uses, in this pass, that no plan foresaw.
+        fetched: What it fetches, by its plan; None: it has none, or left it.
+    """
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self.trace: list[Event] = []
         self.cursor = 0  # the plan's next event
         self.begun = False
+        self.on_demand = 0
+        self.fetched: list[int] | None = None
         self._places: dict[tuple[Event, ...], list[int]] | None = None
 
     @property
@@ -146,6 +153,7 @@ class Pass:
 
     def restart(self) -> None:
         self.trace, self.cursor, self.begun = [], 0, False
+        self.on_demand, self.fetched = 0, None if self.plan is None else []
 
     def align(self, event: Event) -> range:
         """Write ``event`` down; the positions of the plan that are over with it: none when unforeseen."""
@@ -175,51 +183,131 @@ class Pass:
         return places[nearest] if nearest < len(places) else None
 
 
+class TileOrder:
+    """The order in which backward uses tiles: that of forward, from the last one on.
+
+    Attributes:
+        used: Tiles of this training pass.
+    """
+
+    def __init__(self) -> None:
+        self.used: set[int] = set()
+        self._to_come: list[int] = []
+        self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
+
+    def note(self, tile: int, *, recomputed: bool) -> None:
+        """Write down a use in forward, or one that is recomputed: backward uses the tile once more."""
+        if recomputed and not self._recomputing:  # a block begins
+            place = _last(self._to_come, tile)
+            self._recomputed = len(self._to_come) if place is None else place
+            del self._to_come[self._recomputed :]
+        elif not recomputed:
+            self._recomputed = 0
+        self._recomputing = recomputed
+        self._to_come.append(tile)
+
+    def after(self, tile: int) -> Iterator[int]:
+        """Yield the tiles that backward uses after ``tile``, which it uses now, each once."""
+        self._recomputing = False
+        place = _last(self._to_come, tile)
+        if place is not None:
+            del self._to_come[place:]
+        in_order = max(0, len(self._to_come) - self._recomputed)  # below: a block that is not recomputed
+        found = dict.fromkeys(islice(reversed(self._to_come), in_order))
+        found.pop(tile, None)
+        yield from found
+
+    @property
+    def over(self) -> bool:
+        """Whether backward has come to all of them."""
+        return not self._to_come
+
+
+class TileRoom:
+    """What tiles take of a capacity (bytes).
+
+    Args:
+        nbytes: Size of each streaming unit's full buffer, and of what it is decoded from.
+        stored: Bytes of each tile as it begins to arrive.
+
+    Attributes:
+        slot_nbytes: The largest full buffer that stored bytes are decoded into; 0: there are none.
+        slots: Full buffers that take turns.
+        keeps_decoded: Tiles stay decoded, from one micro-batch to the next.
+        together_nbytes: What tiles take that several micro-batches use one after another.
+        decoded: Bytes of the full buffers, of those that are present, that were made of stored bytes.
+    """
+
+    def __init__(self, nbytes: Mapping[int, int], stored: Mapping[int, int], capacity_nbytes: int) -> None:
+        self._nbytes, self.stored, self._capacity_nbytes = nbytes, stored, capacity_nbytes
+        self.keeps_decoded, self.together_nbytes = False, 0
+        self.decoded: dict[int, int] = {}
+        self.slot_nbytes = max((nbytes[tile] - stored[tile] for tile in stored), default=0)
+        self.slots = 1 + DECODED_AHEAD
+        if self.slot_nbytes:
+            ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // self.slot_nbytes)
+            self.slots = max(2, min(1 + ahead, capacity_nbytes // 2 // self.slot_nbytes))
+        #: The least that plans need.
+        self._others_nbytes = 2 * max((nbytes[unit] for unit in nbytes.keys() - stored), default=0)
+
+    @property
+    def slots_nbytes(self) -> int:
+        return self.slots * self.slot_nbytes
+
+    def hold_together(self, tiles: Iterable[Collection[int]]) -> None:
+        """Leave room in plans for any of these sets of tiles, decoded if they fit, or else stored."""
+        sets = [self.stored.keys() & each for each in tiles]
+        decoded = max((sum(self._nbytes[tile] for tile in each) for each in sets), default=0)
+        stored = max((sum(self.stored[tile] for tile in each) for each in sets), default=0)
+        self.keeps_decoded = decoded + self._others_nbytes <= self._capacity_nbytes
+        self.together_nbytes = decoded if self.keeps_decoded else stored + self.slots_nbytes
+
+    @property
+    def planned_nbytes(self) -> int:
+        """What plans may take: all but room for tiles, unless other units need it."""
+        room = 2 * max((self._nbytes[tile] for tile in self.stored), default=0)
+        room = max(room, min(self.slots_nbytes + sum(self.stored.values()), self._capacity_nbytes // 2))
+        if self.together_nbytes + self._others_nbytes <= self._capacity_nbytes:
+            room = max(room, self.together_nbytes)
+        return max(self._capacity_nbytes - room, min(self._others_nbytes, self._capacity_nbytes))
+
+
 class Prefetcher:
     """Keeps the nearest future of the running pass in memory.
 
-    It has more attributes than other classes: what is in memory and why it stays, and three kinds of passes.
-    Each release looks at both.
-
     Args:
         mover: Moves units.
-        nbytes: Size of each streaming unit's full buffer (bytes).
-        capacity_nbytes: What all full buffers together may take.
+        nbytes: Size of each streaming unit's full buffer, and of what it is decoded from (bytes).
+        capacity_nbytes: What all items together may take.
         can_stay: Units that may be updated where they are.
         order: Learns the order of training steps.
-        routed: Units that no plan foresees: see [Note: routed units].
+        routed: Tiles that no plan foresees: see [Note: tiles of experts].
 
     Attributes:
-        together_nbytes: What routed units take that several micro-batches use one after another.
-        lent_nbytes: What gradients have of the capacity.
+        residents: What is in memory, or on its way.
+        staying: Units that are present, being updated, and not for use before the next pass.
     """
 
     def __init__(
         self, mover: Mover, nbytes: Mapping[int, int], capacity_nbytes: int,
         can_stay: Collection[int] = (), order: StepOrder | None = None, routed: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self.mover, self.nbytes, self.capacity_nbytes = mover, nbytes, capacity_nbytes
-        self.can_stay, self.order = can_stay, order or StepOrder()
-        self.routed = frozenset(routed)
-        self.routed_used: set[int] = set()  # in this training pass
-        self.together_nbytes = self.lent_nbytes = 0
-        self._keeps_decoded = False  # they stay decoded, from one micro-batch to the next
-        self._held: dict[int, int] = {}  # bytes of those that are present
-        self._decoded: dict[int, int] = {}  # of them, the full buffers of units whose stored bytes came first
-        self._largest_full: int | None = None  # of such a buffer
+        self.mover, self.nbytes, self.can_stay, self.order = mover, nbytes, can_stay, order or StepOrder()
+        self.residents: ResidentSet[Item] = ResidentSet(capacity_nbytes, self._release)
+        self.tiles, self.room = TileOrder(), self._make_tile_room(routed)
+        self.staying: set[int] = set()
         self._later: list[int] = []  # fetches of the plan that were put off
-        self._coming: dict[int, int] = {}  # bytes of routed units as they are brought
-        self._to_come: list[int] = []  # routed units that backward will use, from the last one on
-        self._recomputed, self._recomputing = 0, False  # those before this place are recomputed first
-        self.present: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._present_nbytes = 0
-        self.staying: set[int] = set()  # present, being updated, and not for use before the next pass
-        self.pins: dict[int, int] = {}
-        self.training, self.inference, self.visit = Pass(), Pass(), Pass()
-        self.running = self.training
-        self._unforeseen: dict[int, None] = {}  # present, but in no plan: the first to go
-        self.on_demand = 0  # uses, in this training pass, that no plan foresaw
-        self.planned: list[int] | None = None  # fetches of this training pass, by its plan
+        self.training, self.inference = Pass(), Pass()
+        self.running = self.training  # or a visit
+
+    def _make_tile_room(self, tiles: Collection[int]) -> TileRoom:
+        stored = {tile: self.mover.stored_nbytes(tile) or self.nbytes[tile] for tile in tiles}
+        return TileRoom(self.nbytes, stored, self.residents.capacity_nbytes)
+
+    @property
+    def routed(self) -> Collection[int]:
+        """Tiles that no plan foresees."""
+        return self.room.stored.keys()
 
     # --- events ------------------------------------------------------------------------------
 
@@ -227,65 +315,60 @@ class Prefetcher:
         """Have ``unit`` gathered and pinned when this returns; then look ahead.
 
         Args:
-            following: Of a routed unit, those that are used next; None: backward reads it.
-            recomputed: A forward inside backward uses a routed unit.
+            following: Of a tile, those that are used next; None: backward reads it.
+            recomputed: A forward inside backward uses a tile.
         """
-        self.pins[unit] = self.pins.get(unit, 0) + 1
+        self.residents.pin(unit)
         try:
-            self._use(unit, following, recomputed)
-        except BaseException as error:  # the caller does not unpin it
-            self.pins[unit] -= 1
-            if isinstance(error, Exception):  # after Ctrl-C it may still be on its way
-                self._release_all([unit])  # the next use reads it again
+            self._begin()
+            if unit in self.routed:
+                self._use_tile(unit, self._follow(unit, following, recomputed))
+            else:
+                self._use_planned(unit)
+            self.mover.finish(unit)
+        except Exception:  # the caller does not unpin it, and the next use reads it again
+            self.residents.unpin(unit)
+            self.residents.release([unit, Stored(unit)])
             raise
 
-    def _use(self, unit: int, following: Sequence[int] | None, recomputed: bool) -> None:
-        self._begin()
-        if unit in self.routed:
-            if following is None:
-                following = self._before(unit)
-            elif self.running is self.training:
-                self._write_down(unit, recomputed)
-            self._use_routed(unit, following)
-            return
+    def _use_planned(self, unit: int) -> None:
         self._fetch_later()
         if unit in self.staying:
             self._release(unit)  # its buffer will hold the next version; the committed one is wanted
         over = self.running.align(Event(Kind.USE, unit))
         release, fetch = self._actions(over)
-        self._release_all(release)
-        if unit not in self.present:
+        self.residents.release(release)
+        if unit not in self.residents:
             if unit not in fetch:
-                self._count_unforeseen(unit)
-            self._make_room(unit)
-            self._start(unit)
+                self._count_unplanned()
+            self.residents.make_room(self.nbytes[unit], self._to_go())
+            self._start(unit, self.nbytes[unit])
+            if unit not in fetch and not (self.running is self.training and self.running.plan is None):
+                self.residents.spare[unit] = None
         elif over:
-            self._unforeseen.pop(unit, None)
-        self.present.move_to_end(unit)
+            self.residents.spare.pop(unit, None)
+        self.residents.use(unit)
         self._fetch_all(fetch)
-        self.mover.finish(unit)
 
     def unpin(self, unit: int) -> None:
         """Take back one pin of ``unit``."""
-        if self.pins.get(unit, 0):
-            self.pins[unit] -= 1
-            if unit not in self.routed:
-                self._advance(Event(Kind.UNPIN, unit))
+        if self.residents.unpin(unit) and unit not in self.routed:
+            self._advance(Event(Kind.UNPIN, unit))
 
     def stays(self, unit: int) -> bool:
         """Whether ``unit``, whose gradients are complete now, is to be updated where it is."""
         running = self.running
-        if running.plan is None or unit not in running.plan.stays or unit not in self.present:
+        if running.plan is None or unit not in running.plan.stays or unit not in self.residents:
             return False
         return unit in self.can_stay and running.foresees(Event(Kind.DONE, unit))
 
     def done(self, unit: int) -> None:
         """``unit``'s gradients are complete; the mover has taken its weights away, or it stays."""
-        self.pins.pop(unit, None)
+        self.residents.pins.pop(unit, None)
         if self.stays(unit):
             self.staying.add(unit)
         else:
-            self._drop(unit)
+            self.residents.discard(unit)
         if unit not in self.routed:
             self._advance(Event(Kind.DONE, unit))
 
@@ -295,11 +378,7 @@ class Prefetcher:
         """An optimizer step: from the next event on, a new pass; its first units go out now."""
         self._fetch_later()
         self._conclude(self.training)
-        self.on_demand = 0
-        self.routed_used.clear()
-        self._to_come.clear()
-        self._recomputed, self._recomputing = 0, False
-        self.planned = [] if self.training.plan else None
+        self.tiles = TileOrder()
         if self.running is self.training:
             self._begin()
 
@@ -310,53 +389,56 @@ class Prefetcher:
     def begin_visit(self) -> None:
         """Begin a visit, which lasts until :meth:`end_inference`."""
         self._fetch_later()
-        self.running = self.visit
+        self.running = Pass()
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Context of a visit inside whatever pass goes on."""
+        outer = self.running
+        self.begin_visit()
+        try:
+            yield
+        finally:
+            self.end_inference()
+            self.running = outer
 
     def end_inference(self) -> None:
         """The next use belongs to the training pass, which begins again if it had not begun."""
-        if self.running is self.visit:
-            self.visit.restart()
-        else:
+        if self.running is self.inference:
             self._conclude(self.inference)
             if self.training.position:  # in the middle of a step: what inference left is in the way
-                self._unforeseen.update((u, None) for u in self.present if not self.pins.get(u))
+                self.residents.spare_all()
         self.running = self.training
         self.training.begun = bool(self.training.position)
 
     def forget(self, units: Iterable[int] | None = None) -> None:
         """Release ``units`` (None: everything) that are present: their copies are stale."""
-        stale = set(self.present if units is None else units)
-        self._release_all([unit for unit in self.present if unit in stale])
+        stale = None if units is None else set(units)
+        self.residents.release([item for item in self.residents if stale is None or _unit_of(item) in stale])
 
     def resize(self, capacity_nbytes: int) -> None:
         """Keep within another capacity; plans for the old one are forgotten."""
         self.forget()
-        self.capacity_nbytes, self._largest_full = capacity_nbytes, None
-        self._coming.clear()
+        self.residents.capacity_nbytes = capacity_nbytes
+        self.room = self._make_tile_room(self.routed)
         self.training.follow(None)
         self.inference.follow(None)
         self.order.forget_gradients()
 
+    def hold_blocks(self, capacity_nbytes: int, tiles: Iterable[Collection[int]]) -> None:
+        """Keep within another capacity, and leave room in plans for any of these sets of tiles."""
+        self.residents.capacity_nbytes = capacity_nbytes
+        self.room = self._make_tile_room(self.routed)
+        self.room.hold_together(tiles)
+
     def lend(self, nbytes: int) -> None:
         """Leave ``nbytes`` of the capacity to gradients, until told otherwise: what is not in use goes."""
-        self.lent_nbytes = nbytes
-        for unit in [] if self._fits(0) else self._to_go():
-            if self._fits(0):
-                break
-            self._release_all([unit])
-
-    def hold_together(self, tiles: Iterable[Collection[int]]) -> None:
-        """Leave room in plans for any of these sets of routed units, decoded if they fit, or else stored."""
-        sets = [self.routed.intersection(each) for each in tiles]
-        decoded = max((sum(self.nbytes[unit] for unit in each) for each in sets), default=0)
-        stored = max((sum(map(self._coming_nbytes, each)) for each in sets), default=0) + self._turns_nbytes
-        self._keeps_decoded = decoded + self._others_nbytes <= self.capacity_nbytes
-        self.together_nbytes = decoded if self._keeps_decoded else stored
+        self.residents.borrowed_nbytes = nbytes
+        self.residents.make_room(0, self._to_go())
 
     def forget_stored(self, unit: int) -> None:
         """Release ``unit`` if its stored bytes are kept: its full values were written."""
-        if unit in self._decoded:
-            self.forget([unit])
+        self.residents.release([Stored(unit)])
 
     def streams(self, unit: int) -> bool:
         """Whether the unit's full values come and go; the others are always there."""
@@ -364,167 +446,18 @@ class Prefetcher:
 
     def holds(self, units: Iterable[int]) -> bool:
         """Whether all of ``units`` fit into memory together."""
-        return sum(self.nbytes[unit] for unit in units) + self.lent_nbytes <= self.capacity_nbytes
+        lent_nbytes = self.residents.borrowed_nbytes
+        return sum(self.nbytes[unit] for unit in units) + lent_nbytes <= self.residents.capacity_nbytes
 
-    # --- decisions ---------------------------------------------------------------------------
+    # --- the plan ----------------------------------------------------------------------------
 
     def _conclude(self, ended: Pass) -> None:
         events = tuple(ended.trace)
         if events and (ended.plan is None or ended.plan.events != events):
-            ended.follow(make_plan(events, self.nbytes, self._planned_nbytes(), can_stay=self.can_stay))
+            ended.follow(make_plan(events, self.nbytes, self.room.planned_nbytes, can_stay=self.can_stay))
             if ended is self.training:
                 self.order.learn(events)
         ended.restart()
-
-    def _planned_nbytes(self) -> int:
-        """What plans may take: all but room for routed units, unless other units need it."""
-        others = self._others_nbytes
-        room = 2 * max((self.nbytes[unit] for unit in self.routed), default=0)
-        coming = self._turns_nbytes + sum(map(self._coming_nbytes, self.routed))
-        room = max(room, min(coming, self.capacity_nbytes // 2))
-        if self.together_nbytes + others <= self.capacity_nbytes:
-            room = max(room, self.together_nbytes)
-        return max(self.capacity_nbytes - room, min(others, self.capacity_nbytes))
-
-    @property
-    def _others_nbytes(self) -> int:
-        """The least that plans need."""
-        return 2 * max((self.nbytes[unit] for unit in self.nbytes.keys() - self.routed), default=0)
-
-    def _write_down(self, unit: int, recomputed: bool) -> None:
-        """Backward will use ``unit``, and before that what is used after it; see [Note: routed units]."""
-        if recomputed and not self._recomputing:  # a block begins
-            place = _last(self._to_come, unit)
-            self._recomputed = len(self._to_come) if place is None else place
-            del self._to_come[self._recomputed :]
-        elif not recomputed:
-            self._recomputed = 0
-        self._recomputing = recomputed
-        self._to_come.append(unit)
-
-    def _before(self, unit: int) -> Sequence[int]:
-        """Routed units that backward uses after ``unit``, as many as memory has room for."""
-        self._recomputing = False
-        place = _last(self._to_come, unit)
-        if place is not None:
-            del self._to_come[place:]
-        found, room, known = {unit: None}, self.capacity_nbytes, self._coming
-        in_order = max(0, len(self._to_come) - self._recomputed)  # below: a block that is not recomputed
-        for each in islice(reversed(self._to_come), in_order):
-            if each not in found:
-                room -= known.get(each) or self._coming_nbytes(each)
-                if room < 0:
-                    break
-                found[each] = None
-        del found[unit]
-        return list(found)
-
-    def _use_routed(self, unit: int, following: Sequence[int]) -> None:
-        """See [Note: routed units]."""
-        if self.running is self.training:
-            self.routed_used.add(unit)
-        if unit not in self.present:
-            self._make_room(unit)
-            self._start_routed(unit)
-        self._unforeseen[unit] = None
-        self.present.move_to_end(unit)
-        nearest = [unit, *following[: self._turns - 1]]
-        if not self._keeps_decoded:
-            for other in [each for each in self._decoded if each not in nearest]:
-                self._release_decoded(other)
-        self._decode(unit)
-        self._bring_ahead(following, {unit, *following})
-        if not following:
-            later = self._later
-            self._fetch_later()
-            self._later = [each for each in later if each not in self.present]  # the tile is in their place
-        for coming in nearest[1:]:
-            if coming in self.present and self._fits(self._full_nbytes(coming)):
-                self._decode(coming)
-        self.mover.finish(unit)
-
-    def _bring_ahead(self, following: Sequence[int], wanted: Collection[int]) -> None:
-        """Start units that are used next, as far as there is room beside those that are decoded."""
-        going: list[int] | None = None
-        for coming in following:
-            if coming in self.present:
-                continue
-            if going is None:  # while there is no plan, what others leave behind is in the way, too
-                known = self._to_go() if self.running.plan is None else list(self._unforeseen)
-                going = [unit for unit in reversed(known) if unit not in wanted]
-            nbytes = self._coming_nbytes(coming) + self._reserved_nbytes
-            while going and not self._fits(nbytes):
-                self._release_all([going.pop()])
-            if not self._fits(nbytes):
-                break
-            self._start_routed(coming)
-
-    def _decode(self, unit: int) -> None:
-        """Have a unit decoded whose stored bytes came first."""
-        if unit in self._decoded or self._held[unit] == self.nbytes[unit]:
-            return
-        nbytes = self._full_nbytes(unit)
-        going = [] if self._fits(nbytes) else [each for each in self._to_go() if each != unit]
-        for other in going:
-            if self._fits(nbytes):
-                break
-            self._release_all([other])
-        self._decoded[unit] = nbytes
-        self._held[unit] += nbytes
-        self._present_nbytes += nbytes
-        self.mover.decode(unit)
-
-    def _release_decoded(self, unit: int) -> None:
-        if self.pins.get(unit):
-            return
-        nbytes = self._decoded.pop(unit)
-        self._held[unit] -= nbytes
-        self._present_nbytes -= nbytes
-        self.mover.release_decoded(unit)
-
-    def _coming_nbytes(self, unit: int) -> int:
-        """What a routed unit takes when it is brought (bytes)."""
-        nbytes = self._coming.get(unit)
-        if nbytes is None:
-            nbytes = self._coming[unit] = self.mover.stored_nbytes(unit) or self.nbytes[unit]
-        return nbytes
-
-    def _full_nbytes(self, unit: int) -> int:
-        """What decoding takes more; 0: it comes in one step."""
-        return self.nbytes[unit] - self._coming_nbytes(unit)
-
-    @property
-    def _reserved_nbytes(self) -> int:
-        """Room that is kept for full buffers that take turns, beyond those that are there."""
-        return max(0, self._turns_nbytes - sum(self._decoded.values()))
-
-    @property
-    def _turns_nbytes(self) -> int:
-        return self._turns * self._turn_nbytes
-
-    @property
-    def _turn_nbytes(self) -> int:
-        """Of the largest full buffer that stored bytes are decoded into; 0: there are none."""
-        if self._largest_full is None:
-            self._largest_full = max((self._full_nbytes(unit) for unit in self.routed), default=0)
-        return self._largest_full
-
-    @property
-    def _turns(self) -> int:
-        """Full buffers that take turns."""
-        full = self._turn_nbytes
-        if not full:
-            return 1 + DECODED_AHEAD
-        ahead = max(DECODED_AHEAD, DECODED_AHEAD_NBYTES // full)
-        return max(2, min(1 + ahead, self.capacity_nbytes // 2 // full))
-
-    def _start_routed(self, unit: int) -> None:
-        if self.running is self.visit:
-            self.planned = None
-        self._expect(unit)
-        nbytes = self._coming_nbytes(unit)
-        self._start(unit, stored_nbytes=nbytes if nbytes < self.nbytes[unit] else 0)
-        self._unforeseen[unit] = None
 
     def _begin(self) -> None:
         """Before the first event of a pass: bring in its nearest future."""
@@ -533,12 +466,12 @@ class Prefetcher:
             return
         running.begun = True
         if running is not self.training:  # between backward and step the committed version is wanted
-            for unit in [unit for unit in self.present if unit in self.staying]:
+            for unit in [unit for unit in self.residents if unit in self.staying]:
                 self._release(unit)  # also the one whose use begins the pass
         wanted = set(running.plan.begin)
-        self._release_all([unit for unit in self.present if unit not in wanted])
+        self.residents.release([item for item in self.residents if item not in wanted])
         for unit in running.plan.begin:
-            if unit not in self.present:
+            if unit not in self.residents:
                 self._expect(unit)
             elif unit in self.staying:
                 self.staying.discard(unit)
@@ -547,9 +480,8 @@ class Prefetcher:
 
     def _advance(self, event: Event) -> None:
         """Write the event down; when it was foreseen, do what the plan says after it."""
-        over = self.running.align(event)
-        release, fetch = self._actions(over)
-        self._release_all(release)
+        release, fetch = self._actions(self.running.align(event))
+        self.residents.release(release)
         if self.routed and event.kind is Kind.UNPIN and self.running is self.training:
             for unit in fetch:
                 self._expect(unit)
@@ -562,7 +494,7 @@ class Prefetcher:
         if self.running.plan is None:
             return [], []
         if len(over) != 1:
-            self.planned = None  # from here on the plan's bytes are not this pass's
+            self.training.fetched = None  # from here on the plan's bytes are not this pass's
         release: dict[int, None] = {}
         fetch: dict[int, None] = {}
         for position in over:
@@ -575,10 +507,13 @@ class Prefetcher:
                 fetch[unit] = None
         return list(release), list(fetch)
 
-    def _release_all(self, units: Iterable[int]) -> None:
-        for unit in units:
-            if unit in self.present and not self.pins.get(unit):
-                self._release(unit)
+    def _count_unplanned(self) -> None:
+        self.training.fetched = None
+        self.training.on_demand += self.running.plan is not None
+
+    def _expect(self, unit: int) -> None:
+        if self.training.fetched is not None:
+            self.training.fetched.append(unit)
 
     def _fetch_all(self, units: Iterable[int]) -> None:
         for unit in units:
@@ -586,177 +521,130 @@ class Prefetcher:
             self._prefetch(unit)
 
     def _fetch_later(self) -> None:
-        """Start the fetches that were put off; see [Note: routed units]."""
-        if self._later:
-            later, self._later = self._later, []
-            for unit in later:
-                self._prefetch(unit)
-
-    def _count_unforeseen(self, unit: int) -> None:
-        self.planned = None
-        if self.running.plan is not None:
-            self.on_demand += 1
-        if self.running.plan is not None or self.running is not self.training:
-            self._unforeseen[unit] = None
+        """Start the fetches that were put off; see [Note: tiles of experts]."""
+        while self._later:
+            self._prefetch(self._later.pop(0))
 
     def _prefetch(self, unit: int) -> None:
         """Start what the plan wants, if it fits beside what the plan has."""
-        self._unforeseen.pop(unit, None)
-        if unit in self.present:
-            return
-        self._evict(list(self._unforeseen), unit)
-        if self._fits(self.nbytes[unit]):
-            self._start(unit)
+        self.residents.spare.pop(unit, None)
+        if unit not in self.residents and self.residents.make_room(
+            self.nbytes[unit], iter([*self.residents.spare])
+        ):
+            self._start(unit, self.nbytes[unit])
 
-    def _make_room(self, unit: int) -> None:
-        """Release others until ``unit`` fits."""
-        if not self._fits(self.nbytes[unit]):
-            self._evict(self._to_go(), unit)
+    # --- tiles -------------------------------------------------------------------------------
 
-    def _to_go(self) -> list[int]:
-        """What is present, as it is released: what no plan wants, then the least recently used.
+    def _follow(self, tile: int, following: Sequence[int] | None, recomputed: bool) -> Sequence[int]:
+        """Return the tiles that are used after ``tile``, of backward as many as memory has room for."""
+        if self.running is self.training:
+            self.tiles.used.add(tile)
+        if following is not None:
+            if self.running is self.training:
+                self.tiles.note(tile, recomputed=recomputed)
+            return following
+        found, left_nbytes = [], self.residents.capacity_nbytes
+        for each in self.tiles.after(tile):
+            left_nbytes -= self.room.stored[each]
+            if left_nbytes < 0:
+                break
+            found.append(each)
+        return found
+
+    def _use_tile(self, tile: int, following: Sequence[int]) -> None:
+        """See [Note: tiles of experts]."""
+        residents = self.residents
+        if not self._has(tile):
+            residents.make_room(self.nbytes[tile], self._to_go())
+            self._start_tile(tile, *self._first(tile))
+        first = Stored(tile) if Stored(tile) in residents else tile
+        residents.spare[first] = None
+        residents.use(first)
+        nearest = [tile, *following[: self.room.slots - 1]]
+        if not self.room.keeps_decoded:
+            residents.release([each for each in self.room.decoded if each not in nearest])
+        self._decode(tile)
+        self._bring_ahead(following, {tile, *following})
+        if not following:
+            later = [*self._later]
+            self._fetch_later()
+            self._later = [each for each in later if each not in residents]  # the tile has their place
+        for coming in nearest[1:]:
+            if self._has(coming) and residents.fits(self._decoding_nbytes(coming)):
+                self._decode(coming)
+
+    def _bring_ahead(self, following: Sequence[int], wanted: Collection[int]) -> None:
+        """Start tiles that are used next, as far as there is room beside those that are decoded."""
+        # While there is no plan, what others leave behind is in the way, too.
+        known = self._to_go() if self.running.plan is None else iter([*self.residents.spare])
+        going = (item for item in known if _unit_of(item) not in wanted)
+        for coming in following:
+            if not self._has(coming):
+                item, nbytes = self._first(coming)
+                reserved_nbytes = max(0, self.room.slots_nbytes - sum(self.room.decoded.values()))
+                if not self.residents.make_room(nbytes + reserved_nbytes, going):
+                    break
+                self._start_tile(coming, item, nbytes)
+
+    def _has(self, tile: int) -> bool:
+        return tile in self.residents or Stored(tile) in self.residents
+
+    def _first(self, tile: int) -> tuple[Item, int]:
+        """Return the item that a tile begins with, and its bytes."""
+        nbytes = self.mover.stored_nbytes(tile)
+        return (Stored(tile), nbytes) if 0 < nbytes < self.nbytes[tile] else (tile, self.nbytes[tile])
+
+    def _start_tile(self, tile: int, item: Item, nbytes: int) -> None:
+        if self.running not in (self.training, self.inference):
+            self.training.fetched = None
+        self._expect(tile)
+        self._start(item, nbytes)
+        self.residents.spare[item] = None
+
+    def _decode(self, tile: int) -> None:
+        """Have a tile decoded whose stored bytes came first."""
+        if tile not in self.residents:
+            stored, nbytes = Stored(tile), self._decoding_nbytes(tile)
+            self.residents.make_room(nbytes, (item for item in self._to_go() if item != stored))
+            self.room.decoded[tile] = nbytes
+            self._start(tile, nbytes)
+
+    def _decoding_nbytes(self, tile: int) -> int:
+        """What decoding takes more; 0: the tile came in one step."""
+        return self.nbytes[tile] - self.residents.present.get(Stored(tile), self.nbytes[tile])
+
+    # --- items -------------------------------------------------------------------------------
+
+    def _to_go(self) -> Iterator[Item]:
+        """Yield what is present, as it is released.
 
         While there is no plan, ordinary units go before tiles, which are known to be used again.
         """
         if self.running.plan is None:
-            return [*(unit for unit in self.present if unit not in self.routed), *self._unforeseen]
-        return [*self._unforeseen, *self.present]
+            yield from [item for item in self.residents if _unit_of(item) not in self.routed]
+        yield from self.residents.to_go()
 
-    def _evict(self, candidates: Iterable[int], unit: int) -> None:
-        """Release candidates that are not pinned, in their order, until ``unit`` fits."""
-        for other in candidates:
-            if unit in self.present or self._fits(self.nbytes[unit]):
+    def _start(self, item: Item, nbytes: int) -> None:
+        self.residents.add(item, nbytes)
+        self.mover.start(item)
+
+    def _release(self, item: Item) -> None:
+        if isinstance(item, Stored):
+            if self.residents.pins.get(item.unit):
                 return
-            self._release_all([other])
-
-    def _fits(self, nbytes: int) -> bool:
-        return self._present_nbytes + nbytes + self.lent_nbytes <= self.capacity_nbytes
-
-    def _start(self, unit: int, stored_nbytes: int = 0) -> None:
-        if unit not in self.present:
-            self._held[unit] = stored_nbytes or self.nbytes[unit]
-            self._present_nbytes += self._held[unit]
-        self.present[unit] = None
-        if stored_nbytes:
-            self.mover.start_stored(unit)
+            if item.unit in self.residents:
+                self._release(item.unit)
         else:
-            self.mover.start(unit)
+            self.staying.discard(item)
+            self.room.decoded.pop(item, None)
+        self.residents.discard(item)
+        self.mover.release(item)
 
-    def _expect(self, unit: int) -> None:
-        if self.planned is not None:
-            self.planned.append(unit)
 
-    def _release(self, unit: int) -> None:
-        self._drop(unit)
-        self.staying.discard(unit)
-        self.mover.release(unit)
-
-    def _drop(self, unit: int) -> None:
-        if unit in self.present:
-            del self.present[unit]
-            self._present_nbytes -= self._held.pop(unit)
-            self._decoded.pop(unit, None)
-            self._coming.pop(unit, None)  # what was written has a home of its own, and no stored form
-        self._unforeseen.pop(unit, None)
+def _unit_of(item: Item) -> int:
+    return item.unit if isinstance(item, Stored) else item
 
 
 def _last(units: Sequence[int], unit: int) -> int | None:
     """Where ``unit`` is the last time; None: nowhere."""
     return next((at for at in range(len(units) - 1, -1, -1) if units[at] == unit), None)
-
-
-class BackwardPins:
-    """Units that a backward pass uses, each until its last reader in that pass is done.
-
-    Args:
-        prefetcher: Serves uses, and has room.
-    """
-
-    def __init__(self, prefetcher: Prefetcher) -> None:
-        self._prefetcher = prefetcher
-        #: In the order in which they came, each with the number of the autograd node that reads it; None: a
-        #: recomputed forward does.
-        self._kept: dict[int, Any] = {}
-        self._node: Any = None  # the autograd node that read frozen units last,
-        self._read: list[int] = []  # and which ones
-
-    def __contains__(self, index: int) -> bool:
-        """Whether the unit is kept until its gradients are complete."""
-        return index in self._kept
-
-    def recomputed(self, index: int) -> bool:
-        """Whether a recomputed forward reads the unit."""
-        return self._kept.get(index, self) is None
-
-    def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:
-        """Use a unit until its gradients are complete, or until room is short.
-
-        Args:
-            node: Number of the autograd node that reads it, or for which it is recomputed.
-            to_the_end: A recomputed forward or a leaf reads it, and needs it whether room is short or not.
-        """
-        if to_the_end:
-            self._reach(node)
-        if index in self._kept:
-            if self._kept[index] is not None:
-                self._kept[index] = None if to_the_end else node
-            return
-        self.make_room(index, node)
-        self._kept[index] = None if to_the_end else node
-        self._prefetcher.use(index)
-
-    def make_room(self, index: int, node: Any) -> None:
-        """Release what need not be kept, where a unit that is to be used does not fit beside it.
-
-        Args:
-            node: Number of the autograd node that reads it, or for which it is recomputed.
-        """
-        if index in self._kept or index in self._read:
-            return
-        if not self._prefetcher.holds([*self._kept, *self._read, index]):
-            self._reach(node)
-        for earlier, reader in list(self._kept.items()):
-            if self._prefetcher.holds([*self._kept, *self._read, index]):
-                break
-            if reader is not None and reader != node:  # kept for its update only, which can read it again
-                self.unpin(earlier)
-
-    def shrink(self) -> None:
-        """Release what need not be kept, where it does not fit any more; between two autograd nodes."""
-        for earlier, reader in list(self._kept.items()):
-            if self._prefetcher.holds([*self._kept, *self._read]):
-                break
-            if reader is not None:
-                self.unpin(earlier)
-
-    def keep_for(self, node: Any, index: int) -> None:
-        """Use a unit without gradients until another node reads one."""
-        self._reach(node)
-        if index not in self._read:
-            self.make_room(index, node)
-            self._read.append(index)
-            self._prefetcher.use(index)
-
-    def _reach(self, node: Any) -> None:
-        """Release units without gradients that an earlier node read: no other one reads them."""
-        if node != self._node:
-            for read in self._read:
-                self._prefetcher.unpin(read)
-            self._node, self._read = node, []
-
-    def unpin(self, index: int) -> None:
-        """Release a unit that is not read any more, and whose weights stay."""
-        if index in self._kept:
-            del self._kept[index]
-            self._prefetcher.unpin(index)
-
-    def forget(self, index: int) -> None:
-        """Forget a unit whose gradients are complete, and whose weights went to the update."""
-        self._kept.pop(index, None)
-
-    def drop(self) -> None:
-        """Release every unit at the end of the backward pass."""
-        for index in [*self._kept, *self._read]:
-            self._prefetcher.unpin(index)
-        self._kept.clear()
-        self._node, self._read = None, []

@@ -35,7 +35,7 @@ from torch.nn import functional
 
 from infinity.core.errors import StateError
 from infinity.core.nbytes import format_nbytes
-from infinity.partition.unit import Segment, Unit
+from infinity.partition.unit import Segment, Unit, UnitIndex
 
 #: Gathers a unit while a context is open, and begins to bring those that follow; what autograd saves of it
 #: meanwhile is a handle, not its memory.
@@ -185,6 +185,17 @@ class TiledWeight:
             "train.dtype in the recipe before building the model; .half(), .float() and .to(dtype) cannot "
             'change it, and .to("meta") cannot drop its values'
         )
+
+
+def used_after(units: UnitIndex, places: Sequence[tuple[Unit, Segment]]) -> Sequence[tuple[Unit, Segment]]:
+    """Return the tiles of the packed experts that follow those of ``places`` in the same module."""
+    (unit, last), module = places[-1], places[-1][1].whole_name.rpartition(".")[0]
+    if not unit.routed or unit.index + 1 >= len(units):
+        return ()
+    following = units[unit.index + 1]
+    first = following.segments[0]
+    same = following.routed and first.whole_name.rpartition(".")[0] == module
+    return units.places(first.whole) if same and first.whole_shape[0] == last.whole_shape[0] else ()
 
 
 def _hit(places: Sequence[tuple[Unit, Segment]], hit: Sequence[bool]) -> Sequence[int]:

@@ -38,6 +38,7 @@ from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import Lifecycle, Tier, UnitState
 from infinity.core.transfer import Lease
+from infinity.partition.home import Home
 
 #: A shard is a whole number of these (elements): see [Note: the flat buffer].
 SHARD_QUANTUM = 2048
@@ -131,11 +132,10 @@ class Unit:
         index: Position in the model's list of units; the same on every rank.
         segments: Parameters in the order of the flat buffer.
         numel: Elements of the flat buffer, padding included.
-        home: The tier where the shard lives between uses.
+        home: Where the shard lives between uses; another one by :meth:`move_to`.
         stored: The form in which shards travel; None: the compute dtype.
         device: Where the flat buffer and its placeholders are.
         routed: A tile of experts: used where a batch is routed to one of them, which no plan foresees.
-        version: Which of the two places on NVMe is the committed one.
         updates: How many committed updates the weights carry; a handle packed under another
             count is stale.
         flat: The full values, ``(numel,)``, while GATHERED.
@@ -150,12 +150,11 @@ class Unit:
         used = max((s.stop for s in segments), default=0)
         quantum = SHARD_QUANTUM * world_size
         self.numel = max(1, math.ceil(used / quantum)) * quantum
-        self.home = Tier.NVME
+        self.home = Home(Tier.NVME)
         self.stored: StoredForm | None = None
         self.device = torch.device("cpu")
         self.routed = False
         self.lifecycle: Lifecycle[UnitState] = Lifecycle(f"unit {index}", UnitState.ON_NVME)
-        self.version = 0
         self.updates = 0
         self.flat: Tensor | None = None
         self.lease: Lease | None = None
@@ -214,6 +213,13 @@ class Unit:
         if self.segments:
             self.lifecycle.name = f"unit {self.index} ({span([s.name for s in self.segments])})"
 
+    def move_to(self, home: Home) -> None:
+        """Let ``home`` be where the shard lives; a unit that is nowhere else is there now."""
+        at_home = self.state is self.home.resting_state
+        self.home = home
+        if at_home and self.state is not home.resting_state:
+            self.lifecycle.move(home.resting_state)
+
     def attach(self, flat: Tensor) -> None:
         """Let every parameter view ``flat``, ``(numel,)``, also after an error.
 
@@ -252,15 +258,6 @@ class Unit:
         attached, self.flat, self.lease = self.flat is not None, None, None
         for segment in self.segments if attached else ():
             segment.param.data = self._released(segment)
-
-    def abandon(self) -> None:
-        """Be released, whatever an interrupt left: the buffer goes with what still reads or writes it."""
-        self.flat = self.lease = None
-        for segment in self.segments:
-            segment.param.data = self._released(segment)
-        home = UnitState.ON_NVME if self.home is Tier.NVME else UnitState.ON_HOST
-        if self.state is not home:
-            self.lifecycle.move(home)
 
     def _released(self, segment: Segment) -> Tensor:
         """The placeholder of a parameter: the one from before, unless an alias of it was written."""

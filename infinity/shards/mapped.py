@@ -32,7 +32,6 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,10 +44,12 @@ from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned, around
-from infinity.core.transfer import Lease, Transfer
+from infinity.core.lifecycle import Tier
+from infinity.core.transfer import Lease, Transfer, TransferEngine, stream
 from infinity.optim.layout import StateLayout, store_master
 from infinity.optim.threads import background_threads
 from infinity.partition.unit import StoredForm, Unit
+from infinity.shards.homes import Chunk, ShardHome, store_exact
 from infinity.shards.storage import Storage
 
 #: The most that one staging buffer takes (bytes).
@@ -233,11 +234,106 @@ class BaseBuffers:
         )
 
 
+class BaseHome(ShardHome):
+    """A unit of a frozen base, in its files.
+
+    Args:
+        base: Reads it.
+        unit: Gets its stored form, if it is quantized.
+
+    Raises:
+        DiskError: The end of a file cannot be read.
+    """
+
+    def __init__(self, base: "MappedBase", unit: Unit) -> None:
+        super().__init__(Tier.NVME, base.layout)
+        self.base, self._unit = base, unit
+        self._plans: dict[tuple[int, int], list[MappedStep]] = {}
+        self._step, self._blocks = MappedStep(0, 0, Extent(()), ()), Extent(())  # of stored bytes
+        scratch_nbytes = base.values.scratch_nbytes(unit)
+        if scratch_nbytes:
+            step = self._step = stored_step(unit, base.values, base.first, base.sizes)
+            self._blocks = step.shard(unit.rank, unit.world_size)
+            base.keep_tails(step)
+            nbytes = step.shard_nbytes(unit.world_size)
+            decode = partial(base.decode, unit, step)
+            unit.stored = StoredForm(nbytes * unit.world_size, nbytes, scratch_nbytes, decode)
+
+    @property
+    def tier(self) -> Tier:
+        """Host memory, if the stored form is there."""
+        return Tier.NVME if self.stored_form is None else Tier.HOST
+
+    @property
+    def lease(self) -> Lease | None:
+        """What holds the stored form in host memory."""
+        return self.stored_form
+
+    def leave(self) -> None:
+        """The unit has another home."""
+        self._unit.stored = None
+
+    def fetched_nbytes(self, piece_nbytes: int | None) -> int:
+        """Return the bytes that the engine reads for this rank's shard."""
+        unit = self._unit
+        if self.stored_form is not None:
+            return 0
+        if unit.stored is not None:
+            return self._blocks.nbytes
+        most = min(unit.shard_nbytes, piece_nbytes or unit.shard_nbytes)
+        parts = ((start, min(most, unit.shard_nbytes - start)) for start in range(0, unit.shard_nbytes, most))
+        return sum(step.extent.nbytes for part in parts for step in self._plan(*part))
+
+    def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
+        """Start reading this rank's stored bytes, or weights, from byte ``start`` on, into ``memory``."""
+        unit, step, blocks = self._unit, self._step, self._blocks
+        if unit.stored is None:
+            return self.read_weight(memory, start)
+        first = unit.rank * unit.stored.shard_nbytes + start
+        for place, tail in enumerate(step.tails):
+            at = step.extent.nbytes + place * BLOCK_NBYTES - first
+            if 0 <= at < memory.nbytes:
+                memory[at : at + BLOCK_NBYTES] = self.base.tail(tail)
+        if start or memory.nbytes < blocks.nbytes:
+            blocks = blocks.part(start, memory.nbytes)
+        if blocks.pieces:
+            return self.base.engine.read(blocks, memory[: blocks.nbytes], urgent=True)
+        done = Transfer()
+        done.finish()
+        return done
+
+    def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
+        """Start making this rank's weights from byte ``start`` on, as many as fill ``memory``."""
+        unit, out = self._unit, torch.frombuffer(memory, dtype=self._unit.dtype)
+        if unit.stored is None:
+            return self.base.make(unit, self._plan(start, memory.nbytes), out)
+        return self.base.round(unit, unit.shard_start + start // unit.dtype.itemsize, out)
+
+    def _plan(self, start: int, nbytes: int) -> list[MappedStep]:
+        if (start, nbytes) not in self._plans:
+            self._plans[start, nbytes] = self.base.steps(self._unit, start, nbytes)
+        return self._plans[start, nbytes]
+
+    def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
+        """Every chunk, read from the files; it cannot be written."""
+        assert not write
+        store, first = self.base.store, self._unit.shard_start
+        for start, numel in store.places(self._unit.shard_numel):
+            with store.pool.lease(store.chunk_nbytes(numel), who="exact values") as lease:
+                weight, state = store.views(lease, numel)
+                self.copy_exact(first + start, weight, state)
+                for moment in self.layout.moments_of(state):
+                    moment.zero_()
+                yield start, weight, state
+
+    def copy_exact(self, start: int, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Copy exact values from element ``start`` of the flat buffer on. Blocking."""
+        with self.base.master(self._unit, start, start + len(weight)) as values:
+            store_exact(self.layout, values, weight, state)
+
+
 class MappedBase:
     """Reads units of one checkpoint for this rank.
-
-    It has more attributes than other classes: the files, the units in them, and the memory in which both are
-    decoded.
 
     Args:
         storage: Of the run; has files on NVMe.
@@ -250,15 +346,9 @@ class MappedBase:
     """
 
     def __init__(self, storage: Storage, first: int, sizes: Sequence[int], values: MappedValues) -> None:
-        assert storage.volume is not None
-        assert storage.units_engine is not None
-        self._volume, self._engine, self._values = storage.volume, storage.units_engine, values
-        self._layout: StateLayout = storage.layout
-        self._first, self._sizes = first, sizes
+        assert storage.store is not None
+        self.store, self.values, self.first, self.sizes = storage.store, values, first, sizes
         self.own: dict[str, str] = {}
-        self._mapped: dict[int, Unit] = {}
-        self._steps: dict[tuple[int, int, int], list[MappedStep]] = {}
-        self._stored: dict[int, tuple[MappedStep, Extent]] = {}  # of quantized units, and this rank's part
         self._tails: dict[Piece, bytes] = {}  # of files that they end
         self._buffers = BaseBuffers.within(storage.host_nbytes)
         self._leases: list[Lease] = []
@@ -277,12 +367,22 @@ class MappedBase:
             raise
 
     @property
+    def layout(self) -> StateLayout:
+        """Of weights and states."""
+        return self.store.layout
+
+    @property
+    def engine(self) -> TransferEngine:
+        """Reads the files, which are in the run's volume."""
+        return self.store.engine
+
+    @property
     def buffers_nbytes(self) -> int:
         """What this takes of the host budget."""
         return sum(lease.nbytes for lease in self._leases)
 
-    def map(self, unit: Unit, *, quantized: bool = False) -> bool:
-        """Take a unit in, if it can be mapped.
+    def home_of(self, unit: Unit, *, quantized: bool = False) -> BaseHome | None:
+        """Return the home of a unit in the files; None: it cannot have one.
 
         Args:
             quantized: Only if weights of it are; it is in its stored form then.
@@ -290,82 +390,47 @@ class MappedBase:
         Raises:
             DiskError: The end of a file cannot be read.
         """
-        why = self._values.why_not_mapped(unit)
-        scratch_nbytes = 0 if why else self._values.scratch_nbytes(unit)
-        if quantized and not scratch_nbytes:
-            return False
+        why = self.values.why_not_mapped(unit)
+        if quantized and (why or not self.values.scratch_nbytes(unit)):
+            return None
         if why:
             self.own[unit.name] = why
-            return False
-        self._mapped[unit.index] = unit
-        if scratch_nbytes:
-            unit.stored = self._stored_form(unit, scratch_nbytes)
-        return True
+            return None
+        return BaseHome(self, unit)
 
-    def _stored_form(self, unit: Unit, scratch_nbytes: int) -> StoredForm:
-        """See [Note: quantized units]."""
-        step = stored_step(unit, self._values, self._first, self._sizes)
-        self._stored[unit.index] = step, step.shard(unit.rank, unit.world_size)
+    def keep_tails(self, step: MappedStep) -> None:
+        """Read the ends of files that belong to stored bytes."""
         for tail in step.tails:
             if tail not in self._tails:
                 with mmap.mmap(-1, BLOCK_NBYTES) as block:  # aligned
                     with memoryview(block) as memory:
                         self._read_tail(tail, memory)
                     self._tails[tail] = block[:]
-        shard_nbytes = step.shard_nbytes(unit.world_size)
-        decode = partial(self._decode, unit, step)
-        return StoredForm(shard_nbytes * unit.world_size, shard_nbytes, scratch_nbytes, decode)
 
-    def drop(self, unit: Unit) -> None:
-        """The unit has a home of its own."""
-        del self._mapped[unit.index]
-        self._stored.pop(unit.index, None)
-        unit.stored = None
-        self._steps = {key: steps for key, steps in self._steps.items() if key[0] != unit.index}
-
-    @property
-    def mapped(self) -> Sequence[Unit]:
-        """The units that were taken in."""
-        return list(self._mapped.values())
+    def tail(self, piece: Piece) -> bytes:
+        """Return the end of a file."""
+        return self._tails[piece]
 
     @contextlib.contextmanager
     def master(self, unit: Unit, start: int, stop: int) -> Iterator[Tensor]:
         """Exact values of elements ``[start, stop)`` of the flat buffer, inside the context. Blocking."""
         with self._master_lock:  # its memory is one for all threads
-            yield self._values.master(unit, start, stop)
+            yield self.values.master(unit, start, stop)
 
-    def nbytes(self, unit: Unit, piece_nbytes: int) -> int:
-        """Bytes that the engine reads for this rank's shard, in pieces of ``piece_nbytes`` of weights."""
-        if unit.stored is not None:
-            return self._stored[unit.index][1].nbytes
-        starts = range(0, unit.shard_nbytes, piece_nbytes)
-        parts = ((start, min(piece_nbytes, unit.shard_nbytes - start)) for start in starts)
-        return sum(step.extent.nbytes for part in parts for step in self._plan(unit, *part))
+    def steps(self, unit: Unit, start: int, nbytes: int) -> list[MappedStep]:
+        """Cut ``nbytes`` of weights, from byte ``start`` of the shard on, into steps that fit a buffer."""
+        return list(self._buffers.steps(unit, self.values, start, nbytes, self.first, self.sizes))
 
-    def fetch(self, unit: Unit, memory: memoryview, start: int) -> Transfer:
-        """Start reading this rank's stored bytes of a quantized unit from ``start`` on, into ``memory``."""
-        assert unit.stored is not None
-        (step, blocks), first = self._stored[unit.index], unit.rank * unit.stored.shard_nbytes + start
-        for place, tail in enumerate(step.tails):
-            at = step.extent.nbytes + place * BLOCK_NBYTES - first
-            if 0 <= at < memory.nbytes:
-                memory[at : at + BLOCK_NBYTES] = self._tails[tail]
-        if start or memory.nbytes < blocks.nbytes:
-            blocks = blocks.part(start, memory.nbytes)
-        if blocks.pieces:
-            return self._engine.read(blocks, memory[: blocks.nbytes], urgent=True)
-        done = Transfer()
-        done.finish()
-        return done
+    def make(self, unit: Unit, steps: Sequence[MappedStep], out: Tensor) -> Transfer:
+        """Start to read ``steps``, and to copy or cast them into ``out``, which begins with the first."""
+        return self._submit(unit, lambda: self._make(unit, steps, out))
 
-    def read(self, unit: Unit, memory: memoryview, start: int) -> Transfer:
-        """Start making this rank's weights from byte ``start`` on, as many as fill ``memory``."""
-        transfer, out = Transfer(), torch.frombuffer(memory, dtype=unit.dtype)
-        if unit.stored is not None:
-            first = unit.shard_start + start // unit.dtype.itemsize
-            make = partial(self._round, unit, first, out)
-        else:
-            make = partial(self._make, unit, self._plan(unit, start, memory.nbytes), out)
+    def round(self, unit: Unit, start: int, out: Tensor) -> Transfer:
+        """Start to put weights of a quantized unit from element ``start`` on into ``out``."""
+        return self._submit(unit, lambda: self._round(unit, start, out))
+
+    def _submit(self, unit: Unit, make: Callable[[], None]) -> Transfer:
+        transfer = Transfer()
         try:
             self._threads.submit(transfer.run, make)
         except RuntimeError as error:  # closed, or the interpreter ends
@@ -379,67 +444,50 @@ class MappedBase:
         for lease in self._leases:
             lease.release()
         self._leases.clear()
-        self._values.close()
-
-    # --- what is read ------------------------------------------------------------------------
-
-    def _plan(self, unit: Unit, start: int, nbytes: int) -> list[MappedStep]:
-        key = unit.index, start, nbytes
-        if key not in self._steps:
-            steps = self._buffers.steps(unit, self._values, start, nbytes, self._first, self._sizes)
-            self._steps[key] = list(steps)
-        return self._steps[key]
+        self.values.close()
 
     # --- on a thread -------------------------------------------------------------------------
 
     def _make(self, unit: Unit, steps: Sequence[MappedStep], out: Tensor) -> None:
         """Read and copy or cast ``steps`` into ``out``, whose first element is that of the first."""
         pair = self._pairs.get()  # there are as many as threads
-        reading: deque[tuple[Lease, Transfer]] = deque()
+
+        def read(step: MappedStep, lease: Lease) -> Transfer:
+            return self.engine.read(step.extent, lease.memory[: step.extent.nbytes], urgent=True)
+
         try:
-            free, left = deque(pair), deque(steps)
-            for step in steps:
-                while left and free:
-                    lease, extent = free.popleft(), left.popleft().extent
-                    transfer = self._engine.read(extent, lease.memory[: extent.nbytes], urgent=True)
-                    reading.append((lease, transfer))
-                if self._closed.is_set():
-                    raise StateError(f"the model was closed while {unit.name} was read")
-                lease, transfer = reading[0]
-                transfer.wait()
-                self._copy(unit, step, lease, out[step.start - steps[0].start : step.stop - steps[0].start])
-                reading.popleft()
-                free.append(lease)
+            with contextlib.closing(stream(steps, pair, read)) as landed:
+                for step, lease in landed:
+                    if self._closed.is_set():
+                        raise StateError(f"the model was closed while {unit.name} was read")
+                    first = steps[0].start
+                    self._copy(unit, step, lease, out[step.start - first : step.stop - first])
         finally:
-            for _, transfer in reading:  # the engine still writes into the buffers
-                with contextlib.suppress(DiskError):
-                    transfer.wait()
             self._pairs.put(pair)
 
     def _copy(self, unit: Unit, step: MappedStep, lease: Lease, out: Tensor) -> None:
         for place, tail in enumerate(step.tails):
             begin = step.extent.nbytes + place * BLOCK_NBYTES
             self._read_tail(tail, lease.memory[begin : begin + BLOCK_NBYTES])
-        self._decode(unit, step, lease.tensor, out)
+        self.decode(unit, step, lease.tensor, out)
 
-    def _decode(self, unit: Unit, step: MappedStep, memory: Tensor, out: Tensor) -> None:
+    def decode(self, unit: Unit, step: MappedStep, memory: Tensor, out: Tensor) -> None:
         """Make the values of ``step`` of the bytes in ``memory``, on the same device."""
         view = step.viewer(memory)
 
         def view_file(file: int, offset: int, nbytes: int) -> Tensor:
-            return view(self._first + file, offset, nbytes)
+            return view(self.first + file, offset, nbytes)
 
-        self._values.make(unit, step.start, out, view_file)
+        self.values.make(unit, step.start, out, view_file)
 
     def _round(self, unit: Unit, start: int, out: Tensor) -> None:
-        """Put weights of a quantized unit from element ``start`` on into ``out``; not by the engine."""
+        """Put weights of a quantized unit from element ``start`` on into ``out``."""
         with self.master(unit, start, start + len(out)) as values:
             if values.dtype == out.dtype:
                 out.copy_(values)
                 return
-            fields = self._layout.fields[:1]
-            exact = [torch.empty(len(out), dtype=field.dtype, device="cpu") for field in fields]
-            store_master(self._layout, values, out, tuple(exact))
+            exact = [torch.empty(len(out), dtype=field.dtype, device="cpu") for field in self.layout.exact]
+            store_master(self.layout, values, out, tuple(exact))
 
     def _read_tail(self, piece: Piece, memory: memoryview) -> None:
         """Read the last bytes of a file; blocking.
@@ -449,11 +497,11 @@ class MappedBase:
         """
         code = moved = 0
         try:  # of the last block O_DIRECT reads what there is
-            moved = os.preadv(self._volume.fd(piece.file), [memory], piece.offset)
+            moved = os.preadv(self.store.volume.fd(piece.file), [memory], piece.offset)
         except OSError as error:
             code = error.errno or errno.EIO
         if moved < piece.nbytes:
-            path = self._volume.path(piece.file)
+            path = self.store.volume.path(piece.file)
             raise DiskError(
                 code or errno.EIO, "read", path, offset=piece.offset, nbytes=piece.nbytes, moved=moved
             )

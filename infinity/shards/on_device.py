@@ -32,9 +32,11 @@ from infinity.core.transfer import Lease, Transfer
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool
 from infinity.optim.layout import StateLayout
-from infinity.optim.pipeline import Run
-from infinity.optim.rules import RESIDENT_NUMEL, adamw_on_device
+from infinity.optim.rule import UpdateRule
+from infinity.optim.rules import RESIDENT_NUMEL
 from infinity.partition.unit import Unit
+from infinity.shards.homes import HostHome
+from infinity.shards.hypers import Run
 
 
 @dataclass(slots=True)
@@ -42,14 +44,14 @@ class _DeviceShard:
     """A shard in accelerator memory.
 
     Attributes:
-        values: Returns weights, then each field of the state, in host memory, after earlier uses.
-        fields: The same on the accelerator, once it has come.
+        host: The home of its unit, which has older values.
+        fields: Weights, then each field of the state, on the accelerator, once it has come.
         home: The last copy of it to host memory; None: values there are older.
     """
 
     weight: Lease
     state: Lease
-    values: Callable[[], tuple[Tensor, ...]]
+    host: HostHome
     fields: tuple[Tensor, ...] = ()
     home: Transfer | None = None
 
@@ -62,7 +64,7 @@ class DeviceShards:
     """Shards of this rank in accelerator memory: see [Note: two places of one shard].
 
     Args:
-        layout: Of the states.
+        rule: Updates them; ``layout`` is that of their states.
         device: The accelerator.
 
     Attributes:
@@ -70,8 +72,8 @@ class DeviceShards:
         pool: Of the shards.
     """
 
-    def __init__(self, layout: StateLayout, device: torch.device) -> None:
-        self._layout, self._device = layout, device
+    def __init__(self, rule: UpdateRule, layout: StateLayout, device: torch.device) -> None:
+        self._rule, self._layout, self._device = rule, layout, device
         self.chosen: frozenset[int] = frozenset()
         self.pool = DevicePool(0, device)
         self._thread = ThreadPoolExecutor(1, "infinity-device-update", use_own_stream, (device,))
@@ -83,21 +85,16 @@ class DeviceShards:
     def __contains__(self, index: int) -> bool:
         return index in self._shards
 
-    def weight(self, index: int) -> Lease | None:
-        """Return what holds the weights of a unit's shard; None: it is not here."""
-        shard = self._shards.get(index)
-        return None if shard is None else shard.weight
-
     def update(
-        self, unit: Unit, values: Callable[[], tuple[Tensor, ...]], gradient: Callable[[], Tensor],
-        runs: Iterable[Run], after: Transfer | None, ended: Callable[[BaseException | None], None],
+        self, unit: Unit, host: HostHome, gradient: Callable[[], Tensor], runs: Iterable[Run],
+        after: Transfer | None, ended: Callable[[BaseException | None], None],
     ) -> None:  # fmt: skip
         """Start to update a shard, which comes here if it is not here yet; does not block.
 
         Args:
-            values: Returns its weights and the fields of its state in host memory, after earlier uses.
+            host: Its home.
             gradient: Returns its gradient on the accelerator, after earlier uses.
-            after: The update in flight that makes ``values``; None: they are there.
+            after: The update in flight that makes the values of ``host``; None: they are there.
             ended: Called when the stream was given the update, or with the error.
         """
         with self._lock:
@@ -106,7 +103,8 @@ class DeviceShards:
             if found is None:
                 sizes = self._layout.weight_nbytes, self._layout.state_nbytes
                 weight, state = (self.pool.lease(size(unit.shard_numel), who=unit.name) for size in sizes)
-                found = self._shards[unit.index] = _DeviceShard(weight, state, values)
+                found = self._shards[unit.index] = _DeviceShard(weight, state, host)
+                host.mirror = weight
             shard = found
             shard.home = None
 
@@ -145,12 +143,14 @@ class DeviceShards:
         weight: Tensor = shard.weight.tensor.view(self._layout.dtype)  # after the copies of other streams
         if comes:
             shard.fields = weight, *self._layout.views(shard.state.tensor, weight.numel())
-            for target, source in zip(shard.fields, shard.values(), strict=True):
+            for target, source in zip(shard.fields, shard.host.values(), strict=True):
                 target.copy_(source, non_blocking=True)
         for run in runs:
             part = slice(run.start, run.stop)
             state = tuple(each[part] for each in shard.fields[1:])
-            adamw_on_device(weight[part], grad[part], state, run.hyper, piece_numel=RESIDENT_NUMEL)
+            self._rule.update_on_device(
+                weight[part], grad[part], state, run.hyper, piece_numel=RESIDENT_NUMEL
+            )
         shard.weight.record_use()  # which other streams copy; states are used by this one only
 
     def bring_home(self, index: int, before: Callable[[], object] = lambda: None) -> Transfer | None:
@@ -168,7 +168,7 @@ class DeviceShards:
             def copy() -> None:
                 before()
                 # Not through the lease: copies of the weights wait for what the update has left there.
-                for target, source in zip(shard.values(), shard.fields, strict=True):
+                for target, source in zip(shard.host.values(), shard.fields, strict=True):
                     target.copy_(source, non_blocking=True)
                 wait_on_host(record(self._device))
 
@@ -180,6 +180,7 @@ class DeviceShards:
         with self._lock:
             shard = self._shards.pop(index, None)
             if shard is not None:
+                shard.host.mirror = None
                 self._queue(shard.release)  # in the order of its stream
 
     def elsewhere(self, chosen: frozenset[int]) -> frozenset[int]:

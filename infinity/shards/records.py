@@ -14,11 +14,14 @@ from typing import Any
 from infinity.core.errors import StateError
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Unit
-from infinity.shards.commits import CommitInterval, CommitRecord, Commits, pack, unpack
+from infinity.planner.shard_update import Predictor
+from infinity.shards.commits import CommitInterval, Commits
+from infinity.shards.homes import HostHome
+from infinity.shards.journal import CommitRecord, pack, unpack
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
-from infinity.shards.tiers import Tiers
+from infinity.shards.tiers import Tiers, is_reloadable
 
 
 @dataclass(slots=True)
@@ -40,28 +43,6 @@ class Commit:
     overwritten: bool = False
 
 
-class Predictor:
-    """Whether updates that start inside backward will be right: a saturating counter of two bits.
-
-    Source: J. E. Smith, A study of branch prediction strategies (ISCA 1981).
-
-    Attributes:
-        counter: 0 to 3.
-    """
-
-    def __init__(self) -> None:
-        self.counter = 2
-
-    @property
-    def right(self) -> bool:
-        """The prediction for this step; the same all through it."""
-        return self.counter >= 2
-
-    def learn(self, right: bool) -> None:
-        """Take in what this step showed."""
-        self.counter = min(3, self.counter + 1) if right else max(0, self.counter - 1)
-
-
 class Records:
     """The records of one model's steps, and what is written for them.
 
@@ -73,7 +54,6 @@ class Records:
         units: All of the model's.
         commits: Writes the records; None if no process could go on with the run.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
-        updates: In flight or landed, the last of each unit, by its index.
         predictor: Belongs to the small state of a step.
 
     Attributes:
@@ -85,10 +65,10 @@ class Records:
 
     def __init__(
         self, tiers: Tiers, units: Sequence[Unit], commits: Commits | None, every: int | None,
-        updates: Mapping[int, Transfer], predictor: Predictor,
+        predictor: Predictor,
     ) -> None:  # fmt: skip
         self.tiers, self.units, self.commits = tiers, units, commits
-        self._updates, self._predictor = updates, predictor
+        self._predictor = predictor
         self.interval, self.steps, self.planned_written = CommitInterval(every), 0, 0
         self.recorded: int | None = None
         self._commit: Commit | None = None  # what is not recorded yet
@@ -118,8 +98,8 @@ class Records:
 
     def stores_residents(self, updated: Container[int]) -> bool:
         """Whether a commit of a step that updates these units writes units in host memory."""
-        residents, from_base = self.tiers.residents, self.tiers.from_base
-        return any(index in updated or index not in from_base for index in residents)
+        residents = [unit for unit in self.units if isinstance(unit.home, HostHome)]
+        return any(unit.index in updated or not is_reloadable(unit) for unit in residents)
 
     def take_stored(self, index: int) -> Sequence[Transfer]:
         """Return what writes a unit in host memory to NVMe, which is about to be updated in its place."""
@@ -127,24 +107,28 @@ class Records:
 
     def _store_residents(self) -> None:
         """Start to write units in host memory to NVMe: see [Note: shards in host memory]."""
-        for index in self.tiers.changed_residents():
+        for unit in self.units:
+            index, home = unit.index, unit.home
+            if not isinstance(home, HostHome) or home.reloadable or home.recorded:
+                continue
             self._pass_barrier()
-            updated = self.bring_home(index) or self._updates.get(index)
-            self._stored[index] = self.tiers.store_resident(self.units[index], self.next_place, updated)
-            self.planned_written += self.tiers.residents[index].nbytes
+            updated = self.bring_home(index) or home.updating
+            self._stored[index] = home.store_copy(self.tiers.store, self.next_place, updated)
+            self.planned_written += home.nbytes
 
     def bring_home(self, index: int) -> Transfer | None:
         """Start to copy a unit's newest values home, after writes of those there; None: they are."""
         return self.tiers.bring_home(self.units[index], self._stored.get(index, ()))
 
     def _make_commit(self) -> "Commit":
-        landing: list[Transfer] = [*self._updates.values()]  # those of steps without a record, too
+        updates = (unit.home.updating for unit in self.units)
+        # Those of steps without a record, too.
+        landing: list[Transfer] = [update for update in updates if update is not None]
         landing += [transfer for each in self._stored.values() for transfer in each]
-        versions = tuple(unit.version for unit in self.units)
+        versions = tuple(unit.home.version for unit in self.units)
         counts = tuple(tuple(segment.steps for segment in unit.segments) for unit in self.units)
         record = CommitRecord(self.steps, versions, counts, world_size=self.units[0].world_size)
         layout, store = None, self.tiers.store
-        assert store is not None
         if self._layout != store.changes:
             self._layout, layout = store.changes, describe(self.units, self.tiers)
         return Commit(record, landing, layout)
@@ -223,7 +207,7 @@ class Records:
             self.recorded = saved.step
             self.commits.obsolete = obsolete
             if saved.own is not None:
-                self.commits.take_over(saved.own.record, saved.own.place)
+                self.commits.take_over(saved.own.record)
                 record = saved.own.record
                 # Of this model's units: cut otherwise, it may have more than the record.
                 places = (record.versions[u.index] if u.index in adopted else -1 for u in self.units)
@@ -299,8 +283,8 @@ class Records:
         if self.commits is not None and self._commit is None:  # else the commit has stored them
             self._store_residents()
         landing: dict[int, Sequence[Transfer]] = {}
-        for index in {*self._updates, *self._stored}:
-            home = self.bring_home(index)
-            stored = self._stored.get(index, [self._updates[index]] if index in self._updates else [])
-            landing[index] = stored if home is None else [home, *stored]
+        for unit in self.units:
+            home, update = self.bring_home(unit.index), unit.home.updating
+            stored = self._stored.get(unit.index, [] if update is None else [update])
+            landing[unit.index] = stored if home is None else [home, *stored]
         return self.tiers.pin(self.units, landing)

@@ -22,10 +22,12 @@ from infinity.core.errors import BEGIN_ANEW, StateError
 from infinity.core.files import open_found
 from infinity.core.intervals import ShardPiece, Span, shard_pieces
 from infinity.nvme.volume import SealedFile, Volume, open_direct
+from infinity.optim.adamw import ADAMW
 from infinity.partition.unit import Segment, Unit, UnitIndex
+from infinity.shards.homes import DiskHome, HostHome
 from infinity.shards.saved import SavedRank, SavedRun
 from infinity.shards.store import ShardStore, Version, versions_of_plain, versions_to_plain
-from infinity.shards.tiers import Tiers
+from infinity.shards.tiers import Tiers, is_reloadable
 from infinity.shards.verified import BlockSums, load_sums
 
 #: The name of a tile: that of its parameter, and its rows.
@@ -37,24 +39,27 @@ def describe(units: Sequence[Unit], tiers: Tiers) -> dict[str, Any]:
 
     A unit whose values come from a checkpoint that is loaded again has none, and the files of that are.
     """
-    store = tiers.store
-    assert store is not None
     listed = []
     for unit in units:
         versions = None
-        if unit.index not in tiers.from_base:
-            versions = versions_to_plain(store.versions_of(unit.index))
+        if not is_reloadable(unit):
+            disk = unit.home.copy if isinstance(unit.home, HostHome) else unit.home
+            assert isinstance(disk, DiskHome)
+            versions = versions_to_plain(disk.versions)
         segments = [[s.name, s.offset, list(s.shape)] for s in unit.segments]
         listed.append({"numel": unit.numel, "segments": segments, "versions": versions})
-    base = dict(tiers.base_files) if tiers.from_base else {}
+    base = dict(tiers.base_files) if any(map(is_reloadable, units)) else {}
+    files = tiers.storage.files
+    drives = 0 if files is None else len(files.paths)
     return {
-        "dtype": str(tiers.layout.dtype), "drives": tiers.storage.drives, "units": listed, "base": base
+        "dtype": str(tiers.layout.dtype), "rule": tiers.storage.rule.name, "drives": drives,
+        "units": listed, "base": base,
     }  # fmt: skip
 
 
 def _is_there(unit: Unit, tiers: Tiers, unsaved: Container[str]) -> bool:
     """Whether a checkpoint was loaded again that gives the unit's values, as in the interrupted run."""
-    return unit.index in tiers.from_base and all(segment.whole_name in unsaved for segment in unit.segments)
+    return is_reloadable(unit) and all(segment.whole_name in unsaved for segment in unit.segments)
 
 
 @dataclass(slots=True)
@@ -94,8 +99,11 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
         raise StateError(
             f"the interrupted run computes in {was}, this one in {dtype}: set train.dtype as it was"
         )
+    rule, was = tiers.storage.rule.name, layout.get("rule", ADAMW.name)
+    if was != rule:
+        raise StateError(f"the interrupted run was updated by {was}, this one by {rule}: {BEGIN_ANEW}")
     mine = None if saved.own is None else _Source(saved.own, 0)
-    likes = {u.index for u in units if mine is not None and mine.is_like(u, tiers.chunk_numel)}
+    likes = {u.index for u in units if mine is not None and mine.is_like(u, tiers.storage.chunk_numel)}
     unsaved = {
         _Place.of(segment[0], 0, 0, (), 0)[0]
         for unit in layout["units"]
@@ -113,8 +121,7 @@ def restore(saved: SavedRun, units: UnitIndex, tiers: Tiers, volume: Volume) -> 
     tiers.pending = False
     with contextlib.closing(_Reader(tiers, sources, saved.world_size)) as reader:
         for unit in restored:
-            if tiers.store is not None and unit.index not in tiers.residents:
-                tiers.store.free(unit.index)  # it may have been placed for values of a base
+            tiers.forget(unit)  # it may have been placed for values of a base
             if mine is not None and unit.index in likes:
                 _adopt(unit, mine, tiers)
             else:
@@ -214,7 +221,7 @@ class _Source:
         """Every file of the rank in its generation; its locks, if it is none of ``world_size`` ranks."""
         rank = self.saved.files.rank
         stem = f"rank{rank}-{self.saved.files.generation}"
-        for folder in {self.saved.folder, *(path.parent for path in self.saved.data)}:
+        for folder in {self.saved.journal.parent, *(path.parent for path in self.saved.data)}:
             yield from folder.glob(f"{stem}[-.]*")
             if rank >= world_size:
                 yield folder / f"rank{rank}.lock"
@@ -334,7 +341,7 @@ class _Reader:
         number = next(n for n, c in enumerate(chunks) if c.start <= within < c.start + c.numel)
         if self._at != (rank, unit, number):
             self.close()
-            self._fields = self._held.enter_context(self._tiers.reading(chunks[number]))
+            self._fields = self._held.enter_context(self._tiers.store.reading(chunks[number]))
             self._at = rank, unit, number
         return chunks[number].start, self._fields
 

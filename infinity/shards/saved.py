@@ -1,11 +1,10 @@
 """Finds the last commit of an interrupted run: the newest step that every rank holds whole."""
 
-import contextlib
 import errno
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,21 @@ from infinity.core.files import is_locked
 from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import finished_path
 from infinity.nvme.volume import Space
+from infinity.optim.adamw import ADAMW
 from infinity.optim.layout import StateLayout
-from infinity.shards.commits import (
+from infinity.optim.rules import RULES
+from infinity.shards.journal import (
     MOST_PLACES,
     CommitRecord,
-    CorruptRecordError,
+    Contents,
+    CorruptJournalError,
     RankFiles,
-    read_commit,
-    read_head,
-    read_layout,
+    read_journal,
     whole_numbers,
 )
 
-_RECORD = re.compile(r"rank(\d+)-(\d+)\.commit([01])")
+_JOURNAL = re.compile(r"rank(\d+)-(\d+)\.commits")
+_DATA = re.compile(r"rank(\d+)-(\d+)-\d+\.bin")
 _OF_RANK = re.compile(r"rank(\d+)-(\d+)[-.].*")
 
 
@@ -38,15 +39,13 @@ class SavedRank:
 
     Attributes:
         files: Names of its files.
-        folder: Of its record.
-        place: Of its record, 0 or 1.
+        journal: Path of its journal.
         layout: Where versions lie; see :func:`describe`.
         data: Its data files, by number of the drive.
     """
 
     files: RankFiles
-    folder: Path
-    place: int
+    journal: Path
     record: CommitRecord
     layout: Mapping[str, Any]
     data: tuple[Path, ...]
@@ -101,54 +100,24 @@ def find_saved(folders: Sequence[Path], ranks: Ranks, note: Callable[[str], obje
         StateError: Files of the run are missing, or no commit is whole.
         ChangedFileError: A file of the run was cut.
     """
-    over = all(finished_path(path.parent, rank).exists() for rank, _, path in _records(folders))
-    lost = _without_records(folders)
-    if ranks.least(over and not lost and not _written_in_place(folders), "whether the run is over"):
+    journals = list(_journals(folders))
+    begun = [each for each in journals if each.has_commits]
+    over = all(finished_path(each.path.parent, each.rank).exists() for each in begun)
+    lost = _without_journal(folders, journals)
+    heads = [each.contents.head for each in journals if each.contents is not None]
+    in_place = any(head is not None and head.in_place for head in heads)
+    if ranks.least(over and not lost and not in_place, "whether the run is over"):
         return None
-    newest = max((generation for _, generation, _ in _records(folders)), default=0)
-    problems: list[str] = []
+    newest = max((each.generation for each in begun), default=0)
+    problems = [each.problem for each in journals if each.problem]
     for generation in range(_most(newest, ranks), 0, -1):
-        found = _in_generation(folders, ranks, generation, problems)
+        found = _in_generation(folders, ranks, [e for e in begun if e.generation == generation], problems)
         if found is not None:
             for problem in problems:
                 note(f"{problem}. The run goes on from its commit of step {found.step}, which is whole")
             return found
-    _require_none(folders, ranks, problems, lost)
-    return None
-
-
-def committed_step(folders: Sequence[Path]) -> int | None:
-    """Return the last step that all ranks with files in a run's directories here have committed; None: none.
-
-    Any process may ask; nothing is changed. A run that goes on looks with :func:`find_saved`.
-    """
-    steps: dict[int, dict[int, int]] = {}  # by generation and rank
-    complete: dict[int, bool] = {}
-    for rank, generation, path in _records(folders):
-        try:
-            record = read_commit(path)
-        except CorruptRecordError:
-            continue
-        if record is not None:
-            of_ranks = steps.setdefault(generation, {})
-            of_ranks[rank] = max(record.step, of_ranks.get(rank, 0))
-            complete[generation] = len(of_ranks) >= record.world_size
-    # a rank that went on with another number of ranks may be ahead of the others
-    newest = max(steps, key=lambda generation: (complete[generation], generation), default=None)
-    return None if newest is None else min(steps[newest].values())
-
-
-def _require_none(folders: Sequence[Path], ranks: Ranks, problems: Sequence[str], lost: Path | None) -> None:
-    """Raise if a run has commits, none of which is whole.
-
-    Some ranks may have its first record already and others, whose data files are there, none: then there is
-    nothing to lose.
-
-    Args:
-        lost: A data file whose records are elsewhere.
-    """
     where = ", ".join(map(str, folders))
-    if _written_in_place(folders):
+    if in_place:
         raise StateError(
             f"the run in {where} was ended while its weights were written in place (infinity.gathered with "
             f"modify=True, or a state was loaded), so none of its steps is whole: {BEGIN_ANEW}"
@@ -159,10 +128,77 @@ def _require_none(folders: Sequence[Path], ranks: Ranks, problems: Sequence[str]
         )
     if lost is not None:
         raise StateError(
-            f"{lost} is of a run that has commits, but its records are not in {where}: name every directory "
+            f"{lost} is of a run that has commits, but its journal is not in {where}: name every directory "
             f"that it had in memory.nvme; {BEGIN_ANEW}"
         )
-    records = [record for _, _, path in _records(folders) if (record := read_commit(path)) is not None]
+    _require_none(folders, ranks, begun)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A journal in a directory.
+
+    Attributes:
+        contents: What is in it; None: it cannot be read.
+        problem: Why not, or empty.
+    """
+
+    rank: int
+    generation: int
+    path: Path
+    contents: Contents | None
+    problem: str = ""
+
+    @property
+    def has_commits(self) -> bool:
+        return self.contents is None or bool(self.contents.commits or self.contents.problems)
+
+
+def _journals(folders: Iterable[Path]) -> Iterator[_Found]:
+    """Yield every journal, those of a process that ended while it made the first files left out."""
+    for path in (path for folder in folders for path in sorted(folder.glob("rank*.commits"))):
+        if match := _JOURNAL.fullmatch(path.name):
+            rank, generation = int(match[1]), int(match[2])
+            try:
+                contents = read_journal(path)
+            except CorruptJournalError as error:
+                if any(path.parent.glob(f"rank{rank}-{generation}-*.bin")):
+                    yield _Found(rank, generation, path, None, str(error))
+                continue
+            owner = RankFiles(rank, generation) if contents.head is None else contents.head.owner
+            if (owner.rank, owner.generation) != (rank, generation):
+                problem = f"{path}: put in the place of another rank's, or generation's, journal"
+                yield _Found(rank, generation, path, None, problem)
+            else:
+                yield _Found(rank, generation, path, contents)
+
+
+def committed_step(folders: Sequence[Path]) -> int | None:
+    """Return the last step that all ranks with files in a run's directories here have committed; None: none.
+
+    Any process may ask; nothing is changed. A run that goes on looks with :func:`find_saved`.
+    """
+    steps: dict[int, dict[int, int]] = {}  # by generation and rank
+    complete: dict[int, bool] = {}
+    for each in _journals(folders):
+        if each.contents is not None and each.contents.commits:
+            record, _ = each.contents.commits[max(each.contents.commits)]
+            of_ranks = steps.setdefault(each.generation, {})
+            of_ranks[each.rank] = record.step
+            complete[each.generation] = len(of_ranks) >= record.world_size
+    # a rank that went on with another number of ranks may be ahead of the others
+    newest = max(steps, key=lambda generation: (complete[generation], generation), default=None)
+    return None if newest is None else min(steps[newest].values())
+
+
+def _require_none(folders: Sequence[Path], ranks: Ranks, begun: Iterable[_Found]) -> None:
+    """Raise if a run has commits, none of which is whole on all ranks.
+
+    Some ranks may have its first commit already and others, whose data files are there, none: then there is
+    nothing to lose.
+    """
+    records = [r for e in begun if e.contents is not None for r, _ in e.contents.commits.values()]
     number, step, old_ranks = (
         _most(max((getattr(record, name) for record in records), default=0), ranks)
         for name in ("number", "step", "world_size")
@@ -170,26 +206,23 @@ def _require_none(folders: Sequence[Path], ranks: Ranks, problems: Sequence[str]
     needed = [ranks.rank] if old_ranks == ranks.world_size else range(old_ranks)
     has_data = all([*folder.glob(f"rank{rank}-*.bin")] for rank in needed for folder in folders)
     if number > 1 or (step > 1 and not ranks.least(has_data, "the interrupted run's files")):
+        where = ", ".join(map(str, folders))
         raise StateError(
             f"the run in {where} has no commit that is whole on all ranks (the newest is of step {step}): "
             f"give every directory and every rank that it had; {BEGIN_ANEW}"
         )
 
 
-def _without_records(folders: Sequence[Path]) -> Path | None:
-    """A data file of an interrupted run that has commits, where no record of them is."""
-    if any(_records(folders)):
-        return None
+def _without_journal(folders: Sequence[Path], journals: Iterable[_Found]) -> Path | None:
+    """Return a data file of an interrupted run whose journal is in none of these directories."""
+    known = {(each.rank, each.generation) for each in journals}
     for path in (path for folder in folders for path in sorted(folder.glob("rank*.bin"))):
-        with contextlib.suppress(OSError):  # another file, or one that no process can go on with
-            files, _, oldest = read_head(path)
-            if oldest and not finished_path(path.parent, files.rank).exists():
-                return path
+        match = _DATA.fullmatch(path.name)
+        if match is None or (int(match[1]), int(match[2])) in known:
+            continue
+        if not finished_path(path.parent, int(match[1])).exists():
+            return path
     return None
-
-
-def _written_in_place(folders: Iterable[Path]) -> bool:
-    return any(path for folder in folders for path in folder.glob("rank*.invalid"))
 
 
 def clear(folders: Iterable[Path], ranks: Ranks, keep: Container[int] = ()) -> None:
@@ -211,26 +244,21 @@ def _most(value: int, ranks: Ranks) -> int:
     return -ranks.least(-value, "the interrupted run's files")
 
 
-def _records(folders: Iterable[Path]) -> Iterator[tuple[int, int, Path]]:
-    """Rank, generation and path of every commit record."""
-    for folder in folders:
-        for path in sorted(folder.glob("rank*.commit?")):
-            if match := _RECORD.fullmatch(path.name):
-                yield int(match[1]), int(match[2]), path
-
-
 def _in_generation(
-    folders: Sequence[Path], ranks: Ranks, generation: int, problems: list[str]
+    folders: Sequence[Path], ranks: Ranks, journals: Sequence[_Found], problems: list[str]
 ) -> SavedRun | None:
     found: dict[int, dict[int, SavedRank]] = {}  # by rank and step
-    for rank, _, path in (each for each in _records(folders) if each[1] == generation):
-        try:
-            saved = _saved(folders, RankFiles(rank, generation), path)
-        except CorruptRecordError as error:
-            problems.append(str(error))
+    for each in journals:
+        if each.contents is None:
             continue
-        if saved is not None:
-            found.setdefault(rank, {})[saved.record.step] = saved
+        problems += each.contents.problems
+        for step, (record, layout) in each.contents.commits.items():
+            try:
+                saved = _saved(folders, each.contents, record, layout)
+            except CorruptJournalError as error:
+                problems.append(str(error))
+                continue
+            found.setdefault(each.rank, {})[step] = saved
     sizes = (saved.record.world_size for each in found.values() for saved in each.values())
     world_size = _most(max(sizes, default=0), ranks)
     as_before = world_size == ranks.world_size
@@ -240,7 +268,7 @@ def _in_generation(
     holds = step >= 0 and all(step in steps for steps in needed)
     if not ranks.least(holds, "the last commit"):
         return None
-    runs = [steps[step].record.files.run for steps in needed]
+    runs = [steps[step].files.run for steps in needed]
     run = ranks.least(min(runs), "the interrupted run's number")
     if not ranks.least({*runs} == {run}, "the interrupted run's number"):
         raise StateError(
@@ -251,32 +279,27 @@ def _in_generation(
         if lock.exists() and is_locked(lock):
             raise LockedError(errno.EWOULDBLOCK, "a rank of the interrupted run lives: end it", str(lock))
     ours = {rank: steps[step] for rank, steps in found.items() if step in steps}
+    generation = ours[ranks.rank if as_before else 0].files.generation
     return SavedRun(step, generation, run, world_size, ours[ranks.rank] if as_before else None, ours)
 
 
-def _saved(folders: Sequence[Path], files: RankFiles, path: Path) -> SavedRank | None:
-    """Return all that belongs to the record at ``path``, checked; None: the record has gone.
+def _saved(
+    folders: Sequence[Path], contents: Contents, record: CommitRecord, layout: Mapping[str, Any]
+) -> SavedRank:
+    """Return a commit and all that belongs to it, checked.
 
     Raises:
-        CorruptRecordError: Something is damaged, or belongs to another commit, rank or run.
+        CorruptJournalError: The layout contradicts itself or the commit.
         StateError: A data file is missing.
         ChangedFileError: A data file was cut.
     """
-    record = read_commit(path)
-    if record is None:
-        return None
-    if record.files != replace(files, run=record.files.run):
-        raise CorruptRecordError(
-            f"{path}: a record of rank {record.files.rank}, generation {record.files.generation}, put in the "
-            f"place of one of rank {files.rank}, generation {files.generation}"
-        )
-    described = path.with_name(files.layout(record.layout[0]))
-    layout = read_layout(described, record.layout[1])
+    assert contents.head is not None  # it comes before the first commit
+    files = contents.head.owner
     try:
         spaces = check_layout(layout, record)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptRecordError(
-            f"{described}: contradicts itself or {path.name} ({first_line(error)})"
+        raise CorruptJournalError(
+            f"{contents.path}: step {record.step} contradicts itself ({first_line(error)})"
         ) from error
     data = []
     for drive, space in enumerate(spaces):
@@ -292,23 +315,8 @@ def _saved(folders: Sequence[Path], files: RankFiles, path: Path) -> SavedRank |
             raise ChangedFileError(
                 paths[0], f"was cut to {paths[0].stat().st_size} bytes of at least {space.end}"
             )
-        _check_head(paths[0], drive, record, path)
         data.append(paths[0])
-    return SavedRank(files, path.parent, int(path.name[-1]), record, layout, tuple(data))
-
-
-def _check_head(data: Path, drive: int, record: CommitRecord, path: Path) -> None:
-    """Raise unless a data file is the one that a record speaks of, and of its time."""
-    files, number, oldest = read_head(data)
-    if (files, number) != (record.files, drive):
-        raise CorruptRecordError(
-            f"{data}: not the file that {path.name} speaks of, but another rank's, drive's or run's"
-        )
-    if not record.number - 1 <= oldest <= record.number:
-        older, newer = (path, data) if oldest > record.number else (data, path)
-        raise CorruptRecordError(
-            f"{older}: older than {newer.name}, which speaks of later steps: it was put back from a copy"
-        )
+    return SavedRank(files, contents.path, record, layout, tuple(data))
 
 
 def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]:
@@ -318,7 +326,8 @@ def check_layout(layout: Mapping[str, Any], record: CommitRecord) -> list[Space]
         ValueError: They are not, or contradict the record; another error if something is missing.
     """
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
-    sizes, [drives] = StateLayout.of(dtypes[layout["dtype"]]), whole_numbers([layout["drives"]], most=2**12)
+    sizes = RULES[layout.get("rule", ADAMW.name)].layout(dtypes[layout["dtype"]])
+    [drives] = whole_numbers([layout["drives"]], most=2**12)
     units, base = layout["units"], layout.get("base", {})
     if type(base) is not dict:
         raise ValueError("no files of a base")
@@ -345,11 +354,10 @@ def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None
         at = 0
         for start, numel, *extents in version:
             whole_numbers([start, numel])
-            moments = 8 * numel
             allowed = (
                 (sizes.weight_nbytes(numel),),
-                (0, sizes.state_nbytes(numel) - moments),
-                (0, moments),
+                (0, sizes.only(exact=True).state_nbytes(numel)),
+                (0, sizes.only(moments=True).state_nbytes(numel)),
             )
             found = [sum(whole_numbers([piece[2] for piece in extent])) for extent in extents]
             if start != at or not numel or any(n not in most for n, most in zip(found, allowed, strict=True)):
@@ -360,12 +368,12 @@ def _check_versions(versions: Any, shard_numel: int, sizes: StateLayout) -> None
 
 
 def spaces_of(layout: Mapping[str, Any]) -> list[Space]:
-    """The space that heads and extents take in each data file.
+    """The space that extents take in each data file.
 
     Raises:
         ValueError: Two overlap, or one is not whole blocks.
     """
-    taken = [[(0, BLOCK_NBYTES)] for _ in range(layout["drives"])]
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(layout["drives"])]
     for unit in layout["units"]:
         for version in unit["versions"] or []:
             for extent in (extent for chunk in version for extent in chunk[2:]):

@@ -17,13 +17,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError
 from infinity.core.transfer import Lease, Pool, Transfer
-from infinity.optim.layout import StateLayout, master_of
+from infinity.optim.layout import StateLayout
 from infinity.shards.store import ChunkExtents, Version
 
 #: Of the waits of the training thread, so that Ctrl-C gets through (s).
@@ -83,7 +82,7 @@ class Snapshot:
         Once for each unit: it may be overwritten afterwards.
 
         Yields:
-            The chunk's first element in the shard, and its three fields.
+            The chunk's first element in the shard, and its fields.
 
         Raises:
             DiskError: A read failed, or the update that wrote the values.
@@ -103,7 +102,7 @@ class Snapshot:
                     yield start, fields
                 elif source.version is not None:
                     with self._reading(source.version.chunks[number], self._room) as (weight, *state):
-                        yield start, (master_of(self._layout, weight, tuple(state)), *state[-2:])
+                        yield start, self._layout.full_values(weight, state)
             self._check()
         finally:
             self._busy = False
@@ -116,11 +115,9 @@ class Snapshot:
             values = self._sources[index].values
             if values is None:
                 return None
-            weight, *state = (each[start:stop] for each in values)
-            missing = self._layout.fields[len(state) :]  # of a unit that was never trained
-            state += [torch.zeros(stop - start, dtype=field.dtype, device="cpu") for field in missing]
-            exact = master_of(self._layout, weight, tuple(state))
-            return tuple(each.clone() for each in (exact, *state[-2:]))
+            weight, *fields = (each[start:stop] for each in values)
+            state = self._layout.complete(fields, stop - start)
+            return tuple(each.clone() for each in self._layout.full_values(weight, state))
 
     def _check(self) -> None:
         if self._cancelled:

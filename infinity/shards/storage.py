@@ -1,29 +1,29 @@
 """Storage of a rank's shards: a pool of host memory, and files on NVMe with an engine to reach them."""
 
 import contextlib
-import secrets
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.config import MemoryConfig
-from infinity.core.errors import BEGIN_ANEW, StateError
+from infinity.core.errors import StateError
 from infinity.core.transfer import TransferEngine
 from infinity.device.machine import missing_huge_pages
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
-from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
-from infinity.shards.commits import Commits, RankFiles, head_of
+from infinity.optim.rule import UpdateRule
+from infinity.optim.rules import default_rule
+from infinity.shards.commits import Commits
 from infinity.shards.config import Resume
-from infinity.shards.saved import SavedRun, clear, find_saved
+from infinity.shards.run_files import RunFiles
+from infinity.shards.saved import SavedRun
 from infinity.shards.store import ShardStore
 from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_of
 
@@ -31,8 +31,7 @@ from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_
 class Storage:
     """Host memory and files of one rank; opened before the model is built, and closed with the run.
 
-    It has more attributes than other classes because it is where these parts are made, in order, and what
-    stays of their files is decided.
+    It has more attributes than other classes because it is where these parts are made, in order.
 
     Args:
         memory: Budgets and directories.
@@ -41,14 +40,13 @@ class Storage:
         device: Where this rank computes. For an accelerator host memory is pinned, and holds gradients too.
 
     Attributes:
+        rule: Updates the shards, whose states have its ``layout``.
         host_pool: Staging buffers, and shards that stay in host memory.
         volume: Files on NVMe, which ``engine`` reaches and ``store`` divides; None without a directory.
         units_engine: The same engine for shards, which can be watched.
         commits: Writes this rank's commit records; None if no process could go on with the run.
-        saved: The last commit of an interrupted run, with which this one goes on.
+        files: This rank's directories of the run; None without one.
         sums: Of the blocks in the files, by which every read is checked; None: without ``memory.verify``.
-        drives: Number of files that shards lie in.
-        keep: Leave the files on disk at the end, if a process can go on with the run.
         chunk_numel: Elements of a shard that are staged at one time.
         resident_nbytes: What shards that stay may take of the budget; on an accelerator with their gradients.
     """
@@ -57,7 +55,8 @@ class Storage:
         self, memory: MemoryConfig, host_nbytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.memory, self.host_nbytes, self.on_accelerator = memory, host_nbytes, device.type != "cpu"
-        self.layout = StateLayout.of(dtype)
+        self.rule: UpdateRule = default_rule()
+        self.layout: StateLayout = self.rule.layout(dtype)
         self._stack = contextlib.ExitStack()
         self.host_pool = self._stack.enter_context(contextlib.closing(HostPool(host_nbytes, device=device)))
         self.volume: Volume | None = None
@@ -66,11 +65,8 @@ class Storage:
         self.store: ShardStore | None = None
         self.chunk_numel = CHUNK_NUMEL
         self.commits: Commits | None = None
-        self.saved: SavedRun | None = None
+        self.files: RunFiles | None = None
         self.sums: BlockSums | None = None
-        self.drives, self.keep = 0, False
-        self._looked = False  # for a commit: from then on files without one may go
-        self._unused = ""  # what files of this run begin with that are of no use before it has a commit
         staging = 0
         if memory.nvme:
             share = 2 if memory.resident else 1  # residents get at least the other half
@@ -100,27 +96,11 @@ class Storage:
             if resume == "must":
                 raise StateError(f"run.resume=must, but the run {run_id} has no directory in memory.nvme")
             return
-        directories = []
-        for root in self.memory.nvme:
-            directories.append(RunDirectory(Path(root), run_id, ranks.rank))
-            self._stack.callback(self._end_directory, directories[-1], ranks.world_size)
-        self._stack.callback(self._finish, directories)
-        folders = [directory.path for directory in directories]
-        rank, files = ranks.rank, RankFiles(ranks.rank)
-        if resume is not None:
-            files = self._look_for_commit(folders, ranks, resume, note)
-            for folder in folders:
-                finished_path(folder, rank).unlink(missing_ok=True)  # of a run before
-        self._looked, self.keep = True, self.saved is not None
-        own = None if self.saved is None else self.saved.own
-        paths = [directory.file(files.data(drive)) for drive, directory in enumerate(directories)]
-        paths = paths if own is None else list(own.data)
-        self.drives = len(paths)
-        if own is None and self.saved is not None:
-            self._unused = f"rank{rank}-{files.generation}"
-        self.volume = Volume(
-            paths, stripe_weights([path.parent for path in paths]), None if own is None else own.spaces()
-        )
+        files = RunFiles(self.memory, run_id, ranks, resume, self._stack, synced=synced, note=note)
+        self.files = files
+        own = None if files.saved is None else files.saved.own
+        weights = stripe_weights([path.parent for path in files.paths])
+        self.volume = Volume(list(files.paths), weights, None if own is None else own.spaces())
         self._stack.callback(self.volume.close)
         for line in (*self.volume.notes, missing_huge_pages()):
             if line:
@@ -128,8 +108,8 @@ class Storage:
         self.engine = make_engine(self.memory.engine, self.volume, note)
         if self.memory.verify:
             self.sums = BlockSums()
-            for drive in range(self.drives):
-                self.sums.add(drive, salt_of(rank, drive))
+            for drive in range(len(files.paths)):
+                self.sums.add(drive, salt_of(ranks.rank, drive))
             self.volume.on_zeros = self.sums.set_zeros
             self.engine = VerifiedEngine(self.engine, self.sums, self.volume)
             if own is not None:
@@ -138,76 +118,29 @@ class Storage:
         self.units_engine = WatchedEngine(self.engine, timeline)
         if timeline.enabled:
             self.engine = WatchedEngine(self.engine, timeline)
-        if resume in ("auto", "must") and self.memory.versions == 2:
-            folder = folders[0] if own is None else own.folder
-            if own is None:
-                self.volume.reserve_heads()
-                self._write_heads(files, 0)
-            self.commits = Commits(
-                folder,
-                files,
-                self.volume.sync if synced else None,
-                partial(self._write_heads, files),
-                None if self.sums is None else partial(self.sums.snapshot, self.drives),
-            )
+        if files.journal is not None and resume != "never" and self.memory.versions == 2:
+            sums = tuple if self.sums is None else partial(self.sums.snapshot, len(files.paths))
+            self.commits = Commits(files.journal, self.volume.sync if synced else None, sums)
             self._stack.callback(self.commits.close)
         self.store = ShardStore(
-            self.volume, weight_itemsize=self.layout.weight_nbytes(1),
-            state_itemsize=self.layout.state_nbytes(1), versions=self.memory.versions,
-            chunk_numel=self.chunk_numel,
+            self.volume, self.units_engine, self.host_pool, self.layout,
+            versions=self.memory.versions, chunk_numel=self.chunk_numel,
         )  # fmt: skip
 
-    def _write_heads(self, files: RankFiles, oldest: int) -> None:
-        assert self.volume is not None
-        for drive in range(self.drives):
-            self.volume.write_head(drive, head_of(files, drive, oldest))
-
-    def _look_for_commit(
-        self, folders: list[Path], ranks: Ranks, resume: Resume, note: Callable[[str], object]
-    ) -> RankFiles:
-        """Set ``saved``, remove what belongs to no commit, and return the names of this rank's files."""
-        if resume != "never":
-            self.saved = find_saved(folders, ranks, note)
-        if self.saved is None:
-            self._looked = True
-            if resume == "must":
-                raise StateError(
-                    f"run.resume=must, but there is no commit in {', '.join(map(str, folders))}; "
-                    "run.resume=auto begins a new run there"
-                )
-            clear(folders, ranks)
-            return RankFiles(ranks.rank, run=ranks.least(secrets.randbits(48), "the run's number"))
-        if self.memory.versions == 1:
-            raise StateError(
-                f"an interrupted run is in {', '.join(map(str, folders))}, which memory.versions=1 would "
-                f"write over: set memory.versions=2 to go on; {BEGIN_ANEW}"
-            )
-        clear(folders, ranks, keep=(self.saved.generation,))
-        generation = self.saved.generation + (self.saved.own is None)
-        return RankFiles(ranks.rank, generation, self.saved.run)
+    @property
+    def saved(self) -> SavedRun | None:
+        """The last commit of an interrupted run, with which this one goes on."""
+        return None if self.files is None else self.files.saved
 
     @property
-    def _committed(self) -> bool:
-        return self.saved is not None or (self.commits is not None and self.commits.any)
+    def keep(self) -> bool:
+        """Whether the files stay on disk at the end, if a process can go on with the run."""
+        return self.files is not None and self.files.keep
 
-    def _finish(self, directories: list[RunDirectory]) -> None:
-        """Say in every directory that the run is over, before the first file goes."""
-        if self._looked and self._committed and not self.keep:
-            for directory in directories:
-                directory.finish()
-
-    def _end_directory(self, directory: RunDirectory, world_size: int) -> None:
-        if not self._looked and directory.is_empty():
-            directory.remove()  # this process made it
-        elif not self._looked or (self.keep and self._committed):
-            if self._unused and not (self.commits is not None and self.commits.any):
-                for path in directory.path.glob(f"{self._unused}[-.]*"):
-                    path.unlink(missing_ok=True)
-            directory.leave()
-        elif self._committed:
-            directory.remove_finished(world_size)
-        else:
-            directory.remove()
+    @keep.setter
+    def keep(self, keep: bool) -> None:
+        if self.files is not None:
+            self.files.keep = keep
 
     def before_close(self, call: Callable[[], object]) -> None:
         """Run ``call`` when this is closed, before files and memory go."""

@@ -1,4 +1,4 @@
-"""Extents of every unit: two versions, cut into the chunks of the update.
+"""Room for shards on NVMe, in versions that are cut into the chunks of the update.
 
 [Note: the layout of a unit on disk]
 A version of a unit is its shard's weights, end to end, and its shard's state, chunk by chunk, each
@@ -12,13 +12,17 @@ the second version get room when the unit is first trained. So a frozen unit tak
 weights and no more.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infinity.core.errors import DiskError
+from torch import Tensor
+
 from infinity.core.extent import Extent, Piece
+from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.nvme.volume import Volume
+from infinity.optim.layout import StateLayout, store_master
 
 _NOWHERE = Extent(())
 
@@ -63,24 +67,6 @@ class Version:
         return whole
 
 
-@dataclass(slots=True)
-class StoredShard:
-    """A unit's shard on NVMe.
-
-    Attributes:
-        versions: One while it was never trained, else two or more places, of which an update writes the next.
-        name: The unit's, for messages.
-    """
-
-    versions: list[Version]
-    name: str
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is room for moments and for every version."""
-        return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
-
-
 def versions_to_plain(versions: Iterable[Version]) -> list[Any]:
     """Versions as lists of numbers, for a file; see :func:`versions_of_plain`."""
     return [
@@ -115,140 +101,73 @@ def versions_of_plain(plain: list[Any], first: int = 0) -> list[Version]:
 
 
 class ShardStore:
-    """The extents of every unit of this rank.
+    """Room on NVMe for the shards of this rank, and how their chunks move.
 
     Args:
-        volume: Where they are allocated.
-        weight_itemsize: Bytes of weight per element.
-        state_itemsize: Bytes of state per element, moments included.
+        volume: Where extents are allocated.
+        engine: Reads and writes them.
+        pool: Of staging memory for chunks.
+        layout: Of weights and states.
         versions: Places of a unit when it is first trained: 1, 2, or 3 where not every step is recorded.
         chunk_numel: Elements of a chunk; a multiple of 2,048.
-        moments_itemsize: Bytes of moments per element.
 
     Attributes:
         changes: Grows whenever a unit gets or loses extents.
     """
 
     def __init__(
-        self, volume: Volume, *, weight_itemsize: int, state_itemsize: int, versions: int, chunk_numel: int,
-        moments_itemsize: int = 8,
+        self, volume: Volume, engine: TransferEngine, pool: Pool, layout: StateLayout, *,
+        versions: int, chunk_numel: int,
     ) -> None:  # fmt: skip
-        self.volume, self.versions, self.chunk_numel = volume, versions, chunk_numel
-        self._weight_itemsize, self._moments_itemsize = weight_itemsize, moments_itemsize
-        self._exact_itemsize = state_itemsize - moments_itemsize
-        self._shards: dict[int, StoredShard] = {}  # by unit
+        self.volume, self.engine, self.pool, self.layout = volume, engine, pool, layout
+        self.versions, self.chunk_numel = versions, chunk_numel
+        self._exact, self._moments = layout.only(exact=True), layout.only(moments=True)
         self._gradients: dict[int, Extent] = {}  # by unit, if its gradient waits here; no commit names it
         self.changes = 0
-
-    def allocate(self, unit: int, shard_numel: int, name: str) -> None:
-        """Make room for one version of a unit's weights.
-
-        Raises:
-            DiskError: The file system is full.
-        """
-        version = Version(self._weights(self.places(shard_numel), name))
-        self._set(unit, StoredShard([version], name))
-
-    def adopt(self, unit: int, name: str, versions: list[Version]) -> None:
-        """Let a unit have extents that were found, and that the volume counts as taken."""
-        self._set(unit, StoredShard(versions, name))
-
-    def versions_of(self, unit: int) -> list[Version]:
-        return self._shards[unit].versions
-
-    def _set(self, unit: int, shard: StoredShard) -> None:
-        self._shards[unit] = shard
-        self.changes += 1
 
     def places(self, shard_numel: int) -> list[tuple[int, int]]:
         """Start and elements of every chunk of a shard."""
         starts = range(0, shard_numel, self.chunk_numel)
         return [(start, min(self.chunk_numel, shard_numel - start)) for start in starts]
 
-    def has(self, unit: int) -> bool:
-        return unit in self._shards
+    # --- room ----------------------------------------------------------------------------------
 
-    def trains(self, unit: int) -> bool:
-        """Whether the unit has room for moments and for every version."""
-        return self._shards[unit].trains
-
-    def version(self, unit: int, which: int) -> Version:
-        """The only version of a unit that was never trained, or one of all."""
-        versions = self._shards[unit].versions
-        return versions[which % len(versions)]
-
-    def add_exact(self, unit: int, number: int) -> ChunkExtents:
-        """Make room, zeros, for what makes chunk ``number`` of a unit that was never trained exact.
+    def weights(self, places: Iterable[tuple[int, int]], name: str) -> Version:
+        """Make room for the weights of one version.
 
         Raises:
             DiskError: The file system is full.
         """
-        shard = self._shards[unit]
-        [version] = shard.versions
-        chunk = self._with_exact(version.chunks[number], shard.name)
-        shard.versions = [Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))]
-        self.changes += 1
-        return chunk
+        return Version(
+            tuple(
+                ChunkExtents(start, numel, self.volume.allocate(self.layout.weight_nbytes(numel), what=name))
+                for start, numel in places
+            )
+        )
 
-    def add_all_exact(self, unit: int) -> None:
-        """Make room, zeros, for what makes a unit exact that was never trained."""
-        for number, chunk in enumerate(self._shards[unit].versions[0].chunks):
-            if not chunk.exact.pieces:
-                self.add_exact(unit, number)
+    def with_exact(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
+        """Make room, zeros, for what makes a chunk exact, unless it has it."""
+        if chunk.exact.pieces or not self._exact.fields:
+            return chunk
+        return replace(chunk, exact=self._zeros(self._exact, chunk.numel, name))
 
-    def train(self, unit: int, versions: int | None = None) -> None:
-        """Make room for all that training needs; moments are zeros. Once is enough.
+    def with_state(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
+        """Make room, zeros, for all that training needs of a chunk that was never trained."""
+        chunk = self.with_exact(chunk, name)
+        return replace(chunk, moments=self._zeros(self._moments, chunk.numel, name))
 
-        Args:
-            versions: Places; None: as many as the store's.
+    def _zeros(self, layout: StateLayout, numel: int, name: str) -> Extent:
+        return self.volume.allocate(layout.state_nbytes(numel), what=name, zeroed=True)
 
-        Raises:
-            DiskError: The file system is full.
-        """
-        shard = self._shards[unit]
-        if shard.trains:
-            return
-        [first], name = shard.versions, shard.name
-        places = [(chunk.start, chunk.numel) for chunk in first.chunks]
-        count = self.versions if versions is None else versions
-        bare = [first, *(Version(self._weights(places, name)) for _ in range(1, count))]
-        shard.versions = [self._whole(version, name) for version in bare]
-        self.changes += 1
-
-    def add_version(self, unit: int) -> None:
-        """Make room for another version of a unit that is trained.
-
-        Raises:
-            DiskError: The file system is full; nothing changed.
-        """
-        shard = self._shards[unit]
-        chunks: list[ChunkExtents] = []
-        try:
-            for chunk in shard.versions[0].chunks:
-                chunks += self._weights([(chunk.start, chunk.numel)], shard.name)
-                chunks[-1] = self._with_exact(chunks[-1], shard.name)
-                chunks[-1] = self._with_moments(chunks[-1], shard.name)
-        except DiskError:
-            self.free_versions([Version(tuple(chunks))])
-            raise
-        shard.versions = [*shard.versions, Version(tuple(chunks))]
-        self.changes += 1
-
-    def _whole(self, version: Version, name: str) -> Version:
-        """The version with room for all that training needs."""
-        return Version(tuple(self._with_moments(self._with_exact(c, name), name) for c in version.chunks))
-
-    def free(self, unit: int) -> None:
-        """Give back what a unit holds."""
-        shard = self._shards.pop(unit, None)
-        self.free_gradient(unit)
-        self.changes += 1
-        if shard is not None:
-            self.free_versions(shard.versions)
+    def free_versions(self, versions: Iterable[Version]) -> None:
+        """Give back extents that no unit has any more."""
+        for chunk in (chunk for version in versions for chunk in version.chunks):
+            self.volume.free(chunk.weight)
+            self.volume.free(chunk.state)
 
     @property
     def with_gradient(self) -> frozenset[int]:
-        """Units with a place for their gradient."""
+        """Indices of units with a place for their gradient."""
         return frozenset(self._gradients)
 
     def gradient(self, unit: int, nbytes: int, name: str) -> Extent:
@@ -267,26 +186,54 @@ class ShardStore:
         if extent is not None:
             self.volume.free(extent)
 
-    def free_versions(self, versions: Iterable[Version]) -> None:
-        """Give back extents that no unit has any more."""
-        for chunk in (chunk for version in versions for chunk in version.chunks):
-            self.volume.free(chunk.weight)
-            self.volume.free(chunk.state)
+    # --- chunks in memory ------------------------------------------------------------------------
 
-    def _weights(self, places: Iterable[tuple[int, int]], name: str) -> tuple[ChunkExtents, ...]:
-        itemsize = self._weight_itemsize
-        return tuple(
-            ChunkExtents(start, numel, self.volume.allocate(numel * itemsize, what=name))
-            for start, numel in places
-        )
+    def views(self, lease: Lease, numel: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return weights and state of a chunk in memory that has room for all of it."""
+        middle = self.layout.weight_nbytes(numel)
+        end = middle + self.layout.state_nbytes(numel)
+        weight = lease.tensor[:middle].view(self.layout.dtype)
+        return weight, self.layout.views(lease.tensor[middle:end], numel)
 
-    def _with_exact(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
-        if chunk.exact.pieces or not self._exact_itemsize:
-            return chunk
-        return replace(chunk, exact=self._zeros(chunk.numel * self._exact_itemsize, name))
+    def chunk_nbytes(self, numel: int) -> int:
+        """Return the bytes of weights and state of ``numel`` elements."""
+        return self.layout.weight_nbytes(numel) + self.layout.state_nbytes(numel)
 
-    def _with_moments(self, chunk: ChunkExtents, name: str) -> ChunkExtents:
-        return replace(chunk, moments=self._zeros(chunk.numel * self._moments_itemsize, name))
+    @contextmanager
+    def reading(self, chunk: ChunkExtents, room: Lease | None = None) -> Iterator[tuple[Tensor, ...]]:
+        """Weights and state of a chunk, in memory that is held inside the context.
 
-    def _zeros(self, nbytes: int, name: str) -> Extent:
-        return self.volume.allocate(nbytes, what=name, zeroed=True)
+        Args:
+            room: That memory; None: of the pool.
+        """
+        nbytes = self.chunk_nbytes(chunk.numel)
+        with nullcontext(room) if room is not None else self.pool.lease(nbytes, who="saved states") as lease:
+            weight, state = self.views(lease, chunk.numel)
+            self.read(chunk, lease, weight, state)
+            yield weight, *state
+
+    def read(self, chunk: ChunkExtents, lease: Lease, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Read what a chunk has on NVMe, and complete what it does not have there; blocking."""
+        for transfer in [self.engine.read(*part) for part in self._parts(chunk, lease.memory)]:
+            transfer.wait()
+        if not chunk.exact.pieces:
+            store_master(self.layout, weight.float(), weight, state)
+        if not chunk.moments.pieces:
+            for moment in self.layout.moments_of(state):
+                moment.zero_()
+
+    def write(self, chunk: ChunkExtents, lease: Lease) -> list[Transfer]:
+        """Start to write what a chunk has room for on NVMe."""
+        return [self.engine.write(*part) for part in self._parts(chunk, lease.memory)]
+
+    def _parts(self, chunk: ChunkExtents, memory: memoryview) -> Iterator[tuple[Extent, memoryview]]:
+        """Yield a chunk's extents on NVMe, each with its place in memory that has room for all of it."""
+        begin = 0
+        for extent, nbytes in (
+            (chunk.weight, self.layout.weight_nbytes(chunk.numel)),
+            (chunk.exact, self._exact.state_nbytes(chunk.numel)),
+            (chunk.moments, self._moments.state_nbytes(chunk.numel)),
+        ):
+            if extent.pieces:
+                yield extent, memory[begin : begin + nbytes]
+            begin += nbytes

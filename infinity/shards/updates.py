@@ -1,28 +1,8 @@
 """Updates of shards: from complete gradients to committed versions.
 
-[Note: when an update starts]
-With two versions a unit's update starts as soon as its gradient exists, inside backward: it reads the
-committed version and writes the next. ``step`` then only publishes them: what was next is committed.
-Otherwise gradients are held, and the updates start at ``step``. Either way they lag into the next forward,
-where the next fetch of a unit waits for that unit's own update, and they run in the order in which the next
-forward will need them.
-
-[Note: speculation]
-What an update needs to know is known at ``step`` only: the clip coefficient, which depends on the norm of all
-gradients. An update inside backward takes it to be 1. Where it is, ``step`` validates the updates. Where it
-is not, or ``param_groups`` changed meanwhile, they are rolled back: the next version is void, and they start
-again from the committed one, with the right numbers. So gradients are kept until ``step``, as they are
-without speculation; an optimizer that never clips gives them back as soon as they were read.
-
-Every step tells whether speculation was right, or would have been. While the prediction is that it will not
-be (see :class:`infinity.shards.records.Predictor`), updates start at ``step``.
-
-[Note: gradients on NVMe]
-Where memory is too small for all gradients that wait for ``step``, some units' are written to NVMe as soon
-as they are complete. An update inside backward reads its gradient from memory meanwhile, and memory is given
-back when both are done. One that starts at ``step``, for the first time or again, reads it from NVMe, by
-chunks. Each gradient has one place, which no commit names. The next write to it waits for all that reads or
-writes it.
+When an update starts, stands, is rolled back or gives memory back is decided by
+:class:`infinity.planner.shard_update.ShardUpdate`; what its actions are is here: transfers, the pipeline,
+threads and streams.
 
 [Note: what is forgotten]
 Skipping a step, or ``zero_grad()`` without ``step()``, publishes nothing: updates are rolled back, and the
@@ -36,36 +16,30 @@ accelerator the shard is not what compute reads, so it is updated on a thread be
 upload of the unit waits for that. One that is on the accelerator, too, is updated there
 (:mod:`infinity.shards.on_device`), also from ``step`` on, beside the next forward: its gradient waits
 there. For a commit it is brought home first, and its next update waits for nothing.
-
-[Note: step counts]
-The bias correction of a parameter depends on how often it was updated itself. So its segment has a count of
-its own, which grows when an update of it is committed, and a shard is updated by runs of segments that have
-both group and count in common: one run, or one for each group, as long as every step uses every parameter.
 """
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from infinity.core.errors import StateError
-from infinity.core.extent import Extent
-from infinity.core.interrupts import Section
-from infinity.core.lifecycle import Lifecycle, Tier, UpdateState
-from infinity.core.transfer import ChainedTransfer, Lease, Transfer
-from infinity.optim.pipeline import Chunk, Expected, Progress, Run, UpdateJob, UpdatePipeline
-from infinity.optim.rules import Hyper, Rule
+from infinity.core.lifecycle import Tier, UpdateState
+from infinity.core.transfer import Lease, Transfer
+from infinity.optim.rules import Rule
+from infinity.partition.home import UpdateFuture
 from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
+from infinity.planner.shard_update import Do, ShardUpdate, Speculation
 from infinity.shards.commits import Commits
-from infinity.shards.records import Predictor, Records
-from infinity.shards.store import Version
+from infinity.shards.homes import HostHome, ShardHome
+from infinity.shards.hypers import Run, StepHypers
+from infinity.shards.pipeline import ExpectedUpdate, UpdateJob, UpdatePipeline
+from infinity.shards.records import Records
 from infinity.shards.tiers import Tiers
 
 
@@ -83,39 +57,15 @@ class Weights:
     lease: Lease | None = None
     stay: Tensor | None = None
 
+    @classmethod
+    def staying(cls, values: Tensor) -> "Weights":
+        """Return weights in memory in which the new ones will be, too."""
+        return cls(values, stay=values)
+
     def release(self) -> None:
         """They are read no more; may be called twice."""
         if self.lease is not None:
             self.lease.release()
-
-
-class UpdateFuture(Transfer):
-    """An update in flight; ends when its last write has landed.
-
-    Attributes:
-        computed: Set when the new weights exist, and the update reads what it was given no more.
-    """
-
-    __slots__ = ("computed",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.computed = threading.Event()
-
-    def wait_computed(self) -> None:
-        """Return when the new weights exist, though they may not be on disk yet.
-
-        Raises:
-            DiskError: The update has failed.
-        """
-        while not self.computed.wait(1.0):  # in slices: Ctrl-C must get through
-            pass
-        if self.done():
-            self.wait()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        super().finish(error)
-        self.computed.set()
 
 
 @dataclass(slots=True)
@@ -123,118 +73,124 @@ class PendingUpdate:
     """A unit whose gradient of this step is complete on this rank.
 
     Attributes:
-        grad: ``(shard_numel,)``; None: it is on NVMe, or on its way there.
-        lease: Of the gradient.
-        stored: Ends when the gradient is on NVMe; None: it stays in memory.
+        update: Decides what happens to it.
+        grad: ``(shard_numel,)`` in memory, as long as ``lease`` is held.
         used: Parameters that have a gradient.
-        lifecycle: Of the update, when it has started.
-        future: Of the update; ``progress`` likewise.
-        place: The version that the update writes, when it has started.
+        grad_scale: The clip coefficient, as far as it is known.
+        future: Of the update, when it has started.
+        job: Of one in the pipeline; ``place`` is the version that it writes.
+        stored: Ends when the gradient is on NVMe; None: it stays in memory.
     """
 
     unit: Unit
-    grad: Tensor | None
+    update: ShardUpdate
+    grad: Tensor
     sum_of_squares: float
     lease: Lease
     weights: Weights
     used: tuple[Segment, ...]
-    lifecycle: Lifecycle[UpdateState]
+    grad_scale: float = 1.0
     future: UpdateFuture | None = None
     place: int | None = None
-    progress: Progress | None = None
+    job: UpdateJob | None = None
     stored: Transfer | None = None
 
-    @property
-    def speculated(self) -> bool:
-        return self.lifecycle.state is UpdateState.SPECULATED
 
-    def release_gradient(self) -> None:
-        """No update reads the gradient in memory any more; may be called twice."""
-        if self.stored is None:
-            self.lease.release()
-        else:
-            self.grad = None
-            self.stored.then(self.lease.release)
+@dataclass(slots=True)
+class PlannedBytes:
+    """Bytes that are to be read and written; what was begun in vain is taken off."""
 
-    def release(self) -> None:
-        """Gradient and weights are read no more; may be called twice."""
-        self.release_gradient()
-        self.weights.release()
+    read: int = 0
+    written: int = 0
 
 
-class StepHypers:
-    """The hyperparameters of a step, read once from the optimizer's groups for all of its updates.
+@dataclass(frozen=True, slots=True)
+class HostUpdates:
+    """Updates of shards in host memory, in their place.
 
     Attributes:
-        groups: The optimizer's ``param_groups``.
-        loss_scale: Of the gradients.
+        rule: What an update computes.
+        beside: Runs updates, one after another; None: the training thread does.
     """
 
-    def __init__(self) -> None:
-        self.groups: Sequence[Mapping[str, Any]] = ()
-        self.loss_scale = 1.0
-        self._hypers: list[Hyper] | None = None  # of each group; None: not read in this step
-        self._group_of: dict[int, int] = {}  # by id of the parameter
-        self._tensors: dict[tuple[int, int, float], Tensor] = {}  # by group, step count and gradient scale
-        self._read_from: object = None  # the groups that were read
-        self._lock = threading.Lock()
+    rule: Rule
+    beside: ThreadPoolExecutor | None
 
-    def runs(self, unit: Unit, used: Iterable[Segment], grad_scale: float) -> tuple[Run, ...]:
-        """Return the parts of a shard that are updated: see [Note: step counts]. Any thread.
+    def update(
+        self, home: HostHome, grad: Tensor, runs: Iterable[Run], stored: Iterable[Transfer],
+        preserve: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Update a shard, when what is written of it has left, and what is saved of it was read."""
+        for transfer in stored:
+            transfer.wait()
+        preserve()
+        for run in runs:
+            part = slice(run.start, run.stop)
+            weights, state = home.weight[part], tuple(each[part] for each in home.state)
+            self.rule.update(weights, grad[part], state, weights, run.hyper)
 
-        Args:
-            used: Parameters that have a gradient; those in no group are left alone, too.
-            grad_scale: What gradients are multiplied by, beside the loss scale.
-        """
-        self.begin_step()
-        with self._lock:
-            hyper_of: dict[int, Tensor] = {}
-            for segment in used:
-                group = self._group_of.get(id(segment.whole))
-                if group is not None:
-                    hyper_of[segment.index] = self._tensor(group, segment.steps + 1, grad_scale)
-        return runs_of(unit, hyper_of)
 
-    def begin_step(self) -> None:
-        """Read the groups, unless this step has done so."""
-        with self._lock:
-            if self._hypers is None:
-                self._hypers, self._tensors, self._read_from = self._read(), {}, self.groups
-                groups = enumerate(self.groups)
-                self._group_of = {id(p): i for i, group in groups for p in group["params"]}
+class StoredGradients:
+    """Gradients that wait on NVMe: see [Note: gradients on NVMe] in :mod:`infinity.planner.shard_update`.
 
-    def _tensor(self, group: int, step: int, grad_scale: float) -> Tensor:
-        assert self._hypers is not None
-        key = group, step, grad_scale
-        if key not in self._tensors:
-            scale = grad_scale / self.loss_scale
-            self._tensors[key] = replace(self._hypers[group], step=step, grad_scale=scale).tensor()
-        return self._tensors[key]
+    Args:
+        tiers: Has their places.
+        units: All of the model's.
 
-    def count(self, used: Iterable[Segment]) -> None:
-        """Take note that the update of these parameters is committed; after :meth:`runs`."""
-        for segment in used:
-            segment.steps += id(segment.whole) in self._group_of
+    Attributes:
+        chosen: Indices of units whose gradients wait there.
+    """
+
+    def __init__(self, tiers: Tiers, units: Sequence[Unit]) -> None:
+        self._tiers, self._units = tiers, units
+        self.chosen: frozenset[int] = frozenset()
+        self._writes: dict[int, Transfer] = {}  # the last of each unit
 
     @property
-    def changed(self) -> bool:
-        """Whether the groups are not what they were when this step read them."""
-        if self._hypers is None:
-            return False
-        return self._read_from is not self.groups or self._hypers != self._read()
+    def nbytes(self) -> int:
+        """Bytes of gradients that wait on NVMe in each step."""
+        return sum(self._tiers.gradient_nbytes(self._units[index]) for index in self.chosen)
 
-    def end_step(self) -> None:
-        """Read the groups anew when the next update starts."""
-        self._hypers = None
+    def write(self, unit: Unit, memory: memoryview) -> Transfer:
+        """Start to write a unit's gradient to its place, when nothing reads or writes that any more.
 
-    def _read(self) -> list[Hyper]:
-        return [
-            Hyper(
-                lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
-                eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
-            )
-            for group in self.groups
-        ]  # fmt: skip
+        Raises:
+            DiskError: The one before could not be written; or there is no room.
+        """
+        self._wait_for_place(unit.index)
+        stored = self._writes[unit.index] = self._tiers.store.engine.write(self._tiers.gradient(unit), memory)
+        return stored
+
+    def _wait_for_place(self, index: int) -> None:
+        for last in (self._units[index].home.updating, self._writes.get(index)):
+            if last is not None:
+                last.wait()
+
+    def place(self, indices: frozenset[int], in_use: Iterable[int]) -> None:
+        """Let the gradients of these units wait on NVMe, and of no others; between two steps.
+
+        Args:
+            in_use: Indices of units whose gradient of this step may still be read there.
+
+        Raises:
+            DiskError: The file system has no room for them.
+        """
+        self.chosen = indices
+        store = self._tiers.storage.store
+        for index in frozenset() if store is None else store.with_gradient - indices - set(in_use):
+            self._wait_for_place(index)
+            self._tiers.store.free_gradient(index)
+        for index in sorted(indices):
+            self._tiers.gradient(self._units[index])
+
+    def land(self) -> None:
+        """Return when no gradient is on its way to NVMe.
+
+        Raises:
+            DiskError: One could not be written.
+        """
+        for stored in self._writes.values():
+            stored.wait()
 
 
 class Updates:
@@ -245,48 +201,40 @@ class Updates:
 
     Args:
         tiers: Where shards live.
-        rule: Updates shards in host memory.
-        beside: Runs their updates, one after another; None: the training thread does.
+        resident: Updates shards in host memory.
         pipeline: Updates the others; None when everything is resident.
         units: All of the model's.
         order: Of uses and gradients in a step, which orders the updates.
-        two_versions: Updates may start inside backward: see [Note: when an update starts].
-        clips: The step may scale gradients, so they are kept until then: see [Note: speculation].
+        speculation: Says whether updates start inside backward.
         commits: Writes the commit record; None if no process could go on with the run.
         on_failure: Called with the error of an update or of a gradient on its way to it, on any thread.
         every: Steps from one recorded commit to the next; None: as many as hide its cost.
-        section: Of bookkeeping that changes stored states; None: one of its own.
 
     Attributes:
+        ready: Updates of this step, by index of the unit.
         records: Of the steps that were committed.
-        spilled: Indices of units whose gradients wait on NVMe: see [Note: gradients on NVMe].
-        speculated: Updates of the last step that started before its norm was known.
-        rolled_back: Those of them that were void.
+        stored_gradients: Those that wait on NVMe.
+        planned: Bytes that the updates of all steps were to move.
     """
 
     def __init__(
-        self, tiers: Tiers, rule: Rule, beside: ThreadPoolExecutor | None,
-        pipeline: UpdatePipeline | None, units: Sequence[Unit], order: StepOrder, *,
-        two_versions: bool, clips: bool, commits: Commits | None,
+        self, tiers: Tiers, resident: HostUpdates, pipeline: UpdatePipeline | None, units: Sequence[Unit],
+        order: StepOrder, speculation: Speculation, *, commits: Commits | None,
         on_failure: Callable[[BaseException], None], every: int | None = None,
-        section: Section | None = None,
     ) -> None:  # fmt: skip
-        self._section = section or Section()
-        self.tiers, self.rule, self._beside, self.pipeline = tiers, rule, beside, pipeline
-        self.units, self.order, self._two_versions, self.clips = units, order, two_versions, clips
-        self.predictor = Predictor()
-        self.speculated = self.rolled_back = 0
+        self.tiers, self.resident, self.pipeline = tiers, resident, pipeline
+        self.units, self.order, self.speculation = units, order, speculation
         self.on_failure = on_failure
         self._expecting = False
         self._incoming: list[Transfer] = []  # after which gradients have been added
-        self.hypers = StepHypers()
+        self.hypers = StepHypers(tiers.storage.rule)
         self.ready: dict[int, PendingUpdate] = {}
-        self.planned_read = self.planned_written = 0  # bytes of this step's updates
-        self._futures: dict[int, UpdateFuture] = {}
-        self.records = Records(tiers, units, commits, every, self._futures, self.predictor)
-        self.spilled: frozenset[int] = frozenset()
-        self._gradient_writes: dict[int, Transfer] = {}  # the last of each unit
-        self._lock = threading.Lock()
+        self.planned = PlannedBytes()
+        for unit in units:
+            unit.home.updating = None  # of an optimizer before
+        self.records = Records(tiers, units, commits, every, speculation.predictor)
+        self.stored_gradients = StoredGradients(tiers, units)
+        self._lock = threading.Lock()  # guards the states of updates
 
     # --- gradients ---------------------------------------------------------------------------
 
@@ -313,39 +261,40 @@ class Updates:
             weights: Those that the update starts from.
             used: Parameters of the unit that any rank has a gradient of; the others are left alone.
         """
-        lifecycle = Lifecycle(f"update of {unit.name}", UpdateState.HELD)
-        ready = PendingUpdate(unit, grad, squares, lease, weights, used, lifecycle)
-        with self._section:
-            self.hypers.begin_step()
-            with self._lock:
-                self.ready[unit.index] = ready
-            if not math.isfinite(ready.sum_of_squares):
-                ready.release()  # the step will be skipped, and this gradient not read
-                return
-            if unit.index in self.spilled:
-                self._spill(ready)
-            if self.early and unit.home is Tier.NVME:
-                self._launch(ready, 1.0, UpdateState.SPECULATED)
-            elif ready.stored is not None:
-                ready.release_gradient()
+        update = ShardUpdate(
+            unit.name, early=self.early and unit.home.tier is Tier.NVME, keeps=self.speculation.clips,
+            spills=unit.index in self.stored_gradients.chosen,
+        )  # fmt: skip
+        pending = PendingUpdate(unit, update, grad, squares, lease, weights, used)
+        self.hypers.begin_step()
+        self.ready[unit.index] = pending
+        self._on(pending, partial(update.complete, finite=math.isfinite(squares)))
 
-    def _spill(self, ready: PendingUpdate) -> None:
-        """Start to write a gradient to NVMe: see [Note: gradients on NVMe].
+    def _on(self, pending: PendingUpdate, event: Callable[[], tuple[Do, ...]]) -> None:
+        """Tell an update what has happened, and carry out what follows; any thread."""
+        with self._lock:
+            actions = event()
+        for action in actions:
+            match action:
+                case Do.STORE:
+                    self._store(pending)
+                case Do.START:
+                    self._start(pending)
+                case Do.CANCEL:
+                    assert self.pipeline is not None
+                    assert pending.job is not None
+                    self.pipeline.cancel(pending.job)
+                case Do.FREE_GRADIENT:
+                    pending.lease.release()
+                case Do.FREE_WEIGHTS:
+                    pending.weights.release()
+                    pending.weights = Weights(stay=pending.weights.stay)
 
-        Raises:
-            DiskError: The one before could not be written; or there is no room.
-        """
-        index, nbytes = ready.unit.index, self.tiers.gradient_nbytes(ready.unit)
-        self._wait_for_gradient_place(index)
-        ready.stored = self.tiers.write_gradient(ready.unit, ready.lease.memory[:nbytes])
-        self._gradient_writes[index] = ready.stored
-        self.planned_written += nbytes
-
-    def _wait_for_gradient_place(self, index: int) -> None:
-        """Return when nothing reads or writes a unit's gradient on NVMe any more."""
-        for last in (self._futures.get(index), self._gradient_writes.get(index)):
-            if last is not None:
-                last.wait()
+    def _store(self, pending: PendingUpdate) -> None:
+        nbytes = self.tiers.gradient_nbytes(pending.unit)
+        pending.stored = self.stored_gradients.write(pending.unit, pending.lease.memory[:nbytes])
+        self.planned.written += nbytes
+        pending.stored.then(lambda: self._on(pending, pending.update.stored))
 
     def place_gradients(self, indices: frozenset[int]) -> None:
         """Let the gradients of these units wait on NVMe, and of no others; between two steps.
@@ -353,17 +302,7 @@ class Updates:
         Raises:
             DiskError: The file system has no room for them.
         """
-        self.spilled = indices
-        for index in self.tiers.with_gradient - indices - self.ready.keys():
-            self._wait_for_gradient_place(index)
-            self.tiers.free_gradient(self.units[index])
-        for index in sorted(indices):
-            self.tiers.gradient(self.units[index])
-
-    @property
-    def spilled_nbytes(self) -> int:
-        """Bytes of gradients that wait on NVMe in each step."""
-        return sum(self.tiers.gradient_nbytes(self.units[index]) for index in self.spilled)
+        self.stored_gradients.place(indices, self.ready)
 
     def land_held(self) -> None:
         """Return when the gradients that :meth:`commit` reads from NVMe are there.
@@ -371,23 +310,14 @@ class Updates:
         Raises:
             DiskError: One could not be written.
         """
-        for ready in self.ready.values():
-            if ready.stored is not None and ready.lifecycle.state is not UpdateState.VALIDATED:
-                ready.stored.wait()
-
-    def land_gradients(self) -> None:
-        """Return when no gradient is on its way to NVMe.
-
-        Raises:
-            DiskError: One could not be written.
-        """
-        for stored in self._gradient_writes.values():
-            stored.wait()
+        for pending in self.ready.values():
+            if pending.stored is not None and pending.update.state is not UpdateState.VALIDATED:
+                pending.stored.wait()
 
     @property
     def early(self) -> bool:
         """Whether updates of this step start inside backward."""
-        return self._two_versions and self.predictor.right and bool(self.hypers.groups)
+        return self.speculation.early and bool(self.hypers.groups)
 
     def expect(self) -> None:
         """Let the states of a step's updates be read before their gradients exist."""
@@ -395,16 +325,22 @@ class Updates:
             self._expecting = True
             self.pipeline.expect([self._expected(self.units[index]) for index in self._coming()])
 
-    def _expected(self, unit: Unit) -> Expected:
-        committed = self.tiers.version(unit)  # where the update writes is not known yet, nor needed
-        reads_gradient = unit.index in self.spilled and not self.early
-        gradient = self.tiers.gradient(unit) if reads_gradient else None
-        chunks = partial(_chunks, committed, committed, gradient)
-        return Expected(unit.name, chunks, self._futures.get(unit.index))
+    def _expected(self, unit: Unit) -> ExpectedUpdate:
+        assert self.pipeline is not None
+        reads = self.tiers.version(unit)  # where the update writes is not known yet, nor needed
+        gradient, itemsize, fits = None, 0, None
+        if unit.index in self.stored_gradients.chosen and not self.early:
+            gradient, itemsize = self.tiers.gradient(unit), self.tiers.gradient_dtype(unit).itemsize
+            fits = self.pipeline.fits(reads.chunks[0].numel, itemsize)
+        return ExpectedUpdate(
+            name=unit.name, chunks=len(reads.chunks), source=(reads, gradient), fits=fits, reads=reads,
+            grad_itemsize=itemsize,
+        )  # fmt: skip
 
     def _coming(self) -> list[int]:
         """Units on NVMe in the order of their updates in this step; empty while unknown."""
-        on_nvme = [index for index in self.order.gradients if self.units[index].home is Tier.NVME]
+        once = dict.fromkeys(self.order.gradients)  # a step that was forgotten may have begun it
+        on_nvme = [index for index in once if self.units[index].home.tier is Tier.NVME]
         return on_nvme if self.early else self._in_order_of_use(on_nvme)
 
     def total_sum_of_squares(self) -> float:
@@ -424,114 +360,77 @@ class Updates:
         """
         changed = self.hypers.changed
         right = grad_scale == 1.0 and not changed
-        speculated = [ready for ready in self.ready.values() if ready.speculated]
-        if speculated and not (right or self.clips):
+        speculated = self._speculated()
+        if speculated and not (right or self.speculation.clips):
             raise StateError(_CHANGED if changed else _CLIPPED)
-        self.predictor.learn(right)
-        self.speculated, self.rolled_back = len(speculated), 0
+        self.speculation.learn(len(speculated), right=right)
         if changed:
             self.hypers.end_step()
-        for ready in speculated if right else ():
-            with self._lock:
-                ready.lifecycle.move(UpdateState.VALIDATED)
-                if ready.future is not None and ready.future.computed.is_set():
-                    ready.release_gradient()
+        for pending in speculated if right else ():
+            self._on(pending, pending.update.validate)
         return right or not speculated
+
+    def _speculated(self) -> list[PendingUpdate]:
+        return [pending for pending in self.ready.values() if pending.update.speculated]
 
     def roll_back(self) -> None:
         """Void the speculated updates; return when nothing writes to the next versions any more."""
-        speculated = [ready for ready in self.ready.values() if ready.speculated]
-        if self.pipeline is not None:
-            self.pipeline.cancel(ready.progress for ready in speculated if ready.progress is not None)
-        for ready in speculated:
-            assert ready.future is not None
-            ready.future.wait()
-            assert ready.progress is not None
-            ready.lifecycle.move(UpdateState.ROLLED_BACK)
-            if ready.stored is not None:
-                ready.release_gradient()
-            if ready.weights.stay is not None:
-                ready.weights = Weights(stay=ready.weights.stay)  # some of them may be new ones
-            self.planned_read -= ready.progress.unread_nbytes
-            self.planned_written -= ready.progress.unwritten_nbytes
-        self.speculated = self.rolled_back = len(speculated)
-
-    @property
-    def computes(self) -> bool:
-        """Whether :meth:`commit` computes updates itself, which takes long."""
-        return self._beside is None and any(ready.unit.home is Tier.HOST for ready in self.ready.values())
+        speculated = self._speculated()
+        for pending in speculated:
+            self._on(pending, pending.update.roll_back)
+        for pending in speculated:
+            assert pending.future is not None
+            assert pending.job is not None
+            pending.future.wait()
+            if pending.weights.stay is not None:
+                pending.weights = Weights(stay=pending.weights.stay)  # some of them may be new ones
+            self.planned.read -= pending.job.unread_nbytes
+            self.planned.written -= pending.job.unwritten_nbytes
 
     def commit(self, grad_scale: float) -> None:
         """Commit the step: publish validated updates, start the others."""
         for index in self._in_order_of_use(self.ready):
-            ready = self.ready[index]
-            if ready.lifecycle.state is not UpdateState.VALIDATED:
-                self._start(ready, grad_scale)
-            self.hypers.count(ready.used)
-            self.tiers.from_base.discard(index)
-            ready.unit.updates += 1
-            if ready.place is not None:
-                ready.unit.version = ready.place
+            pending = self.ready[index]
+            pending.grad_scale = grad_scale
+            self._on(pending, pending.update.commit)
+            self.hypers.count(pending.used)
+            home = pending.unit.home
+            assert isinstance(home, ShardHome)
+            home.reloadable = False
+            pending.unit.updates += 1
+            if pending.place is not None:
+                home.version = pending.place
         self.records.end_step()
         self._close_step()
 
     def forget(self) -> None:
         """Drop this step's gradients and updates; the committed version stays."""
         if self.ready:
+            self.speculation.forget(len(self._speculated()))
             self.roll_back()
-        for ready in self.ready.values():
-            ready.release()
+        for pending in self.ready.values():
+            self._on(pending, pending.update.drop)
         self._close_step()
 
-    # --- the shards that the mover brings (infinity.partition.mover.Shards) --------------------
-
-    def fetch(self, unit: Unit, memory: memoryview, start: int = 0) -> Transfer:
-        """Start fetching a shard's committed weights from byte ``start`` on, after the update of them."""
-        future = self._futures.get(unit.index)
-        if future is None or future.done() or self._is_next(unit):
-            if future is not None and future.done() and not self._is_next(unit):
-                future.wait()  # raises if that update failed: its weights are not there
-            return self.tiers.fetch(unit, memory, start)
-        return ChainedTransfer(future, lambda: self.tiers.fetch(unit, memory, start))
-
-    def resident(self, unit: Unit) -> Lease | None:
-        """Return what holds the shard of a unit in host memory, or on the accelerator; None for others."""
-        return self.tiers.lease_of(unit)
-
-    def updated_in_place(self, unit: Unit) -> Callable[[], object]:
-        """Return a wait for the new weights of a unit where they were; without an update there is none."""
-        future = self._futures.get(unit.index)
-        return (lambda: None) if future is None else future.wait_computed
-
-    def at_hand(self, unit: Unit) -> bool:
-        """Whether the newest weights are in the accelerator's memory, or what makes them was given to it."""
-        on_device, future = self.tiers.on_device, self._futures.get(unit.index)
-        if on_device is None or unit.index not in on_device:
-            return False
-        return future is None or future.computed.is_set()
-
-    def fetch_waits_for(self, unit: Unit) -> str:
-        """Return the cause of a wait for ``unit``'s fetch: its ``update``, or the disk's ``read``."""
-        future = self._futures.get(unit.index)
-        return "read" if future is None or future.done() or self._is_next(unit) else "update"
+    # --- what is in flight ---------------------------------------------------------------------
 
     def wait_until_unused(self, unit: Unit) -> None:
         """Return when no update reads or writes the weights that ``unit`` stayed with."""
         self.wait_for_gradients()  # its own may still be on the way to the update
-        ready, future = self.ready.get(unit.index), self._futures.get(unit.index)
+        pending, future = self.ready.get(unit.index), unit.home.updating
         if future is not None:
             future.computed.wait()
-        if ready is not None:
-            ready.weights = Weights()  # an update that is still to start will read them
+        if pending is not None:
+            pending.weights = Weights()  # an update that is still to start will read them
 
     def drain(self) -> None:
         """Block until every update that was started has landed."""
         if self.pipeline is not None:
             self.pipeline.drain()
-        for index in self.tiers.residents:
-            if index in self._futures:
-                self._futures[index].wait()
-        self.land_gradients()
+        for unit in self.units:
+            if unit.home.tier is Tier.HOST and unit.home.updating is not None:
+                unit.home.updating.wait()
+        self.stored_gradients.land()
         if self.records.commits is not None:
             self.records.commits.wait()
 
@@ -542,67 +441,46 @@ class Updates:
 
     # --- starting ----------------------------------------------------------------------------
 
-    def _start(self, ready: PendingUpdate, grad_scale: float) -> None:
-        """Start an update with the step's numbers."""
-        if ready.unit.home is Tier.NVME:
-            self._launch(ready, grad_scale, UpdateState.VALIDATED)
-        elif ready.unit.index in self.chosen:
-            self._update_on_device(ready, grad_scale)
+    def _start(self, pending: PendingUpdate) -> None:
+        """Start an update where its unit lives."""
+        if pending.unit.home.tier is Tier.NVME:
+            self._update_in_pipeline(pending)
+        elif pending.unit.index in self.chosen:
+            self._update_on_device(pending)
         else:
-            self._update_resident(ready, grad_scale)
+            self._update_resident(pending)
 
     @property
     def chosen(self) -> frozenset[int]:
         """Indices of units whose gradients stay on the accelerator, where they are updated."""
         return frozenset() if self.tiers.on_device is None else self.tiers.on_device.chosen
 
-    def _update_on_device(self, ready: PendingUpdate, grad_scale: float) -> None:
+    def _update_on_device(self, pending: PendingUpdate) -> None:
         """Update a unit on the accelerator: see [Note: shards in host memory]."""
-        unit, grad, on_device = ready.unit, ready.grad, self.tiers.on_device
-        assert grad is not None
+        unit, dtype, on_device = pending.unit, pending.grad.dtype, self.tiers.on_device
         assert on_device is not None
         resident, _ = self.tiers.about_to_update(unit)  # its values in host memory stay
-        earlier = self._futures.get(unit.index)
-        future = ready.future = self._futures[unit.index] = UpdateFuture()
-
-        def ended(error: BaseException | None) -> None:
-            try:
-                ready.release()
-            except BaseException as raised:  # of a device that does nothing any more
-                error = error or raised.with_traceback(None)
-            self._landed(future, error)
-
+        earlier, runs = unit.home.updating, self._runs(pending)
+        future = pending.future = unit.home.updating = UpdateFuture(pending.update)
         try:
             on_device.update(
-                unit, resident.values, lambda: ready.lease.tensor.view(grad.dtype),
-                self.hypers.runs(unit, ready.used, grad_scale), earlier, ended,
+                unit, resident, lambda: pending.lease.tensor.view(dtype), runs, earlier,
+                partial(self._landed, pending, future),
             )  # fmt: skip
         except BaseException as error:
             future.finish(error)  # it may be waited for
             raise
 
-    def _update_resident(self, ready: PendingUpdate, grad_scale: float) -> None:
+    def _update_resident(self, pending: PendingUpdate) -> None:
         """Update a unit in its place: see [Note: shards in host memory]."""
-        index, stored = ready.unit.index, self.records.take_stored(ready.unit.index)
-        resident, preserve = self.tiers.about_to_update(ready.unit)
-        runs, grad = self.hypers.runs(ready.unit, ready.used, grad_scale), ready.grad
-        assert grad is not None
-
-        def update() -> None:
-            for transfer in stored:
-                transfer.wait()
-            preserve()
-            weights = resident.weight
-            for run in runs:
-                part = slice(run.start, run.stop)
-                state = tuple(f[part] for f in resident.state)
-                self.rule.update(weights[part], grad[part], state, weights[part], run.hyper)
-            ready.release()
-
-        if self._beside is None:
+        stored = self.records.take_stored(pending.unit.index)
+        home, preserve = self.tiers.about_to_update(pending.unit)
+        update = partial(self.resident.update, home, pending.grad, self._runs(pending), stored, preserve)
+        if self.resident.beside is None:
             update()
+            self._on(pending, pending.update.landed)
             return
-        future = ready.future = self._futures[index] = UpdateFuture()
+        future = pending.future = pending.unit.home.updating = UpdateFuture(pending.update)
 
         def beside() -> None:
             error = None
@@ -610,53 +488,55 @@ class Updates:
                 update()
             except BaseException as raised:  # surfaces at wait
                 error = raised.with_traceback(None)
-            self._landed(future, error)
+            self._landed(pending, future, error)
 
-        self._beside.submit(beside)
+        self.resident.beside.submit(beside)
 
-    def _launch(self, ready: PendingUpdate, grad_scale: float, state: UpdateState) -> None:
+    def _update_in_pipeline(self, pending: PendingUpdate) -> None:
+        """Update a unit on NVMe, chunk by chunk, from its committed version to the next."""
         assert self.pipeline is not None
-        unit = ready.unit
-        ready.place = self.records.next_place(unit)
-        earlier = self._futures.get(unit.index)
+        unit, grad, gradient = pending.unit, pending.grad, None
+        pending.place = self.records.next_place(unit)
+        earlier = unit.home.updating
         if earlier is not None:
             earlier.wait()
-        runs = self.hypers.runs(unit, ready.used, grad_scale)
-        grad: Tensor | torch.dtype | None = ready.grad
-        gradient = None
-        if grad is None:
-            assert ready.stored is not None
-            ready.stored.wait()  # at once after land_held
-            grad, gradient = self.tiers.gradient_dtype(unit), self.tiers.gradient(unit)
-            self.planned_read += gradient.nbytes
-        chunks = _chunks(self.tiers.version(unit), self.tiers.version(unit, ready.place), gradient)
-        ready.lifecycle.move(state)  # from here on fetches know whose the update is
-        ready.future = self._futures[unit.index] = future = UpdateFuture()
+        if pending.update.reads_stored_gradient:
+            assert pending.stored is not None
+            pending.stored.wait()  # at once after land_held
+            gradient = self.tiers.gradient(unit)
+            self.planned.read += gradient.nbytes
         weight_nbytes, state_nbytes = self._sizes(unit)
-        self.planned_read += state_nbytes + (weight_nbytes if ready.weights.values is None else 0)
-        self.planned_written += weight_nbytes + state_nbytes
-        job = UpdateJob(
-            name=unit.name, weight=ready.weights.values, grad=grad, chunks=chunks, runs=runs,
-            priority=self.order.first_use(unit.index), on_computed=partial(self._computed, ready, future),
-            on_done=partial(self._landed, future), in_place=ready.weights.stay,
+        self.planned.read += state_nbytes + (weight_nbytes if pending.weights.values is None else 0)
+        self.planned.written += weight_nbytes + state_nbytes
+        future = UpdateFuture(pending.update)
+        job = pending.job = UpdateJob(
+            name=unit.name, weight=pending.weights.values, grad=grad if gradient is None else grad.dtype,
+            reads=self.tiers.version(unit), writes=self.tiers.version(unit, pending.place), gradient=gradient,
+            runs=self._runs(pending), priority=self.order.first_use(unit.index),
+            on_computed=partial(self._computed, pending, future),
+            on_done=partial(self._landed, pending, future), in_place=pending.weights.stay,
         )  # fmt: skip
+        pending.future = unit.home.updating = future  # from here on fetches wait for it
         try:
-            ready.progress = self.pipeline.submit(job)
+            self.pipeline.submit(job)
         except BaseException as error:
             future.finish(error)  # it may be waited for
             raise
 
-    def _computed(self, ready: PendingUpdate, future: UpdateFuture) -> None:
-        """The update has read what it was given; on the pipeline's thread."""
-        with self._lock:
-            ready.weights.release()
-            ready.weights = Weights(stay=ready.weights.stay)
-            if ready.stored is not None or not (self.clips and ready.speculated):
-                ready.release_gradient()
-            future.computed.set()
+    def _runs(self, pending: PendingUpdate) -> tuple[Run, ...]:
+        return self.hypers.runs(pending.unit, pending.used, pending.grad_scale)
 
-    def _landed(self, future: UpdateFuture, error: BaseException | None) -> None:
+    def _computed(self, pending: PendingUpdate, future: UpdateFuture) -> None:
+        """The update has read what it was given; on the pipeline's thread."""
+        self._on(pending, pending.update.computed)
+        future.computed.set()
+
+    def _landed(self, pending: PendingUpdate, future: UpdateFuture, error: BaseException | None) -> None:
         """The end of an update; on the thread that ran it."""
+        try:
+            self._on(pending, pending.update.landed)
+        except BaseException as raised:  # of a device that does nothing any more
+            error = error or raised.with_traceback(None)
         if error is not None:
             self.on_failure(error)
         future.finish(error)
@@ -676,11 +556,6 @@ class Updates:
         self.hypers.end_step()
         self._expecting = False
 
-    def _is_next(self, unit: Unit) -> bool:
-        """Whether the unit's update in flight belongs to a step that is not committed yet."""
-        ready = self.ready.get(unit.index)
-        return ready is not None and ready.speculated
-
 
 _CHANGED = (
     "param_groups changed between backward() and step(), but updates of this step already started inside "
@@ -692,40 +567,3 @@ _CLIPPED = (
     "started inside backward. Make the optimizer with max_grad_norm (math.inf: never clip), and change the "
     "attribute later"
 )
-
-
-def _chunks(committed: Version, following: Version, gradient: Extent | None = None) -> tuple[Chunk, ...]:
-    """Those of an update from one version to the next, which read their parts of ``gradient``."""
-    pairs = zip(committed.chunks, following.chunks, strict=True)
-    chunks = tuple(Chunk(a.start, a.numel, a.weight, a.state, b.weight, b.state) for a, b in pairs)
-    if gradient is None:
-        return chunks
-    size = gradient.nbytes // sum(chunk.numel for chunk in chunks)  # of an element
-    return tuple(
-        replace(chunk, grad_read=gradient.part(size * chunk.start, size * chunk.numel)) for chunk in chunks
-    )
-
-
-def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:
-    """The shard's elements by the numbers of their update.
-
-    Frozen parameters, those without a gradient, and padding are in none.
-
-    Args:
-        hyper_of: By index of the segment; parameters that have all numbers in common share the tensor.
-    """
-    runs: list[Run] = []
-    low, high = unit.shard_start, unit.shard_start + unit.shard_numel
-    joined = False  # only padding lies between the last run and this segment; it stays zero
-    for segment in unit.segments:
-        hyper = hyper_of.get(segment.index)
-        start, stop = max(low, segment.offset) - low, min(high, segment.stop) - low
-        if hyper is None:
-            joined = False
-        elif start < stop:
-            if joined and runs[-1].hyper is hyper:
-                runs[-1] = Run(runs[-1].start, stop, hyper)
-            else:
-                runs.append(Run(start, stop, hyper))
-            joined = True
-    return tuple(runs)

@@ -29,7 +29,7 @@ from infinity.core.files import open_found
 from infinity.core.transfer import Transfer, TransferEngine
 from infinity.nvme.volume import Range, Volume, open_direct
 from infinity.optim.threads import background_threads
-from infinity.shards.commits import CorruptRecordError, read_sums
+from infinity.shards.journal import CorruptJournalError, read_sums
 from infinity.shards.saved import SavedRank, find_saved
 
 Sums = Any  # numpy's, uint32, ``(blocks,)``
@@ -209,7 +209,7 @@ def load_sums(
         sums.add(first + drive, salt_of(rank, drive))
     try:
         kept = _kept_sums(saved)
-    except CorruptRecordError as error:
+    except CorruptJournalError as error:
         raise StateError(f"{error}. memory.verify=false goes on without the sums of blocks") from error
     if kept is None:
         note("memory.verify: the interrupted run kept no sums, so what it wrote is not checked")
@@ -220,10 +220,8 @@ def load_sums(
 
 
 def _kept_sums(saved: SavedRank) -> list[Sums] | None:
-    if saved.record.sums is None:
-        return None
-    path = saved.folder / saved.files.sums(saved.place)
-    return [np.frombuffer(part, np.uint32) for part in read_sums(path, saved.record.sums, len(saved.data))]
+    parts = read_sums(saved.journal, saved.record)
+    return [np.frombuffer(part, np.uint32) for part in parts] or None
 
 
 @dataclass(slots=True)
@@ -273,7 +271,7 @@ def _check_rank(saved: SavedRank) -> RankCheck:
     check.nbytes = sum(piece.nbytes for _, piece in pieces)
     try:
         kept = _kept_sums(saved)
-    except CorruptRecordError as error:
+    except CorruptJournalError as error:
         kept = None
         check.damage.append(str(error))
     if kept is None:

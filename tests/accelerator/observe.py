@@ -19,7 +19,7 @@ from torch import Tensor
 from infinity.device.memory import BufferPool
 from infinity.nvme.engines.base import Move, QueuedEngine
 from infinity.optim import norm
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rules import HostRule
 from infinity.shards import updates
 from tests.accelerator.device import is_sim, simulator, span
 from tests.accelerator.simulator import Flight, Range
@@ -33,7 +33,7 @@ def install() -> None:
         return
     for owner, name, around in (
         (QueuedEngine, "_start", _starts), (Move, "wait", _sees), (Move, "done", _asks),
-        (Move, "then", _follows), (AdamWRule, "update", _updates), (BufferPool, "_take_back", _takes_back),
+        (Move, "then", _follows), (HostRule, "update", _updates), (BufferPool, "_take_back", _takes_back),
     ):  # fmt: skip
         _wrap(owner, name, around)
     for module in (norm, updates):
@@ -54,16 +54,16 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 # --- engines -----------------------------------------------------------------------------------
 
 
-def _starts(start: Any, engine: Any, extent: Any, memory: Any, queue: Any, *, writes: bool) -> Move:
+def _starts(start: Any, engine: Any, extent: Any, memory: Any, *, urgent: bool, writes: bool) -> Move:
     if not isinstance(memory, memoryview):
-        return start(engine, extent, memory, queue, writes=writes)
+        return start(engine, extent, memory, urgent=urgent, writes=writes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ranges = [(address, address + memory.nbytes)]
     told = simulator.flight(
         f"{engine.name} {'write' if writes else 'read'}", ranges if writes else (), () if writes else ranges
     )
     try:
-        move = start(engine, extent, memory, queue, writes=writes)
+        move = start(engine, extent, memory, urgent=urgent, writes=writes)
     except BaseException:
         simulator.landed(told)
         raise

@@ -12,6 +12,7 @@ import infinity
 from infinity import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
+from infinity.shards.tiers import stored_form
 from tests.helpers import models, quantized, training
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
@@ -38,7 +39,7 @@ def enough(folder: str, resident: str) -> tuple[int, int, int]:
             optimizer_for(model, Rule())
             division = runtime_of(model).executor().budget.host
             assert division is not None
-            units = [unit.home for unit in runtime_of(model).units]
+            units = [unit.home.tier for unit in runtime_of(model).units]
             parts = division.gradients + division.weights + division.staging
             assert runtime_of(model).storage.host_pool.capacity_nbytes + parts == host
             break
@@ -167,9 +168,9 @@ def thawed(folder: str) -> list[list[float]]:
         scenario = harness.Scenario(base="qwen3_fp8", lora=4, steps=2, clip=1.0, more=more)
 
         def thaw(step: int, model: torch.nn.Module, optimizer: Any, resident: str = resident) -> None:
-            tiers = runtime_of(model).tiers
             if step == 0:
-                assert bool(tiers.held) is (resident == "true")
+                held = [unit for unit in runtime_of(model).units if stored_form(unit) is not None]
+                assert bool(held) is (resident == "true")
             else:
                 frozen = [p for p in model.parameters() if not p.requires_grad]
                 model.requires_grad_(True)

@@ -13,13 +13,14 @@ import infinity
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.accelerator import on_stream, use_own_stream
 from infinity.device.memory import DevicePool, HostBuffer, HostPool
-from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.mover import Staging
+from infinity.partition.prefetcher import Stored
 from infinity.partition.unit import StoredForm
 from tests.accelerator.device import host_unregister, simulator
 from tests.accelerator.process import needs_simulator, simulated
 from tests.helpers import models, training
 from tests.helpers.launch import run_ranks
-from tests.partition.test_mover import ShardsOnDisk, make_unit
+from tests.partition.test_mover import ShardsOnDisk, make_mover, make_unit
 
 
 @simulated
@@ -78,12 +79,13 @@ def test_stored_bytes_of_a_tile_that_is_not_used_are_overwritten_after_they_were
         unit.stored = StoredForm(8192, 8192, 0, lambda stored, flat: flat.copy_(stored[: flat.numel()]))
     pool, staging = DevicePool(2**20, device), Staging(HostPool(2**20, device=device), 8192, device)
     shards = ShardsOnDisk(bytes(8192))
-    mover = UnitMover(units, shards, pool, staging, None, lambda cause, wait: wait())
-    mover.start_stored(0)
-    mover.decode(0)
-    mover.release(0)  # the thread that computes has not waited for what decodes
-    mover.start_stored(1)  # in the same memory
-    mover.release(1)
+    mover = make_mover(units, shards, pool, staging)
+    mover.start(Stored(0))
+    mover.start(0)
+    mover.release(0)
+    mover.release(Stored(0))  # the thread that computes has not waited for what decodes
+    mover.start(Stored(1))  # in the same memory
+    mover.release(Stored(1))
     assert simulator.races == []
     mover.close()
     shards.engine.close()
@@ -165,7 +167,7 @@ def test_a_model_may_be_built_on_the_device(tmp_path: Path) -> None:
 def break_an_update(folder: str) -> tuple[str, str]:
     """The rule raises in step 1, beside the step: what the runtime is told at once, and how training ends."""
     from infinity.engine.runtime import runtime_of
-    from infinity.optim.rules import AdamWRule
+    from infinity.optim.rules import HostRule
     from tests.accelerator import device, harness
 
     device.start().reset("eager", 0)
@@ -176,10 +178,10 @@ def break_an_update(folder: str) -> tuple[str, str]:
 
     def before(step: int, model: nn.Module, optimizer: Any) -> None:
         if step == 0:
-            AdamWRule.update = fail  # type: ignore[method-assign]
+            HostRule.update = fail  # type: ignore[method-assign]
         if step == 1:
             runtime = runtime_of(model)
-            beside = runtime.executor().updates._beside
+            beside = runtime.executor().updates.resident.beside
             assert beside is not None
             beside.submit(int).result()  # after all updates
             found.append(repr(runtime._failure))

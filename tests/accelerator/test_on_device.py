@@ -16,7 +16,8 @@ from infinity.core.errors import StateError
 from infinity.device.accelerator import cached_nbytes
 from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rule import UpdateRule
+from infinity.optim.rules import HostRule
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -86,17 +87,17 @@ def run(body: Callable[..., Any], *args: Any) -> Any:
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Inside the context: the elements of each update on the CPU."""
-    updated, update = [], AdamWRule.update
+    updated, update = [], HostRule.update
 
-    def counting(self: AdamWRule, weight: Tensor, *args: Any) -> None:
+    def counting(self: HostRule, weight: Tensor, *args: Any) -> None:
         updated.append(weight.numel())
         update(self, weight, *args)
 
-    AdamWRule.update = counting  # type: ignore[method-assign]
+    HostRule.update = counting  # type: ignore[method-assign]
     try:
         yield updated
     finally:
-        AdamWRule.update = update  # type: ignore[method-assign]
+        HostRule.update = update  # type: ignore[method-assign]
 
 
 #: Overrides of the recipe, by what they say about states on the device.
@@ -384,9 +385,10 @@ def take_from_device(executor: Any) -> None:
     budget, on_device, prefetcher = executor.budget, executor.tiers.on_device, executor.prefetcher
     gate, leave, forget = threading.Event(), on_device.leave, prefetcher.forget
     prefetcher.forget()
-    executor.mover._uploads.submit(gate.wait)
+    executor.mover._lanes.uploads.submit(gate.wait)
     prefetcher.begin_visit()
-    prefetcher._start(executor.units[0].index)
+    unit = executor.units[0].index
+    prefetcher._start(unit, prefetcher.nbytes[unit])
 
     def left(index: int) -> None:
         leave(index)
@@ -423,7 +425,7 @@ def test_units_leave_the_device_whose_next_copies_have_been_asked_for():
 
 def failing(where: str) -> tuple[str, bool]:
     """The error of an update on the device, as training meets it; whether every update has ended."""
-    from infinity.shards import on_device, updates
+    from infinity.shards import updates
 
     begin()
     model, optimizer = make(["memory.host=64MiB", *ALL])
@@ -436,13 +438,13 @@ def failing(where: str) -> tuple[str, bool]:
     if where == "lease":
         executor.tiers.on_device.pool._make = fail
     elif where == "update":
-        on_device.adamw_on_device = fail
+        UpdateRule.update_on_device = fail  # type: ignore[method-assign]
     else:
         updates.PendingUpdate.release = fail  # type: ignore[method-assign]
     with pytest.raises(StateError) as raised:
         steps(model, optimizer, range(2, 6))
     executor.tiers.on_device._thread.submit(int).result()  # after those that were asked for
-    ended = all(future.done() for future in executor.updates._futures.values())
+    ended = all(unit.home.updating is None or unit.home.updating.done() for unit in executor.units)
     infinity.close(model)
     return str(raised.value), ended
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from infinity.optim import rules
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import AdamWRule, DeviceRule, Hyper, measure_rates
+from infinity.optim.adamw import ADAMW, AdamWHyper
+from infinity.optim.rules import DeviceRule, HostRule, measure_rates
 from tests.helpers.launch import run_ranks
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
-HYPER = Hyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=0.7)
+HYPER = AdamWHyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=0.7)
 
 
 def compare() -> list[str]:
@@ -26,15 +26,15 @@ def compare() -> list[str]:
     for schedule in ("eager", "lazy"):
         simulator.reset(schedule, 0)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            layout = StateLayout.of(dtype)
+            layout = ADAMW.layout(dtype)
             torch.manual_seed(5)
             weight, grad = (torch.randn(5 * 2**12 + 2048).to(dtype) for _ in range(2))
             state = tuple((torch.rand(weight.numel()) * 9).to(field.dtype) for field in layout.fields)
             other, states = weight.clone(), tuple(field.clone() for field in state)
             there = torch.device("sim", 0)
             pinned = [each.pin_memory(there) for each in (other, grad, *states)]
-            AdamWRule(dtype).update(weight, grad, state, weight, HYPER.tensor())
-            DeviceRule(dtype, there).update(
+            HostRule(ADAMW, dtype).update(weight, grad, state, weight, HYPER.tensor())
+            DeviceRule(ADAMW, dtype, there).update(
                 pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], HYPER.tensor()
             )
             for name, one, two in zip(
@@ -45,7 +45,7 @@ def compare() -> list[str]:
                 if not torch.equal(one, two):
                     wrong.append(f"{schedule} {dtype} {name}: {int((one != two).sum())} of {one.numel()}")
         wrong += simulator.races
-    assert min(measure_rates(torch.bfloat16, there, 1)) > 0
+    assert min(measure_rates(ADAMW, torch.bfloat16, there, 1)) > 0
     return wrong
 
 
@@ -84,7 +84,7 @@ def train_on_several_threads(scenario: Any, folder: str) -> tuple[str, str, list
     simulator, workers, digests = device.start(), list[int](), list[str]()
 
     def before(step: int, model: nn.Module, optimizer: Any) -> None:
-        workers.append(runtime_of(model).executor().updates._beside._max_workers)
+        workers.append(runtime_of(model).executor().updates.resident.beside._max_workers)
 
     for threads in (1, 6):
         simulator.reset("random", 1)

@@ -124,14 +124,14 @@ def test_frozen_weights_stay_no_longer_than_their_block_in_backward(tmp_path: Pa
     model = freeze(build(factory, "bf16", streaming(tmp_path, "memory.device=96KiB")))
     with contextlib.closing(optimizer_for(model, CLIPPED)) as optimizer:
         window: Any = optimizer.runtime.executor().prefetcher
-        assert sum(window.nbytes.values()) > 2 * window.capacity_nbytes
+        assert sum(window.nbytes.values()) > 2 * window.residents.capacity_nbytes
         scheduled = infinity.layer_schedule(model, 2)
         for step in range(4):
             loss = scheduled(**whole(batch, step, 2)).loss
             assert loss.item() == plain[step]
             loss.backward()
             optimizer.step()
-        assert window.training.plan.peak_nbytes <= window.capacity_nbytes
+        assert window.training.plan.peak_nbytes <= window.residents.capacity_nbytes
 
 
 @pytest.mark.parametrize("rule", few((CLIPPED,), (FREE, CLIPPED)))
@@ -152,7 +152,7 @@ def test_a_block_keeps_its_room_when_more_is_trained_later(tmp_path: Path, rule:
             optimizer.step()
         for block in scheduled.blocks.modules:
             room = sum(budget.rounded(unit.nbytes) for unit in _units(runtime, block))
-            assert room <= runtime.executor().prefetcher.capacity_nbytes
+            assert room <= runtime.executor().prefetcher.residents.capacity_nbytes
         assert optimizer.report().peak_nbytes["device"] <= device
 
 
@@ -186,7 +186,7 @@ def count(
     optimizer = optimizer_for(model, rule)
     with contextlib.closing(optimizer):
         runtime: Any = optimizer.runtime
-        assert all(unit.home is Tier.NVME for unit in runtime.units)
+        assert all(unit.home.tier is Tier.NVME for unit in runtime.units)
         scheduled = infinity.layer_schedule(model, micro_batches) if schedule == "layer" else None
         planned, losses, on_demand, before = [], [], 0, (0, 0)
         for step in range(WARM_UP + STEPS):

@@ -202,7 +202,7 @@ def tight(model: Any, rule: Rule) -> Any:
     with pytest.raises(BudgetError) as error:
         optimizer_for(model, rule)
     [nbytes] = re.findall(r"\((\d+) bytes\)", str(error.value))
-    updates = 2 * sum(unit.nbytes for unit in runtime.units if unit.trainable and unit.home is Tier.NVME)
+    updates = 2 * sum(unit.nbytes for unit in runtime.units if unit.trainable and unit.home.tier is Tier.NVME)
     room = int(nbytes) + updates + max(unit.nbytes for unit in runtime.units)
     runtime.config = replace(runtime.config, memory=replace(memory, device=room))
     return optimizer_for(model, rule)
@@ -218,9 +218,9 @@ def test_a_step_reads_the_base_twice_at_most_and_writes_nothing_but_adapters(tmp
         optimizer = tight(model, Rule(max_grad_norm=clip))
         runtime: Any = optimizer.runtime
         home = Tier.HOST if place == "adapters" else Tier.NVME
-        assert {unit.home for unit in runtime.units if unit.trainable} == {home}
-        base = sum(unit.nbytes for unit in base_units(model) if unit.home is Tier.NVME)
-        adapters = sum(unit.numel for unit in runtime.units if unit.trainable and unit.home is Tier.NVME)
+        assert {unit.home.tier for unit in runtime.units if unit.trainable} == {home}
+        base = sum(unit.nbytes for unit in base_units(model) if unit.home.tier is Tier.NVME)
+        adapters = sum(unit.numel for unit in runtime.units if unit.trainable and unit.home.tier is Tier.NVME)
         assert base > runtime.executor().budget.division.window
         for step in range(6):
             model(**batch(step)).loss.backward()
@@ -267,14 +267,14 @@ def test_host_memory_that_a_frozen_base_does_not_need_takes_in_more_of_it(tmp_pa
     with small_units(), infinity.Init(training.recipe("bf16", places)):
         model = factory()
     with closing(model):
-        before = sum(unit.numel for unit in runtime_of(model).units if unit.home is Tier.HOST)
+        before = sum(unit.numel for unit in runtime_of(model).units if unit.home.tier is Tier.HOST)
         with small_units():
             torch.manual_seed(5)
             model = add_lora(model, rank=RANK, alpha=ALPHA)
         ours = train(model, batch, Rule())
         runtime = runtime_of(model)
-        assert all(unit.home is Tier.HOST for unit in runtime.units if unit.trainable)
-        after = sum(unit.numel for unit in base_units(model) if unit.home is Tier.HOST)
+        assert all(unit.home.tier is Tier.HOST for unit in runtime.units if unit.trainable)
+        after = sum(unit.numel for unit in base_units(model) if unit.home.tier is Tier.HOST)
         assert after > 1.5 * before > 0
         assert ours.reports[-1].peak_nbytes["host"] <= runtime.storage.host_nbytes
     assert_bitwise(ours, train_plain(plain(factory, "bf16"), batch, "bf16", Rule()))
@@ -285,7 +285,7 @@ def test_adding_adapters_moves_no_byte_of_the_base(tmp_path):
     with small_units(), infinity.Init(training.recipe("bf16", overrides("nvme", tmp_path))):
         model = factory()
     with closing(model):
-        engine: Any = runtime_of(model).tiers.engine
+        engine: Any = runtime_of(model).tiers.store.engine
         before = engine.nbytes_read, engine.nbytes_written
         with small_units():
             model = add_lora(model, rank=RANK)
@@ -305,7 +305,7 @@ def rank_trains(folder: str) -> tuple[list[float], dict[str, torch.Tensor], list
     ) as model:
         out = train(model, batch, Rule(), rank=rank, world=2)
         save_lora(model, Path(folder, "saved"))
-        homes = [unit.home.name for unit in runtime_of(model).units]
+        homes = [unit.home.tier.name for unit in runtime_of(model).units]
     return out.losses, out.weights, homes
 
 
@@ -341,7 +341,7 @@ def test_saved_adapters_are_loaded_by_peft_and_name_and_hash_their_base(tmp_path
     with closing(model), small_units():
         model = add_lora(model, rank=RANK, alpha=ALPHA)
         train(model, batch, Rule())
-        engine: Any = runtime_of(model).tiers.engine
+        engine: Any = runtime_of(model).tiers.store.engine
         before = engine.nbytes_read
         save_lora(model, tmp_path / "adapters")
         adapters = sum(unit.nbytes for unit in runtime_of(model).units if unit.trainable)

@@ -1,7 +1,6 @@
 """The command line: what it prints, and the exit code of every way to end."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -263,7 +262,6 @@ COMMANDS: list[list[str]] = [
     ["train", "recipe.yaml", "train.steps={}"], ["train", "recipe.yaml", "run.name={}", "train.steps=0"],
     ["plan", "{}"], ["plan", "run", "--budget={}"], ["export", "{}", "out"], ["export", "run", "{}"],
     ["resume", "{}"], ["resume", "run", "{}=3"], ["runs", "{}"], ["runs", ".", "--remove", "{}", "--yes"],
-    ["rok", "{}"], ["rok", "recipe.yaml", "--batches={}"], ["rok", "recipe.yaml", "--steps={}"],
     ["recipe", "{}"], ["plan", "recipe.yaml", "--on={}"], ["plan", "recipe.yaml", "--on=gh200", "--ranks={}"],
     ["plan", "recipe.yaml", "--on=gh200", "--tokens={}"],
 ]  # fmt: skip
@@ -273,11 +271,8 @@ COMMANDS: list[list[str]] = [
 def test_any_argument_is_a_run_or_one_message_and_an_exit_code(
     tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from infinity.app import rok as rok_module
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_module, "train", lambda recipe: None)
-    monkeypatch.setattr(rok_module, "measure_all", lambda *args: iter(()))
     monkeypatch.delenv("INFINITY_TRACEBACK", raising=False)
     write(tmp_path)
     if "--tokens={}" in command:  # each of the same plan
@@ -300,24 +295,10 @@ def test_any_argument_is_a_run_or_one_message_and_an_exit_code(
             assert error.count("infinity: ") == 1 if code == 1 else "usage: infinity" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--batches=99999999"],
-            r"--batches 99999999 --steps 5: train\.batch_size: got 799999992; wanted int, 1 to",
-        ),
-        (["--steps=99999999999"], r"--steps 99999999999: train\.steps: got .*; wanted int, 1 to"),
-        (["--steps=0"], "--steps 0: wanted at least 1"),
-        (["--batches=1,x"], "--batches '1,x': wanted factors"),
-    ],
-)
-def test_the_numbers_of_rok_have_the_ranges_of_the_recipe(
-    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rok", write(tmp_path), *arguments]) == 1
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "runs").exists()
+def test_a_command_that_moved_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["rok", "recipe.yaml"])
+    assert "python benchmarks/rok.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]], ids=" ".join)

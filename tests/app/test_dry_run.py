@@ -25,8 +25,9 @@ from infinity.core.budget import DeviceBudget
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.partition.builder import LEAST_SHARD_NBYTES
-from infinity.planner.clock import DECODE, play_step
+from infinity.planner.clock import play_step
 from infinity.planner.step import plan_of
+from infinity.planner.virtual_clock import DECODE
 from tests.helpers import quantized
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -83,7 +84,7 @@ def run(
         executor = runtime.executor()
         plan = executor.prefetcher.training.plan
         return {
-            "units": [(u.name, u.numel, u.home is Tier.NVME) for u in runtime.units],
+            "units": [(u.name, u.numel, u.home.tier is Tier.NVME) for u in runtime.units],
             "division": executor.budget.division,
             "events": () if plan is None else plan.events,
             "fetched": [] if plan is None else list(plan.fetched()),
@@ -173,7 +174,7 @@ def test_units_are_known_without_a_record(case: str, tmp_path: Path, monkeypatch
         tmp_path, "memory.resident=false", *model, *sizes, *(each for each in CASES[case] if "=" in each)
     )
     planned = dry_run(recipe, MACHINE, 1)
-    monkeypatch.setattr("infinity.app.dry_run.record_model", None)  # it would be called
+    monkeypatch.setattr("infinity.app.dry_run.record_micro_batch", None)  # it would be called
     assert shapes_of(recipe, MACHINE, 1) == planned.units
 
 
@@ -305,7 +306,7 @@ def layered(recipe: Recipe) -> Layered:
             report = optimizer.report()
         executor = optimizer.runtime.executor()
         moved = report.planned_nbytes_read, report.planned_nbytes_written
-        window_nbytes = executor.prefetcher.capacity_nbytes
+        window_nbytes = executor.prefetcher.residents.capacity_nbytes
         assert meter is not None
         return Layered(meter.peak_nbytes(), moved, window_nbytes, executor.budget.division)
 

@@ -24,9 +24,10 @@ from infinity.core.owned import close_collected
 from infinity.core.transfer import Lease
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
-from infinity.optim.layout import StateLayout
+from infinity.optim.adamw import ADAMW
+from infinity.shards.homes import DiskHome
 from infinity.shards.snapshot import Snapshot, Source
-from infinity.shards.store import ChunkExtents, ShardStore, Version
+from infinity.shards.store import ChunkExtents, Version
 from infinity.shards.tiers import Tiers
 from tests.checkpoint.test_export import left_in
 from tests.checkpoint.test_portable import assert_same, state_of, steps_of
@@ -94,7 +95,7 @@ def play(
     model, optimizer = made(overrides, dtype, **more)
     runtime = runtime_of(model)
     if "memory.host=260KiB" in overrides:
-        assert {unit.home for unit in runtime.units} == set(Tier)
+        assert {unit.home.tier for unit in runtime.units} == set(Tier)
     steps_of(model, optimizer, 2)
     out = tmp_path / ("one" if opened is None else "two")
     save = infinity.save_checkpoint(model, optimizer, out, background=opened is not None)
@@ -161,7 +162,7 @@ def test_without_room_for_a_copy_an_update_in_memory_waits_until_its_unit_is_rea
 def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_others(
     pages: int, copied: bool
 ) -> None:
-    layout = StateLayout.of(torch.bfloat16)
+    layout = ADAMW.layout(torch.bfloat16)
     values = (torch.zeros(8, dtype=torch.bfloat16), *(torch.zeros(8, dtype=f.dtype) for f in layout.fields))
     assert len(values) == 4  # a page each
     pool, rooms = HostPool(pages * 4096, patience_s=0), []
@@ -183,10 +184,10 @@ def test_copies_of_units_in_memory_leave_room_for_the_chunk_that_reads_the_other
 def test_without_room_for_another_place_an_update_waits_until_its_unit_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: ShardStore, unit: int) -> None:
+    def full(self: DiskHome) -> None:
         raise DiskError(errno.ENOSPC, "making room", tmp_path, offset=0, nbytes=0)
 
-    monkeypatch.setattr(ShardStore, "add_version", full)
+    monkeypatch.setattr(DiskHome, "add_version", full)
     compare(tmp_path, [*NVME, "run.name=mine"], "bf16", waits=True)
 
 
@@ -286,7 +287,7 @@ def test_closing_the_model_ends_a_save_and_leaves_nothing(
     assert left_in(tmp_path) == set()
     assert not [t for t in set(threading.enumerate()) - before if t.name == "infinity-save"]
     with pytest.raises(StateError, match="the model was closed"):
-        save._work.wait()
+        save._work.transfer.wait()
 
 
 def test_a_model_that_is_dropped_during_a_save_leaves_nothing(tmp_path: Path) -> None:

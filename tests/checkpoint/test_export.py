@@ -166,7 +166,7 @@ def test_a_disk_that_fails_to_read_is_a_disk_error_and_leaves_nothing(
 ) -> None:
     from infinity.engine.runtime import runtime_of
 
-    engine, reads = runtime_of(model).tiers.engine, []
+    engine, reads = runtime_of(model).tiers.store.engine, []
     assert engine is not None
     real = engine.read
 

@@ -392,7 +392,7 @@ def test_values_are_asked_for_once_and_never_more_than_a_chunk_at_a_time(saved, 
     monkeypatch.setattr(CheckpointValues, "master", spy)
     model = load(directory)
     runtime = runtime_of(model)
-    assert max(stop - start for _, start, stop in ranges) <= runtime.tiers.chunk_numel
+    assert max(stop - start for _, start, stop in ranges) <= runtime.storage.chunk_numel
     assert runtime.storage.host_pool.peak_nbytes <= runtime.storage.host_nbytes
     asked = sorted(ranges)
     for unit in runtime.units:

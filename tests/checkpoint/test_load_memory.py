@@ -9,6 +9,7 @@ import torch
 
 import infinity
 from infinity.engine.runtime import runtime_of
+from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import prepare
 from infinity.optim.threads import compiling
 from tests.helpers.launch import run_ranks
@@ -44,7 +45,7 @@ def load(directory, nvme):
     """What loading adds to a process that has imported everything, and what its pool leased (bytes)."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    prepare(torch.bfloat16, torch.float32)  # numba and the code that it makes are no part of a load
+    prepare(ADAMW, torch.bfloat16, torch.float32)  # numba and the code that it makes are no part of a load
     while compiling():
         time.sleep(0.01)
     overrides = [f"memory.nvme=[{nvme}]", f"memory.host={HOST}", "memory.resident=false"]

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import infinity
+from infinity.checkpoint import codecs
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.quantized import decode_checkpoint, read_quantization
 from infinity.core.errors import CheckpointError
-from infinity.device import codecs
 from tests.checkpoint.test_load_parity import load, train
 from tests.helpers import quantized, zoo
 from tests.helpers.cases import few

@@ -244,7 +244,7 @@ def test_the_host_budget_beside_an_accelerator_holds_what_waits_or_says_what_doe
         chunks = total // (4 if resident else 2) * share_of_chunks // 100
         residents = (total - chunks) // 2 * share_of_residents // 100 if resident else 0
         residents = max(0, residents - beside)  # a unit is a resident with its gradient
-        found = budget.divide_host(total, residents, chunks, units, early=early, resident=resident)
+        found = budget.divide_host(total, residents, chunks, units, resident=resident)
         return found, total - residents - chunks
 
     if not resident and beside:
@@ -286,9 +286,7 @@ def test_the_host_budget_beside_an_accelerator_in_numbers():
     gradients, piece = 12 * MIB, budget.LEAST_PIECE_NBYTES
 
     def divide(total: int, **options: bool) -> budget.HostBudget:
-        return budget.divide_host(
-            total, 20 * MIB, 8 * MIB, units, **{"early": False, "resident": True} | options
-        )
+        return budget.divide_host(total, 20 * MIB, 8 * MIB, units, **{"resident": True} | options)
 
     least = divide(28 * MIB + gradients + piece)
     assert least == budget.HostBudget(gradients, 0, piece, piece, 0)
@@ -308,9 +306,9 @@ def test_the_host_budget_beside_an_accelerator_in_numbers():
     with pytest.raises(BudgetError, match=r"4 MiB for the gradient of layers\.0, 4 MiB, and 64 KiB for"):
         divide(28 * MIB + 8 * MIB + piece - 4096)
     units[:2] = [replace(each, waits_in_host=False, spills=False) for each in units[:2]]  # inside backward
-    assert divide(28 * MIB + 8 * MIB + piece, early=True).gradients == 8 * MIB
+    assert divide(28 * MIB + 8 * MIB + piece).gradients == 8 * MIB
     with pytest.raises(BudgetError, match=r"4 MiB for the gradient of layers\.0, 4 MiB") as raised:
-        divide(28 * MIB, early=True)
+        divide(28 * MIB)
     assert "max_grad_norm" not in str(raised.value)
 
 

@@ -1,13 +1,17 @@
 """Transfers that many threads wait for, and transfers that follow each other."""
 
+import contextlib
 import signal
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from infinity.core.transfer import ChainedTransfer, Transfer
+from infinity.core.transfer import ChainedTransfer, Transfer, stream
+from tests.helpers.fakes import FakePool
 from tests.helpers.limits import HANG_S
 
 
@@ -159,3 +163,38 @@ def test_waiting_for_a_chain_that_has_not_begun_ends_with_it():
                 job.result()
         assert called.wait(HANG_S)
         assert chained.done()
+
+
+# --- streams of pieces ---------------------------------------------------------------------------
+
+
+@given(st.integers(0, 9), st.integers(1, 4), st.integers(0, 9), st.sampled_from(["all", "fails", "closed"]))
+def test_pieces_stream_in_order_through_buffers_that_nothing_writes_to_afterwards(number, depth, at, how):
+    pool, flying, free = FakePool(2**20), dict[int, Transfer](), []
+
+    def read(piece, lease):
+        assert lease not in free  # which a reader may still use
+        flying[piece] = Transfer()
+        if len(flying) == min(depth, number - len(seen)) or len(seen) + len(flying) == number:
+            for each in [*flying]:  # the latest ends first
+                error = OSError("disk") if how == "fails" and each == at else None
+                flying[each].finish(error)
+        return flying[piece]
+
+    seen: list[int] = []
+    buffers = [pool.lease(4096, who="a stream") for _ in range(depth)]
+    fails = how == "fails" and at < number
+    expected = pytest.raises(OSError, match="disk") if fails else contextlib.nullcontext()
+    with expected, contextlib.closing(stream(range(number), buffers, read)) as landed:
+        for piece, lease in landed:
+            free[:] = [lease]
+            assert flying.pop(piece).done()
+            seen.append(piece)
+            if how == "closed" and piece == at:
+                break
+            free.clear()
+            for each in flying.values():
+                each.finish()
+    wanted = number if how == "all" or at >= number else at + (how == "closed")
+    assert seen == [*range(wanted)]
+    assert all(transfer.done() for transfer in flying.values())

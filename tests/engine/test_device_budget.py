@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from infinity import BudgetError
 from infinity.core.budget import rounded
 from infinity.device.memory import BufferPool
 from infinity.engine import executor
-from infinity.engine.gradients import Gradients
+from infinity.engine.gradients import WindowLoan
 from infinity.partition.unit import Unit
 from tests.helpers import models, training
 from tests.helpers.cases import few
@@ -285,13 +286,13 @@ def test_gradients_that_are_open_at_one_time_have_room_in_the_least_budget(
 ):
     impatient(monkeypatch)
     rule, most = Rule(max_grad_norm=clip), [0]
-    share = Gradients._share_window
+    settle = WindowLoan.settle
 
-    def counted(self: Gradients, *beginning: Any) -> None:
-        share(self, *beginning)
-        most[0] = max(most[0], len(beginning) + len(self._open))
+    def counted(self: WindowLoan, opened: Sequence[Unit]) -> None:
+        settle(self, opened)
+        most[0] = max(most[0], len(opened))
 
-    monkeypatch.setattr(Gradients, "_share_window", counted)
+    monkeypatch.setattr(WindowLoan, "settle", counted)
 
     def trained(nbytes: int) -> training.Trained:
         where = streaming(tmp_path, f"memory.device={nbytes}", f"memory.versions={versions}")
@@ -360,9 +361,9 @@ def test_on_two_ranks_gradients_that_are_open_at_one_time_have_room_in_the_least
 def speculating_on_a_rank(folder: str) -> None:
     """Gradients of updates that speculate are kept until step: many while those of outer modules are open."""
     rank, shares, asked = torch.distributed.get_rank(), list[int](), 0
-    share, trainable = Gradients._share_window, Unit.trainable.fget
+    settle, trainable = WindowLoan.settle, Unit.trainable.fget
 
-    def counted(self: Gradients, *beginning: Any) -> None:
+    def counted(self: WindowLoan, opened: Sequence[Unit]) -> None:
         def count(unit: Unit) -> Any:
             nonlocal asked
             asked += 1
@@ -370,8 +371,9 @@ def speculating_on_a_rank(folder: str) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Unit, "trainable", property(count))
-            share(self, *beginning)
-        shares.append(sum(rounded(unit.shard_numel * self.reduce_dtype.itemsize) for unit in self.units))
+            settle(self, opened)
+        itemsize = self.path.reduce_dtype.itemsize
+        shares.append(sum(rounded(unit.shard_numel * itemsize) for unit in self.units))
 
     def trained(*more: str) -> training.Trained:
         where = streaming(folder, "memory.activations=keep", "memory.versions=2", *more)
@@ -380,7 +382,7 @@ def speculating_on_a_rank(folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         impatient(patch)
-        patch.setattr(Gradients, "_share_window", counted)
+        patch.setattr(WindowLoan, "settle", counted)
         roomy = trained()
         with pytest.raises(BudgetError) as raised:
             trained("memory.device=1024")

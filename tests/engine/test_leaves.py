@@ -245,7 +245,7 @@ def test_one_rank_reads_only_the_experts_that_it_uses(tmp_path):
     model = build(factory(), "fp32", streaming(tmp_path))
     optimizer = optimizer_for(model, FREE)
     runtime: Any = optimizer.runtime
-    assert all(unit.home is Tier.NVME for unit in runtime.units)
+    assert all(unit.home.tier is Tier.NVME for unit in runtime.units)
     model(**batch(0))
     used = {event.unit for event in runtime.executor().prefetcher.training.trace}
     assert len(used) < len(runtime.units)

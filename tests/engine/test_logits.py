@@ -242,7 +242,7 @@ def passes(folder: Path, mode: str) -> list[Any]:
                 nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         prefetcher = optimizer.runtime.executor().prefetcher
         assert prefetcher.running is prefetcher.training
-        assert not any(prefetcher.pins.values())
+        assert not any(prefetcher.residents.pins.values())
         return [each.plan.events for each in (prefetcher.training, prefetcher.inference)]
 
 

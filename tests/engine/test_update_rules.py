@@ -12,7 +12,8 @@ from infinity.core.lifecycle import Tier
 from infinity.engine import update_rules
 from infinity.engine.update_rules import device_nbytes, make_rules
 from infinity.nvme.probe import Speed
-from infinity.optim.rules import AdamWRule, DeviceRule
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import DeviceRule, HostRule
 from tests.helpers import models
 from tests.helpers.training import build
 
@@ -39,7 +40,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def places(memory: MemoryConfig, ranks: Ranks = ACCELERATOR) -> set[Tier]:
     """Homes whose updates run on the accelerator."""
-    return {home for home, rule in make_rules(memory, ranks, BF16).items() if isinstance(rule, DeviceRule)}
+    return {
+        home for home, rule in make_rules(ADAMW, memory, ranks, BF16).items() if isinstance(rule, DeviceRule)
+    }
 
 
 def test_updates_run_where_they_are_faster(measured, tmp_path):
@@ -63,7 +66,7 @@ def test_the_recipe_may_say_where_updates_run(measured):
 
 def test_a_small_device_budget_is_left_to_the_model(measured):
     measured(cpu=1e9, device=3e9)
-    nbytes = device_nbytes(make_rules(MemoryConfig(), ACCELERATOR, BF16).values(), ACCELERATOR)
+    nbytes = device_nbytes(make_rules(ADAMW, MemoryConfig(), ACCELERATOR, BF16).values(), ACCELERATOR)
     assert 0 < nbytes < 2**27
     assert places(MemoryConfig(device=8 * nbytes - 1)) == set()
     assert places(MemoryConfig(device=8 * nbytes)) == {Tier.HOST}
@@ -71,9 +74,9 @@ def test_a_small_device_budget_is_left_to_the_model(measured):
 
 def test_without_an_accelerator_the_setting_is_refused(tmp_path):
     with pytest.raises(SettingError, match=r"memory\.updates.*there is no accelerator"):
-        make_rules(MemoryConfig(updates="device"), CPU, BF16)
-    rules = make_rules(MemoryConfig(), CPU, BF16)
-    assert all(isinstance(rule, AdamWRule) for rule in rules.values())
+        make_rules(ADAMW, MemoryConfig(updates="device"), CPU, BF16)
+    rules = make_rules(ADAMW, MemoryConfig(), CPU, BF16)
+    assert all(isinstance(rule, HostRule) for rule in rules.values())
     model = build(models.build("llama", seed=1)[0], "bf16", ["memory.host=64MiB", "memory.updates=device"])
     with pytest.raises(infinity.RecipeError, match=r"memory\.updates"):
         infinity.AdamW(model)

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from infinity.device.accelerator import rounds_roots
+from infinity.optim.adamw import ADAMW, AdamWHyper
 from infinity.optim.cuda import adamw_by_cuda
-from infinity.optim.layout import StateLayout
-from infinity.optim.rules import AdamWRule, Hyper, adamw_by_torch
+from infinity.optim.rules import HostRule
 from tests.accelerator.harness import here
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def values(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor,
         return torch.exp2(exponents) * signs
 
     states = []
-    for field in StateLayout.of(dtype).fields:
+    for field in ADAMW.layout(dtype).fields:
         if field.name == "remainder":
             states.append(torch.randint(-(2**15), 2**15, (NUMEL,), generator=generator).to(torch.int16))
         elif field.name == "exp_avg_sq":
@@ -41,12 +41,12 @@ def values(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor,
 def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, grad_dtype: torch.dtype):
     if here().type != "cuda" or not rounds_roots(here()):
         pytest.skip("a kernel of CUDA")
-    hyper = Hyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=0.7).tensor()
+    hyper = AdamWHyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=0.7).tensor()
     results = []
     for way in ("kernel", "torch", "cpu"):
         weight, grad, states = values(dtype, grad_dtype)
         if way == "cpu":
-            AdamWRule(dtype).update(weight, grad, states, weight, hyper)
+            HostRule(ADAMW, dtype).update(weight, grad, states, weight, hyper)
         else:
             weight, grad = weight.to(here()), grad.to(here())
             states = tuple(each.to(here()) for each in states)
@@ -58,7 +58,7 @@ def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, gra
                 first = weight[: part.start], grad[: part.start], before
                 assert adamw_by_cuda(*first, hyper)
             else:
-                adamw_by_torch(weight, grad, states, weight, hyper.to(here()))
+                ADAMW.update_by_torch(weight, grad, states, weight, hyper.to(here()))
         results.append([each.cpu() for each in (weight, *states)])
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):

@@ -26,6 +26,7 @@ from torch import nn
 import infinity
 from infinity.comm import peers
 from infinity.engine.runtime import runtime_of
+from infinity.optim.adamw import ADAMW
 from infinity.optim.rules import prepare
 from tests.helpers.launch import free_port
 from tests.helpers.limits import HANG_S
@@ -44,15 +45,15 @@ POINTS = {
     "an update": "infinity.shards.updates:Updates._landed",
     "the commit": "infinity.shards.updates:Updates.commit",
     "handing the record over": "infinity.shards.records:Records.end_commit",
-    "the layout": "infinity.shards.commits:write_layout",
-    "the draft": "infinity.shards.commits:create_file",
+    "the head": "infinity.shards.journal:Head.write",
+    "in the transaction": "infinity.shards.journal:Journal._keep_from",
     "the rename": "pathlib:Path.replace",
-    "the record": "infinity.shards.commits:write_commit",
+    "the record": "infinity.shards.journal:Journal.append",
     "a removal": "pathlib:Path.unlink",
     "retire": "infinity.shards.commits:Commits.retire",
     "invalidate": "infinity.shards.commits:Commits.invalidate",
-    "finding the commit": "infinity.shards.storage:find_saved",
-    "clearing": "infinity.shards.storage:clear",
+    "finding the commit": "infinity.shards.run_files:find_saved",
+    "clearing": "infinity.shards.run_files:clear",
     "restore": "infinity.engine.runtime:restore",
     "adopting": "infinity.shards.restore:_adopt",
     "making anew": "infinity.shards.restore:_make_anew",
@@ -363,7 +364,11 @@ def run_trial(folder: Path, trial: Trial, expected: "Expected", allowed: Sequenc
                 continue
             if problem:
                 raise AssertionError(f"{kill}: {codes} {problem}\n{log_of(folder)}")
-            if reshards and (folder / "final").exists() and not list((folder / "nvme").glob("*/*.commit?")):
+            if (
+                reshards
+                and (folder / "final").exists()
+                and not list((folder / "nvme").glob("*/*.commits-head"))
+            ):
                 break  # it has ended; another life would begin anew, with the last number of ranks
         compare(folder, wanted)
         left = list((folder / "nvme").glob("*/*"))
@@ -454,7 +459,7 @@ class Expected:
 def play(folder: str, trials: Sequence[Trial], allowed: Sequence[str] = ()) -> list[Outcome]:
     """The nursery: runs trials one after the other."""
     peers.BEAT_S = 0.2  # of the lives: who survives learns sooner
-    prepare(torch.float32, torch.float32)
+    prepare(ADAMW, torch.float32, torch.float32)
     here = Path(folder)
     expected = Expected(here)
     return [run_trial(here / str(number), trial, expected, allowed) for number, trial in enumerate(trials)]

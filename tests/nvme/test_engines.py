@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from infinity.core.config import SettingError
 from infinity.core.errors import DiskError, StateError
 from infinity.core.extent import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
-from infinity.nvme.engines import base, libaio_engine, make_engine
+from infinity.nvme.engines import libaio_engine, make_engine
 from infinity.nvme.engines.base import Move, QueuedEngine, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
 from infinity.nvme.volume import Volume
@@ -32,20 +31,14 @@ Hold = Callable[..., BufferLease]
 
 def fault(engine: QueuedEngine, change: Callable[[Request, int], int]) -> list[int]:
     """Let ``change`` replace the result of every request; the results that the kernel gave."""
-    settle, results = engine._settle, []
+    settle, results = engine.settle, []
 
     def faulty(request: Request, result: int) -> None:
         results.append(result)
         settle(request, change(request, result))
 
-    engine._settle = faulty  # type: ignore[method-assign]
+    engine.settle = faulty  # type: ignore[method-assign]
     return results
-
-
-def in_flight(engine: QueuedEngine) -> int:
-    """Bytes with the kernel, and requests that are queued."""
-    with engine._lock:
-        return engine._taken_nbytes + len(engine._urgent) + len(engine._queue)
 
 
 @pytest.mark.parametrize("nbytes", [4096, 2 * MIB, 3 * MIB + 4096, 20 * MIB, 33 * MIB + 8192])
@@ -56,7 +49,7 @@ def test_what_was_written_is_read(engine: QueuedEngine, volume: Volume, lease: H
     engine.write(extent, out.memory).wait()
     engine.read(extent, back.memory).wait()
     assert torch.equal(out.tensor, back.tensor)
-    assert (engine.nbytes_read, engine.nbytes_written, in_flight(engine)) == (nbytes, nbytes, 0)
+    assert (engine.nbytes_read, engine.nbytes_written, engine.in_flight_nbytes) == (nbytes, nbytes, 0)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +64,7 @@ def test_what_was_written_is_read(engine: QueuedEngine, volume: Volume, lease: H
 )
 def test_no_request_is_left_with_a_few_blocks(volume: Volume, nbytes: int, sizes: list[int]) -> None:
     engine, move = QueuedEngine(volume, "none", MIB), Move(memoryview(bytearray(nbytes)), writes=False)
-    requests = engine._cut(move, Extent((Piece(0, 8192, nbytes),)))
+    requests = engine.cut(move, Extent((Piece(0, 8192, nbytes),)))
     assert [request.nbytes for request in requests] == sizes
     ends = list(itertools.accumulate(sizes))
     assert [request.start for request in requests] == [0, *ends[:-1]]
@@ -186,7 +179,7 @@ def test_short_completions_are_resumed_until_every_byte_moved(
     engine.read(extent, back.memory).wait()
     assert torch.equal(out.tensor, back.tensor)
     assert sum(results) > 12 * MIB
-    assert (engine.nbytes_read, in_flight(engine)) == (12 * MIB, 0)
+    assert (engine.nbytes_read, engine.in_flight_nbytes) == (12 * MIB, 0)
 
 
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
@@ -235,7 +228,7 @@ def test_an_error_names_path_offset_bytes_and_errno_and_waits_for_the_rest(
     assert error.value.errno == errno.EIO
     assert error.value.path == str(volume.path(hit[0].file))
     assert (error.value.offset, error.value.nbytes) == (hit[0].offset, hit[0].nbytes)
-    assert in_flight(engine) == 0
+    assert engine.in_flight_nbytes == 0
     assert engine.nbytes_written == 0
     with pytest.raises(DiskError):
         move.wait()
@@ -269,49 +262,23 @@ def test_urgent_reads_go_before_what_is_queued(engine: QueuedEngine, volume: Vol
     writes = [volume.allocate(MIB, what="unit") for _ in range(4)]
     wanted, back = volume.allocate(64 * 1024, what="wanted"), lease(64 * 1024)
     out = lease(MIB)
-    take, taken, asked = engine._take, [], threading.Event()
+    take, taken, asked = engine.queue.take, [], threading.Event()
 
     def taking() -> Request | None:
         request = take() if asked.is_set() else None
         taken.extend([] if request is None else [request.move])
         return request
 
-    engine._take = taking  # type: ignore[method-assign]
+    engine.queue.take = taking  # type: ignore[method-assign]
     moves = [engine.write(extent, out.memory) for extent in writes]
     urgent = engine.read(wanted, back.memory, urgent=True)
     asked.set()
-    with engine._lock:
-        engine._wake()
+    with engine.queue.lock:
+        engine.wake()
     for move in [*moves, urgent]:
         move.wait()
     assert taken[0] is urgent
     assert set(taken) == {*moves, urgent}
-
-
-def test_time_counts_as_reading_while_some_read_is_on_its_way(
-    engine: QueuedEngine, volume: Volume, lease: Hold, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(base, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    extent, memory, other = volume.allocate(4096, what="unit"), lease(4096), lease(4096)
-    take, held = engine._take, threading.Event()
-    engine._take = lambda: take() if held.is_set() else None  # type: ignore[method-assign]
-    moves = [engine.write(extent, memory.memory)]
-    now[0] += 1  # a write
-    moves.append(engine.read(extent, memory.memory))
-    now[0] += 2
-    moves.append(engine.read(extent, other.memory))
-    now[0] += 4
-    assert engine.reading_s == 6
-    held.set()
-    with engine._lock:
-        engine._wake()
-    for move in moves:
-        move.wait()
-    now[0] += 8
-    assert engine.reading_s == 6
-    engine.read(extent, memory.memory).wait()
-    assert engine.reading_s == 6
 
 
 def test_many_threads_move_their_own_bytes(engine: QueuedEngine, volume: Volume, lease: Hold) -> None:
@@ -404,13 +371,13 @@ def wait_until_interrupted(name: str, path: str) -> str:
     engine = make_engine(name, volume)
     assert isinstance(engine, QueuedEngine)
     memory = HostPool(16 * MIB).lease(8 * MIB, who="test").memory
-    extent, settle, stop = volume.allocate(8 * MIB, what="unit"), engine._settle, []
+    extent, settle, stop = volume.allocate(8 * MIB, what="unit"), engine.settle, []
 
     def more(request: Request, result: int) -> None:  # no transfer ends before the interrupt
         request.tries = 0
         settle(request, result if stop else -errno.EAGAIN)
 
-    engine._settle = more  # type: ignore[method-assign]
+    engine.settle = more  # type: ignore[method-assign]
     try:
         mark("waiting")
         while True:

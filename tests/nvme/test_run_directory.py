@@ -133,7 +133,7 @@ def test_a_run_that_can_go_on_is_told_how_and_never_of_itself(tmp_path: Path) ->
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank0.lock").touch()
         (tmp_path / name / "rank0-1-0.bin").write_bytes(b"x" * 8192)
-    (tmp_path / "kept" / "rank0-1.commit1").touch()
+    (tmp_path / "kept" / "rank0-1.commits-head").touch()
     kept, left = leftovers_line([tmp_path]).splitlines()
     assert kept.startswith(
         "an interrupted run keeps 8 KiB to go on from (kept): start the same program again"

@@ -4,21 +4,22 @@ import pytest
 import torch
 
 from infinity.core.extent import BLOCK_NBYTES
-from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL, StateLayout
+from infinity.optim.adamw import ADAMW
+from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL
 
 
 @pytest.mark.parametrize(
     ("dtype", "weight", "state"), [(torch.bfloat16, 2, 10), (torch.float16, 2, 12), (torch.float32, 4, 8)]
 )
 def test_bytes_per_element_are_what_the_plan_counts(dtype, weight, state):
-    layout = StateLayout.of(dtype)
+    layout = ADAMW.layout(dtype)
     assert (layout.weight_nbytes(7), layout.state_nbytes(7)) == (7 * weight, 7 * state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("numel", [0, GRAIN_NUMEL, 3 * GRAIN_NUMEL])
 def test_views_cover_the_buffer_once_in_the_order_of_fields(dtype, numel):
-    layout = StateLayout.of(dtype)
+    layout = ADAMW.layout(dtype)
     buffer = torch.zeros(layout.state_nbytes(numel), dtype=torch.uint8)
     at = buffer.data_ptr()
     for view, field in zip(layout.views(buffer, numel), layout.fields, strict=True):
@@ -31,17 +32,17 @@ def test_views_cover_the_buffer_once_in_the_order_of_fields(dtype, numel):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_whole_grains_are_whole_blocks_on_disk(dtype):
-    layout = StateLayout.of(dtype)
+    layout = ADAMW.layout(dtype)
     for numel in (GRAIN_NUMEL, CHUNK_NUMEL):
         assert layout.weight_nbytes(numel) % BLOCK_NBYTES == 0
         assert layout.state_nbytes(numel) % BLOCK_NBYTES == 0
 
 
 def test_what_does_not_fit_is_refused():
-    layout = StateLayout.of(torch.bfloat16)
+    layout = ADAMW.layout(torch.bfloat16)
     with pytest.raises(ValueError, match="20480 bytes"):
         layout.views(torch.zeros(100, dtype=torch.uint8), GRAIN_NUMEL)
     with pytest.raises(ValueError, match="multiple of 2048"):
         layout.views(torch.zeros(50, dtype=torch.uint8), 5)
     with pytest.raises(ValueError, match=r"allowed: torch\.bfloat16"):
-        StateLayout.of(torch.int64)
+        ADAMW.layout(torch.int64)

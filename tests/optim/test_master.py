@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.optim.layout import StateLayout, master_of, store_master
+from infinity.optim.adamw import ADAMW
+from infinity.optim.layout import master_of, store_master
 from tests.helpers.cases import examples
 
 EDGES = [
     0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00007FFF, 0x00008000, 0x00008001,
     0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x3F808000, 0xBF818000,
 ]  # fmt: skip
-BF16 = StateLayout.of(torch.bfloat16)
+BF16 = ADAMW.layout(torch.bfloat16)
 FORMS = pytest.mark.parametrize("eager", [pytest.param(False, id="numba"), pytest.param(True, id="torch")])
 
 
@@ -86,7 +87,7 @@ def test_nan_stays_nan(eager):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_stored_master_is_read_back(dtype):
-    layout, master, weight = StateLayout.of(dtype), torch.randn(6001), torch.empty(6001, dtype=dtype)
+    layout, master, weight = ADAMW.layout(dtype), torch.randn(6001), torch.empty(6001, dtype=dtype)
     state = tuple(torch.empty(6001, dtype=field.dtype) for field in layout.fields)
     store_master(layout, master, weight, state)
     assert same(master_of(layout, weight, state), master)

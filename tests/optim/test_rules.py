@@ -22,14 +22,15 @@ from numba.core.runtime import rtsys
 from torch import Tensor
 
 from infinity.optim import kernels
-from infinity.optim.layout import StateLayout, master_of, split, store_master
+from infinity.optim.adamw import ADAMW, AdamWHyper, _root_in_float64
+from infinity.optim.layout import master_of, split, store_master
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.rules import AdamWRule, Hyper, _root_in_float64, adamw_by_torch, prepare
+from infinity.optim.rules import HostRule, prepare
 from tests.helpers.cases import examples
 from tests.helpers.launch import run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3)
+HYPER = AdamWHyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3)
 
 
 class Shard:
@@ -40,7 +41,7 @@ class Shard:
         size = torch.logspace(-30, 3, numel)[torch.randperm(numel, generator=random)]
         master = torch.randn(numel, generator=random) * size
         master[: numel // 8] = 0.0
-        self.layout = StateLayout.of(dtype)
+        self.layout = ADAMW.layout(dtype)
         self.weight = master.to(dtype)
         self.grad = (torch.randn(numel, generator=random) * size.flip(0)).to(grad_dtype or dtype)
         fields = {
@@ -61,18 +62,18 @@ class Shard:
     def bits(self) -> list[bytes]:
         return [t.view(torch.uint8).numpy().tobytes() for t in (self.weight, *self.state)]
 
-    def update(self, rule: AdamWRule, hyper: Tensor, start: int = 0, stop: int | None = None) -> "Shard":
+    def update(self, rule: HostRule, hyper: Tensor, start: int = 0, stop: int | None = None) -> "Shard":
         part = slice(start, stop)
         state = tuple(field[part] for field in self.state)
         rule.update(self.weight[part], self.grad[part], state, self.weight[part], hyper)
         return self
 
     def update_by_torch(self, hyper: Tensor) -> "Shard":
-        adamw_by_torch(self.weight, self.grad, self.state, self.weight, hyper)
+        ADAMW.update_by_torch(self.weight, self.grad, self.state, self.weight, hyper)
         return self
 
 
-def reference(shard: Shard, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
+def reference(shard: Shard, hyper: AdamWHyper) -> tuple[Tensor, Tensor, Tensor]:
     """AdamW in float64: master, exp_avg, exp_avg_sq."""
     g = shard.grad.double() * hyper.grad_scale
     m, v = (field.double() for field in shard.state[-2:])
@@ -87,7 +88,7 @@ def reference(shard: Shard, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
 def test_it_is_adamw(dtype):
     shard = Shard(dtype, 4096)
     wanted = reference(shard, HYPER)
-    shard.update(AdamWRule(dtype), HYPER.tensor())
+    shard.update(HostRule(ADAMW, dtype), HYPER.tensor())
     got = (master_of(shard.layout, shard.weight, shard.state), *shard.state[-2:])
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-12)
@@ -97,16 +98,16 @@ def test_it_follows_torch_adamw_over_many_steps():
     parameter = torch.nn.Parameter(torch.randn(512))
     theirs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     weight, state = parameter.detach().clone(), (torch.zeros(512), torch.zeros(512))
-    rule = AdamWRule(torch.float32)
+    rule = HostRule(ADAMW, torch.float32)
     for step in range(1, 21):
         parameter.grad = torch.randn(512)
         theirs.step()
-        hyper = Hyper(lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, step=step)
+        hyper = AdamWHyper(lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, step=step)
         rule.update(weight, parameter.grad, state, weight, hyper.tensor())
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-def by_numpy(shard: Shard, hyper: Hyper) -> tuple[np.ndarray, ...]:
+def by_numpy(shard: Shard, hyper: AdamWHyper) -> tuple[np.ndarray, ...]:
     """Master, both moments and weight (as an integer) after the update, by numpy's elementwise float32."""
     decay, toward, beta2, fresh, rate, correction, eps, scale = hyper.tensor().numpy()
     exp_avg, exp_avg_sq = (field.numpy() for field in shard.state[-2:])
@@ -149,7 +150,7 @@ def test_a_million_elements_and_the_special_values_are_as_numpy_has_them(dtype, 
     shard.state[-2][part], shard.state[-1][part] = grads.flip(0), grads.flip(0).abs()
     *floats, weight = by_numpy(shard, HYPER)
     by_torch = shard.copy().update_by_torch(HYPER.tensor())
-    for got in (shard.update(AdamWRule(dtype), HYPER.tensor()), by_torch):
+    for got in (shard.update(HostRule(ADAMW, dtype), HYPER.tensor()), by_torch):
         ours = (exact(got), got.state[-2].numpy(), got.state[-1].numpy())
         for mine, wanted in zip(ours, floats, strict=True):
             nan = np.isnan(mine) & np.isnan(wanted)  # whatever their payload
@@ -163,7 +164,7 @@ def test_a_million_elements_and_the_special_values_are_as_numpy_has_them(dtype, 
 def test_any_number_of_threads_gives_the_same_bits(dtype):
     shard = Shard(dtype, 300_001)
     hyper = HYPER.tensor()
-    results = [shard.copy().update(AdamWRule(dtype, threads=n), hyper).bits() for n in (1, 2, 3, 7)]
+    results = [shard.copy().update(HostRule(ADAMW, dtype, threads=n), hyper).bits() for n in (1, 2, 3, 7)]
     assert all(result == results[0] for result in results)
 
 
@@ -180,13 +181,13 @@ def test_any_slicing_gives_the_same_bits(dtype, numel, cuts, seed):
     whole = shard.copy().update_by_torch(hyper)
     edges = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
     for start, stop in pairwise(edges):
-        shard.update(AdamWRule(dtype), hyper, start, stop)
+        shard.update(HostRule(ADAMW, dtype), hyper, start, stop)
     assert shard.bits() == whole.bits()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_place_or_into_another_buffer_of_the_same_storage_gives_the_same_bits(dtype):
-    rule, hyper, numel = AdamWRule(dtype), HYPER.tensor(), 4096
+    rule, hyper, numel = HostRule(ADAMW, dtype), HYPER.tensor(), 4096
     shard = Shard(dtype, numel)
     in_place = shard.copy().update(rule, hyper)
     layout = shard.layout
@@ -201,10 +202,10 @@ def test_in_place_or_into_another_buffer_of_the_same_storage_gives_the_same_bits
 
 def check_by_torch(numel: int = 200_003, step: int = 1) -> None:
     results = []
-    for update in (AdamWRule(torch.bfloat16, threads=2).update, adamw_by_torch):
-        state = tuple(torch.zeros(numel, dtype=f.dtype) for f in StateLayout.of(torch.bfloat16).fields)
+    for update in (HostRule(ADAMW, torch.bfloat16, threads=2).update, ADAMW.update_by_torch):
+        state = tuple(torch.zeros(numel, dtype=f.dtype) for f in ADAMW.layout(torch.bfloat16).fields)
         weight, grad = torch.ones(numel).bfloat16(), torch.linspace(-1, 1, numel).bfloat16()
-        update(weight, grad, state, weight, Hyper(lr=step / 8, step=step).tensor())
+        update(weight, grad, state, weight, AdamWHyper(lr=step / 8, step=step).tensor())
         results.append(weight)
     assert torch.equal(*results)
 
@@ -229,7 +230,7 @@ def busy(folder: str) -> tuple[int, int]:
     """Of the one version that was compiled: from the cache, and in all. Every warning is an error."""
     cache_in(folder)
     with warnings.catch_warnings(action="error"):
-        prepare(torch.bfloat16, torch.bfloat16)
+        prepare(ADAMW, torch.bfloat16, torch.bfloat16)
         check_in_a_child()
         failed: list[object] = []
         threading.excepthook = failed.append
@@ -317,7 +318,7 @@ def test_a_cpu_without_instructions_for_float16_updates_and_sums_by_torch(
     kernels.converts_half.cache_clear()
     monkeypatch.setattr(kernels, "run", lambda *args, **kw: (called.append(args), run(*args, **kw)))
     assert kernels.converts_half() == converts
-    assert shard.update(AdamWRule(torch.float16), HYPER.tensor()).bits() == wanted.bits()
+    assert shard.update(HostRule(ADAMW, torch.float16), HYPER.tensor()).bits() == wanted.bits()
     assert sum_of_squares(shard.grad) == norm
     assert bool(called) == converts
     kernels.converts_half.cache_clear()
@@ -348,8 +349,8 @@ def look_at_machine_code(folder: str) -> None:
     loops = []
     for dtype in DTYPES:
         weight = torch.empty(0, dtype=dtype)
-        state = tuple(torch.empty(0, dtype=field.dtype) for field in StateLayout.of(dtype).fields)
-        AdamWRule(dtype).update(weight, weight, state, weight, Hyper(lr=0.0).tensor())
+        state = tuple(torch.empty(0, dtype=field.dtype) for field in ADAMW.layout(dtype).fields)
+        HostRule(ADAMW, dtype).update(weight, weight, state, weight, AdamWHyper(lr=0.0).tensor())
         loops.append((kernels.adamw_loops[dtype], "root"))
     sum_of_squares(torch.empty(0))
     loops.append((kernels.squares, "product"))
@@ -384,9 +385,9 @@ def test_a_root_in_float64_is_the_correctly_rounded_one():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_torch_form_serves_cuda(dtype):
     shard, wanted = Shard(dtype, 100_003), Shard(dtype, 100_003)
-    wanted.update(AdamWRule(dtype), HYPER.tensor())
+    wanted.update(HostRule(ADAMW, dtype), HYPER.tensor())
     weight, grad = shard.weight.cuda(), shard.grad.cuda()
     state = tuple(field.cuda() for field in shard.state)
-    AdamWRule(dtype).update(weight, grad, state, weight, HYPER.tensor("cuda"))
+    HostRule(ADAMW, dtype).update(weight, grad, state, weight, HYPER.tensor("cuda"))
     got = master_of(shard.layout, weight.cpu(), tuple(field.cpu() for field in state))
     assert torch.equal(got, master_of(wanted.layout, wanted.weight, wanted.state))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from infinity.optim import threads
-from infinity.optim.rules import AdamWRule
+from infinity.optim.adamw import ADAMW
+from infinity.optim.rules import HostRule
 from infinity.optim.threads import background_threads, rank_threads, set_rank_threads
 
 
@@ -37,7 +38,7 @@ def start_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchrun_does_not_leave_a_loop_of_ones_own_with_a_single_thread_for_its_updates(monkeypatch):
     start_with_torchrun(monkeypatch)
     assert (rank_threads(), background_threads()) == (8, 4)
-    assert AdamWRule(torch.float32).threads == 4
+    assert HostRule(ADAMW, torch.float32).threads == 4
 
 
 def test_the_system_is_asked_for_its_cores_once_and_not_at_every_update(monkeypatch, cores):

@@ -10,7 +10,9 @@ from infinity.core.budget import rounded
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
+from infinity.partition.home import Home
 from infinity.partition.mover import Staging, UnitMover
+from infinity.partition.prefetcher import Stored
 from infinity.partition.unit import StoredForm, Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
@@ -31,23 +33,35 @@ class FakeShards:
         self.fetches.append((unit.index, memory, Transfer()))
         return self.fetches[-1][2]
 
-    def resident(self, unit):
-        return self.residents.get(unit.index)
-
-    def fetch_waits_for(self, unit):
-        return "read"
-
-    def updated_in_place(self, unit):
-        return self.update
-
-    def at_hand(self, unit):
-        return False
-
     def arrive(self, value: float = 1.0, error: Exception | None = None) -> None:
         """The oldest fetch ends."""
         _, memory, ticket = self.fetches.pop(0)
         torch.frombuffer(memory, dtype=torch.bfloat16).fill_(value)
         ticket.finish(error)
+
+
+class FakeHome(Home):
+    """The home of a unit whose shard is one of those."""
+
+    def __init__(self, shards: FakeShards, unit: Unit, tier: Tier = Tier.NVME) -> None:
+        super().__init__(tier)
+        self.shards, self.unit = shards, unit
+
+    @property
+    def lease(self) -> FakeLease | None:
+        return self.shards.residents.get(self.unit.index)
+
+    def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
+        return self.shards.fetch(self.unit, memory, start)
+
+    def updated_in_place(self):
+        return self.shards.update
+
+
+def make_mover(units, shards, pool, staging=None, collectives=None, waits=lambda cause, wait: wait()):
+    for unit in units:
+        unit.move_to(FakeHome(shards, unit))
+    return UnitMover(units, pool, staging, collectives, waits, shards.wait_until_unused)
 
 
 def make_unit(index: int = 0) -> Unit:
@@ -67,7 +81,7 @@ def parts():
         causes.append(cause)
         wait()
 
-    return UnitMover(units, shards, pool, None, None, waits), units, shards, pool, causes
+    return make_mover(units, shards, pool, waits=waits), units, shards, pool, causes
 
 
 def test_starting_waits_for_nothing_and_finishing_for_the_fetch(parts):
@@ -138,7 +152,7 @@ def test_what_is_taken_stays_leased_until_its_taker_gives_it_back(parts):
 
 def test_a_shard_in_host_memory_is_copied_and_goes_back_home(parts):
     mover, units, shards, _, _ = parts
-    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    units[0].move_to(FakeHome(shards, units[0], Tier.HOST))
     shards.residents[0] = FakePool(2**20).lease(units[0].shard_nbytes, who="a shard")
     shards.residents[0].tensor.view(torch.bfloat16).fill_(5)
     mover.start(0)
@@ -181,28 +195,37 @@ def test_a_unit_that_could_not_be_read_gives_all_back_and_is_read_again(parts, b
         decoded_from_bytes(units[0])
 
     def start() -> None:
-        mover.start(0) if begin == "start" else mover.start_stored(0)
+        mover.start(0) if begin == "start" else mover.start(Stored(0))
         if begin == "decode":
-            mover.decode(0)
+            mover.start(0)
 
+    def release() -> None:
+        for item in [*[0] * (begin != "start_stored"), *[Stored(0)] * (begin != "start")]:
+            try:
+                mover.release(item)
+            except DiskError as error:
+                errors.append(str(error))
+
+    errors: list[str] = []
     start()
     shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
-    told = used and begin != "start_stored"
-    if told:
+    if used and begin != "start_stored":
         with pytest.raises(DiskError, match="/fake"):
             mover.finish(0)
-        mover.release(0)
-    else:
-        with pytest.raises(DiskError, match="/fake"):
-            mover.release(0)
+        errors.append("/fake")
+    release()
+    assert len(errors) == 1, "the error surfaces once"
+    assert "/fake" in errors.pop()
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     start()
     shards.arrive()
     if begin == "start_stored":
-        mover.decode(0)
+        mover.start(0)
+        begin = "decode"
     mover.finish(0)
     assert units[0].gathered
-    mover.release(0)
+    release()
+    assert not errors
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     mover.close()
 
@@ -210,61 +233,19 @@ def test_a_unit_that_could_not_be_read_gives_all_back_and_is_read_again(parts, b
 def test_a_tile_that_was_to_be_decoded_ahead_and_could_not_be_read_says_so_when_it_is_used(parts):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
-    mover.start_stored(0)
+    mover.start(Stored(0))
     shards.arrive(error=DiskError(5, "read", "/fake", offset=0, nbytes=1))
-    mover.decode(0)
+    mover.start(0)
     with pytest.raises(DiskError, match="/fake"):
-        mover.release_decoded(0)
+        mover.release(0)
     assert pool.leased_nbytes == units[0].stored.nbytes
-    mover.decode(0)
+    mover.start(0)
     with pytest.raises(DiskError, match="/fake"):
         mover.finish(0)
     mover.release(0)
+    mover.release(Stored(0))
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     mover.close()
-
-
-def test_a_wait_that_the_keyboard_ends_is_not_the_end_of_the_read(parts):
-    mover, units, shards, pool, _ = parts
-    waits = mover.waits
-
-    def interrupted(cause, wait):
-        raise KeyboardInterrupt
-
-    mover.start(0)
-    mover.waits = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        mover.finish(0)
-    mover.waits = waits
-    shards.arrive(3.0)
-    mover.finish(0)
-    assert all((s.param == 3).all() for s in units[0].segments)
-    mover.release(0)
-    assert pool.leased_nbytes == 0
-
-
-def test_a_unit_that_the_keyboard_kept_from_being_sent_for_is_not_computed_with(parts, monkeypatch):
-    mover, units, shards, pool, _ = parts
-    fetch = shards.fetch
-
-    def interrupted(*given):
-        fetch(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shards, "fetch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        mover.start(0)
-    with pytest.raises(StateError, match=r"Ctrl-C .* Build the model"):
-        mover.finish(0)
-    mover.release(0)
-    assert pool.leased_nbytes == units[0].nbytes  # the read that was sent goes on
-    monkeypatch.setattr(shards, "fetch", fetch)
-    mover.start(0)
-    shards.fetches.reverse()
-    shards.arrive(3.0)
-    mover.finish(0)
-    shards.arrive(5.0)  # the one from before
-    assert all((s.param == 3).all() for s in units[0].segments)
 
 
 def test_a_unit_is_not_started_twice(parts):
@@ -310,7 +291,7 @@ def test_what_is_stored_in_another_form_is_fetched_so_and_decoded_before_it_is_u
 def test_the_stored_form_in_host_memory_is_decoded_from_there(parts):
     mover, units, shards, pool, _ = parts
     decoded = decoded_from_bytes(units[0])
-    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    units[0].move_to(FakeHome(shards, units[0], Tier.HOST))
     shards.residents[0] = FakePool(2**20).lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)
     mover.start(0)
@@ -358,7 +339,7 @@ def test_a_shard_larger_than_host_memory_reaches_an_accelerator_in_pieces():
     values = torch.randn(unit.numel).bfloat16()
     shards = ShardsOnDisk(bytes(values.view(torch.uint8).numpy()))
     device, host = FakePool(unit.nbytes), FakePool(unit.nbytes // 8)
-    mover = UnitMover([unit], shards, device, Staging(host, 8192), None, lambda cause, wait: wait())
+    mover = make_mover([unit], shards, device, Staging(host, 8192))
     mover.start(0)
     mover.finish(0)
     assert torch.equal(weight.data.flatten(), values[: weight.numel()])
@@ -377,7 +358,7 @@ def staged():
     values = torch.full((unit.numel,), 2.0, dtype=torch.bfloat16)
     shards = ShardsOnDisk(bytes(values.view(torch.uint8).numpy()))
     device, host = FakePool(unit.nbytes), FakePool(2 * unit.nbytes)
-    mover = UnitMover([unit], shards, device, Staging(host, 8192), None, lambda cause, wait: wait())
+    mover = make_mover([unit], shards, device, Staging(host, 8192))
     yield mover, unit, shards, device, host
     mover.close()
     shards.engine.close()
@@ -422,7 +403,7 @@ class FailedPeer:
 @pytest.mark.parametrize("used", [False, True])
 def test_memory_that_a_failed_peer_may_write_to_is_never_lent_again(stored, used):
     unit, pool = make_unit(0), FakePool(2**20)
-    mover = UnitMover([unit], FakeShards(), pool, None, FailedPeer(), lambda cause, wait: wait())
+    mover = make_mover([unit], FakeShards(), pool, collectives=FailedPeer())
     if stored:
         decoded_from_bytes(unit)
     mover.start(0)
@@ -436,7 +417,7 @@ def test_memory_that_a_failed_peer_may_write_to_is_never_lent_again(stored, used
 
 def test_beside_an_accelerator_a_shard_in_host_memory_is_uploaded_after_its_update(staged):
     mover, unit, shards, _, _ = staged
-    unit.home, unit.lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    unit.move_to(FakeHome(shards, unit, Tier.HOST))
     shard = shards.residents[0] = FakePool(2**20).lease(unit.shard_nbytes, who="a shard")
     shards.update = lambda: shard.tensor.view(torch.bfloat16).fill_(4)
     mover.start(0)
@@ -460,10 +441,10 @@ def test_stored_bytes_that_came_first_are_decoded_as_often_as_they_are_used(part
     mover, units, shards, pool, causes = parts
     decoded = decoded_from_bytes(units[0])
     assert (mover.stored_nbytes(0), mover.stored_nbytes(1)) == (rounded(units[0].stored.nbytes), 0)
-    mover.start_stored(0)
+    mover.start(Stored(0))
     assert units[0].state is UnitState.FETCHING
     assert pool.leased_nbytes == units[0].stored.nbytes
-    mover.decode(0)
+    mover.start(0)
     _, memory, ticket = shards.fetches.pop()
     torch.frombuffer(memory, dtype=torch.uint8).fill_(7)
     ticket.finish()
@@ -471,13 +452,13 @@ def test_stored_bytes_that_came_first_are_decoded_as_often_as_they_are_used(part
         mover.finish(0)
         assert (units[0].segments[0].param == 7).all()
         assert pool.leased_nbytes == units[0].nbytes + units[0].stored.nbytes
-        mover.release_decoded(0)
+        mover.release(0)
         assert all(is_placeholder(s.param.data) for s in units[0].segments)
         assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, units[0].stored.nbytes)
         assert (len(decoded), shards.fetches) == (times, [])
         if times == 1:
-            mover.decode(0)
-    mover.release(0)
+            mover.start(0)
+    mover.release(Stored(0))
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     assert causes == 2 * ["read", "decode"]
     mover.close()
@@ -487,12 +468,14 @@ def test_stored_bytes_that_came_first_are_decoded_as_often_as_they_are_used(part
 def test_a_release_waits_for_stored_bytes_that_are_on_their_way(parts, decodes):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
-    mover.start_stored(0)
+    mover.start(Stored(0))
     if decodes:
-        mover.decode(0)
+        mover.start(0)
     timer = threading.Timer(0.05, shards.arrive)
     timer.start()
-    mover.release(0)
+    if decodes:
+        mover.release(0)
+    mover.release(Stored(0))
     assert shards.fetches == []
     assert (units[0].state, pool.leased_nbytes) == (UnitState.ON_NVME, 0)
     mover.close()
@@ -501,19 +484,19 @@ def test_a_release_waits_for_stored_bytes_that_are_on_their_way(parts, decodes):
 def test_stored_bytes_in_host_memory_stay_there(parts):
     mover, units, shards, pool, _ = parts
     decoded_from_bytes(units[0])
-    units[0].home, units[0].lifecycle.state = Tier.HOST, UnitState.ON_HOST
+    units[0].move_to(FakeHome(shards, units[0], Tier.HOST))
     host = FakePool(2**20)
     shards.residents[0] = host.lease(units[0].stored.shard_nbytes, who="a shard")
     shards.residents[0].tensor.fill_(5)
-    mover.start_stored(0)
+    mover.start(Stored(0))
     assert pool.leased_nbytes == 0
     for _ in range(2):
-        mover.decode(0)
+        mover.start(0)
         mover.finish(0)
         assert (units[0].segments[0].param == 5).all()
-        mover.release_decoded(0)
+        mover.release(0)
         assert units[0].state is UnitState.ON_HOST
-    mover.release(0)
+    mover.release(Stored(0))
     assert host.leased_nbytes == units[0].stored.shard_nbytes
     assert (shards.residents[0].tensor == 5).all()
     mover.close()

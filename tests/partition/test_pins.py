@@ -2,7 +2,8 @@
 
 import pytest
 
-from infinity.partition.prefetcher import BackwardPins, Prefetcher
+from infinity.partition.pins import BackwardPins
+from infinity.partition.prefetcher import Prefetcher
 
 
 class Room:
@@ -25,14 +26,14 @@ def pins(prefetcher: Prefetcher) -> BackwardPins:
 
 
 def pinned(prefetcher: Prefetcher) -> list[int]:
-    return [unit for unit, count in prefetcher.pins.items() if count]
+    return [unit for unit, count in prefetcher.residents.pins.items() if count]
 
 
 def test_a_unit_is_kept_until_its_gradients_are_complete(prefetcher: Prefetcher, pins: BackwardPins) -> None:
     for node in ("matmul", "add"):
         pins.keep(4, node)
     assert 4 in pins
-    assert prefetcher.pins[4] == 1
+    assert prefetcher.residents.pins[4] == 1
     pins.unpin(4)
     assert 4 not in pins
     assert pinned(prefetcher) == []

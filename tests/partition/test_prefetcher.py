@@ -1,10 +1,9 @@
 """The prefetcher with a mover that only writes down what it is told."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.partition.prefetcher import DECODED_AHEAD, Prefetcher
+from infinity.partition.prefetcher import DECODED_AHEAD, Prefetcher, Stored
 from tests.helpers.cases import examples
 
 fast = examples(100)
@@ -15,15 +14,25 @@ class FakeMover:
 
     Args:
         stored: Bytes of each routed unit's stored form; 0: they come in one step.
+
+    Attributes:
+        present: Units, and whether each was finished.
+        decoded: Those that were made of stored bytes.
     """
 
     def __init__(self, stored: int = 0) -> None:
         self.stored = stored
         self.decoded: set[int] = set()
         self.calls: list[tuple[str, int]] = []
-        self.present: dict[int, bool] = {}  # whether it was finished
+        self.present: dict[int, bool] = {}
 
-    def start(self, unit: int) -> None:
+    def start(self, item) -> None:
+        if item in self.present and self.stored:
+            assert item not in self.decoded
+            self.decoded.add(item)
+            self.calls.append(("decode", item))
+            return
+        unit = item.unit if isinstance(item, Stored) else item
         assert unit not in self.present, f"{unit} is here"
         self.present[unit] = False
         self.calls.append(("start", unit))
@@ -32,22 +41,12 @@ class FakeMover:
         self.present[unit] = True
         self.calls.append(("finish", unit))
 
-    def start_stored(self, unit: int) -> None:
-        self.start(unit)
-
-    def decode(self, unit: int) -> None:
-        assert unit in self.present
-        assert unit not in self.decoded
-        self.decoded.add(unit)
-        self.calls.append(("decode", unit))
-
-    def release_decoded(self, unit: int) -> None:
-        self.decoded.remove(unit)
-        self.calls.append(("release_decoded", unit))
-
-    def release(self, unit: int) -> None:
+    def release(self, item) -> None:
+        if item in self.decoded:
+            self.decoded.remove(item)
+            return
+        unit = item.unit if isinstance(item, Stored) else item
         del self.present[unit]
-        self.decoded.discard(unit)
         self.calls.append(("release", unit))
 
     def stored_nbytes(self, unit: int) -> int:
@@ -80,7 +79,7 @@ def step(prefetcher: Prefetcher, mover: FakeMover, forward, backward=None) -> in
     visit(prefetcher, forward)
     for unit in reversed(list(forward)) if backward is None else backward:
         update(prefetcher, mover, unit)
-    on_demand = prefetcher.on_demand
+    on_demand = prefetcher.training.on_demand
     prefetcher.forget(forward)
     prefetcher.end_training_pass()
     return on_demand
@@ -112,9 +111,9 @@ def test_the_plans_fetches_are_what_the_mover_starts():
         visit(prefetcher, range(10))
         for unit in reversed(range(10)):
             update(prefetcher, mover, unit)
-        assert prefetcher.planned == mover.starts()[before:]
+        assert prefetcher.training.fetched == mover.starts()[before:]
         prefetcher.end_training_pass()
-    assert prefetcher.planned is not None
+    assert prefetcher.training.fetched is not None
 
 
 def test_the_first_units_of_the_next_pass_go_out_at_the_step():
@@ -149,9 +148,9 @@ def test_a_branch_that_was_left_out_costs_at_most_a_few_uses_on_demand():
 def test_bytes_are_not_promised_for_a_pass_that_left_its_plan():
     prefetcher, mover = make()
     step(prefetcher, mover, range(10))
-    assert prefetcher.planned is not None
+    assert prefetcher.training.fetched is not None
     visit(prefetcher, [5])
-    assert prefetcher.planned is None
+    assert prefetcher.training.fetched is None
 
 
 def test_inference_between_passes_has_its_own_plan():
@@ -160,7 +159,7 @@ def test_inference_between_passes_has_its_own_plan():
     infer(prefetcher, range(10))
     assert step(prefetcher, mover, range(10)) == 0
     infer(prefetcher, range(10))
-    assert prefetcher.on_demand == 0
+    assert prefetcher.training.on_demand == 0
     assert step(prefetcher, mover, range(10)) == 0
 
 
@@ -186,7 +185,7 @@ def test_inference_in_the_middle_of_a_step_leaves_memory_to_the_step():
     infer(prefetcher, range(10))
     for unit in reversed(range(10)):
         update(prefetcher, mover, unit)
-    assert prefetcher.on_demand <= 5  # what the window held, and not the rest
+    assert prefetcher.training.on_demand <= 5  # what the window held, and not the rest
 
 
 def test_visits_change_no_plan():
@@ -212,19 +211,6 @@ def test_stale_copies_are_dropped_and_others_stay():
     assert set(mover.present) == {0, 2, 4}  # 4 is pinned
     prefetcher.forget()
     assert set(mover.present) == {4}
-
-
-def test_a_use_that_the_keyboard_ends_pins_nothing(monkeypatch):
-    def interrupted(unit):
-        raise KeyboardInterrupt
-
-    prefetcher, mover = make()
-    monkeypatch.setattr(mover, "finish", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prefetcher.use(0)
-    assert set(mover.present) == {0}  # it comes all the same
-    prefetcher.forget([0])
-    assert not mover.present
 
 
 def test_a_pinned_unit_stays_until_its_last_user_ends():
@@ -260,12 +246,16 @@ def forward(prefetcher: Prefetcher, layers=LAYERS, *, recomputed: bool = False) 
                 prefetcher.unpin(tile)
 
 
+def arrives(prefetcher: Prefetcher, tile: int) -> bool:
+    return tile in prefetcher.residents or Stored(tile) in prefetcher.residents
+
+
 def backward(prefetcher: Prefetcher, layers=LAYERS) -> list[int]:
     """Return the tiles that had not begun to arrive when they were used."""
     late = []
     for own, first, second in reversed(layers):
         for unit in (*reversed(second), *reversed(first), own):
-            late += [unit] if unit in prefetcher.routed and unit not in prefetcher.present else []
+            late += [unit] if unit in prefetcher.routed and not arrives(prefetcher, unit) else []
             visit(prefetcher, [unit])
     return late
 
@@ -298,7 +288,7 @@ def test_tiles_of_a_block_that_is_recomputed_are_used_in_another_order():
         assert backward(prefetcher, [layer]) == []
         started = {unit for unit in mover.starts() if unit in prefetcher.routed}
         assert started <= {*layer[1], *layer[2]}, "none of a block whose turn has not come"
-    assert prefetcher._to_come == []
+    assert prefetcher.tiles.over
 
 
 def test_blocks_before_one_that_was_recomputed_may_not_be():
@@ -306,12 +296,12 @@ def test_blocks_before_one_that_was_recomputed_may_not_be():
     forward(prefetcher)
     forward(prefetcher, LAYERS[-1:], recomputed=True)
     backward(prefetcher)
-    assert prefetcher._to_come == []
+    assert prefetcher.tiles.over
 
 
 def test_plans_leave_room_for_the_tiles_that_micro_batches_use_one_after_another():
     prefetcher, mover = routed(7)
-    prefetcher.together_nbytes = 5
+    prefetcher.room.together_nbytes = 5
     for _ in range(3):
         mover.calls.clear()
         for layer in LAYERS:
@@ -325,7 +315,7 @@ def test_plans_leave_room_for_the_tiles_that_micro_batches_use_one_after_another
 
 def test_before_there_is_a_plan_units_of_earlier_layers_go_before_the_tiles_of_this_one():
     prefetcher, mover = routed(7)
-    prefetcher.hold_together([[*first, *second] for _, first, second in LAYERS])
+    prefetcher.room.hold_together([[*first, *second] for _, first, second in LAYERS])
     for layer in LAYERS:
         for _ in range(4):
             forward(prefetcher, [layer])
@@ -370,9 +360,9 @@ def held(prefetcher: Prefetcher, mover: FakeMover) -> int:
 def test_stored_bytes_and_full_values_together_never_exceed_the_capacity(capacity, together):
     prefetcher, mover = in_two_steps(capacity)
     if together:
-        prefetcher.hold_together([[*first, *second] for _, first, second in LAYERS])
+        prefetcher.room.hold_together([[*first, *second] for _, first, second in LAYERS])
     peak = 0
-    for name in ("start", "decode", "finish"):
+    for name in ("start", "finish"):
         call = getattr(mover, name)
 
         def checked(unit: int, name=name, call=call) -> None:
@@ -388,7 +378,7 @@ def test_stored_bytes_and_full_values_together_never_exceed_the_capacity(capacit
                 forward(prefetcher, [layer])
         backward(prefetcher)
         prefetcher.end_training_pass()
-        assert prefetcher._present_nbytes == held(prefetcher, mover)
+        assert prefetcher.residents.nbytes == held(prefetcher, mover)
     assert peak <= capacity
 
 
@@ -426,7 +416,7 @@ def test_as_many_tiles_are_decoded_ahead_as_have_the_bytes(monkeypatch):
 def test_micro_batches_of_a_block_decode_its_tiles_once_if_memory_has_room_for_them():
     for capacity, once in ((5 * (FULL + STORED) + 2, True), (2 * FULL + 5 * STORED + 2, False)):
         prefetcher, mover = in_two_steps(capacity)
-        prefetcher.hold_together([[*first, *second] for _, first, second in LAYERS])
+        prefetcher.room.hold_together([[*first, *second] for _, first, second in LAYERS])
         for layer in LAYERS:
             for _ in range(4):
                 forward(prefetcher, [layer])
@@ -469,8 +459,8 @@ def play(prefetcher: Prefetcher, mover: FakeMover, several) -> None:
                     pins.append(unit)
                 else:
                     prefetcher.unpin(unit)
-            assert set(mover.present) == set(prefetcher.present)
-            assert sum(prefetcher.nbytes[u] for u in mover.present) <= prefetcher.capacity_nbytes
+            assert set(mover.present) == set(prefetcher.residents)
+            assert sum(prefetcher.nbytes[u] for u in mover.present) <= prefetcher.residents.capacity_nbytes
             assert all(mover.present.get(unit) for unit in pins), "a pinned unit stays"
         for unit in pins:
             prefetcher.unpin(unit)
@@ -506,6 +496,6 @@ def test_any_pass_that_is_repeated_is_foreseen(units, capacity):
     prefetcher, _ = make(8, capacity)
     for _ in range(3):
         visit(prefetcher, units)
-        on_demand = prefetcher.on_demand
+        on_demand = prefetcher.training.on_demand
         prefetcher.end_training_pass()
         assert on_demand == 0

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,33 +10,22 @@ import torch
 
 import infinity
 from infinity.core.transfer import Transfer
-from infinity.shards.commits import (
-    CommitRecord,
-    Commits,
-    CorruptRecordError,
-    RankFiles,
-    pack,
-    read_commit,
-    write_commit,
-)
+from infinity.shards.commits import Commits
+from infinity.shards.journal import CommitRecord, CorruptJournalError, Journal, RankFiles, pack, read_journal
 from tests.helpers import models
+from tests.helpers.journals import newest, records, run_sql
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for, streaming
 
 
-def test_a_record_is_not_written_through_a_planted_link(tmp_path):
+def test_a_journal_is_not_written_through_a_planted_link(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    for name in ("rank0.commit", "rank0.commit.new"):
-        (tmp_path / name).symlink_to(victim)
-    record = CommitRecord(3, (0, 1))
-    write_commit(tmp_path / "rank0.commit", record)
-    assert (victim.read_text(), read_commit(tmp_path / "rank0.commit")) == ("precious", record)
-
-
-def newest(folder):
-    records = [read_commit(path) for path in folder.glob("*.commit?")]
-    return max(records, key=lambda record: record.step)
+    for ending in ("", "-head"):
+        (tmp_path / f"rank0-1.commits{ending}").symlink_to(victim)
+    with pytest.raises(infinity.InfinityError, match="symbolic link"):
+        Journal(tmp_path, RankFiles(0))
+    assert victim.read_text() == "precious"
 
 
 def test_the_record_follows_every_committed_step(tmp_path):
@@ -50,7 +40,7 @@ def test_the_record_follows_every_committed_step(tmp_path):
             optimizer.synchronize()
             record = newest(tmp_path / "mine")
             assert record.step == step + 1
-            assert record.versions == tuple(unit.version for unit in runtime.units)
+            assert record.versions == tuple(unit.home.version for unit in runtime.units)
             assert record.counts == tuple((step + 1,) * len(unit.segments) for unit in runtime.units)
         optimizer.close()
 
@@ -77,10 +67,10 @@ def test_the_committed_version_is_untouched_while_the_next_step_computes(tmp_pat
 
 
 def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
-    commits = Commits(tmp_path, RankFiles(0))
+    commits = Commits(Journal(tmp_path, RankFiles(0)))
     good, bad = Transfer(), Transfer()
     good.finish(None)
-    commits.add(CommitRecord(1, (0,)), [good])
+    commits.add(CommitRecord(1, (0,)), [good], {})
     commits.wait()
     commits.add(CommitRecord(2, (1,)), [good, bad])
     bad.finish(infinity.DiskError(errno.EIO, "write", tmp_path / "x", offset=0, nbytes=1))
@@ -91,8 +81,8 @@ def test_a_step_whose_update_failed_is_never_recorded(tmp_path):
 
 
 def test_a_small_state_that_could_not_be_read_back_is_never_recorded(tmp_path):
-    commits = Commits(tmp_path, RankFiles(0))
-    commits.add(CommitRecord(1, (0,), state=pack({"follow": {"loader": {"position": 3}}})), [])
+    commits = Commits(Journal(tmp_path, RankFiles(0)))
+    commits.add(CommitRecord(1, (0,), state=pack({"follow": {"loader": {"position": 3}}})), [], {})
     commits.wait()
     commits.add(CommitRecord(2, (1,), state=pack({"follow": {"loader": tmp_path}})), [])
     with pytest.raises(infinity.StateError, match=r"what it follows, cannot be kept with a commit"):
@@ -101,57 +91,89 @@ def test_a_small_state_that_could_not_be_read_back_is_never_recorded(tmp_path):
     commits.close()
 
 
-# --- the record ---------------------------------------------------------------------------------
+# --- the journal --------------------------------------------------------------------------------
 
 
 def test_what_was_committed_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "commit"
-    assert read_commit(path) is None
-    for step in (1, 2):
+    journal = Journal(tmp_path, RankFiles(0, run=7))
+    assert records(tmp_path) == []
+    for step in (1, 2, 3):
         record = CommitRecord(step, tuple(number % 3 for number in range(step, 1000)))
-        write_commit(path, record)
-        assert read_commit(path) == record
-    assert [file.name for file in tmp_path.iterdir()] == ["commit"]
+        journal.append(record, {"step": step} if step != 2 else None)
+        assert newest(tmp_path) == replace(record, number=step)
+    contents = read_journal(journal.path)
+    assert {step: layout for step, (_, layout) in contents.commits.items()} == {
+        2: {"step": 1},
+        3: {"step": 3},
+    }
+    journal.retire()
+    assert [record.step for record in records(tmp_path)] == [3]
+    journal.invalidate()
+    assert records(tmp_path) == []
+    journal.append(CommitRecord(3, ()))
+    journal.close()
+    assert [record.number for record in records(tmp_path)] == [4]
+    assert Journal(tmp_path, RankFiles(0, run=7)).any
 
 
-def test_a_crash_before_the_name_changes_leaves_the_old_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "commit"
-    write_commit(path, CommitRecord(1, (0, 1)))
+def test_a_transaction_that_was_cut_off_leaves_the_old_commit(tmp_path: Path, monkeypatch) -> None:
+    journal = Journal(tmp_path, RankFiles(0))
+    journal.append(CommitRecord(1, (0, 1)), {})
 
-    def crash(self: Path, target: Path) -> None:
+    def crash(self, run, number):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", crash)
-    with pytest.raises(KeyboardInterrupt):
-        write_commit(path, CommitRecord(2, (1, 1)))
-    monkeypatch.undo()
-    assert read_commit(path) == CommitRecord(1, (0, 1))
-    write_commit(path, CommitRecord(3, (1, 0)))
-    assert read_commit(path) == CommitRecord(3, (1, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "_keep_from", crash)
+        with pytest.raises(KeyboardInterrupt):
+            journal.append(CommitRecord(2, (1, 1)))
+    assert [record.step for record in records(tmp_path)] == [1]
+    journal.append(CommitRecord(3, (1, 0)))
+    assert [record.step for record in records(tmp_path)] == [1, 3]
 
 
-def test_the_record_is_on_disk_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
-    monkeypatch.setattr(Path, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
-    write_commit(tmp_path / "commit", CommitRecord(1, ()))
-    assert calls == ["fsync", "replace", "fsync"]
+def test_a_commit_is_synced_before_versions_are_written_over(tmp_path: Path, monkeypatch) -> None:
+    journal = Journal(tmp_path, RankFiles(0), synced=True)
+    assert run_sql(journal.path, "SELECT 1") == [(1,)]
+    journal.append(CommitRecord(1, (0,)), {})
+    journal.append(CommitRecord(2, (1,)))
+    calls: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), fsync(fd)))
+    journal.retire()
+    assert len(calls) == 1  # the head; SQLite syncs by itself
 
 
 def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "commit"
-    write_commit(path, CommitRecord(7, (1, 0, 1)))
-    whole = path.read_bytes()
-    for at in range(len(whole) - 1):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(CorruptRecordError, match="not a whole commit record"):
-            read_commit(path)
-    for broken in (b"", whole[:20], whole[:-5], b"\xff" * 30):
-        path.write_bytes(broken)
-        with pytest.raises(CorruptRecordError):
-            read_commit(path)
+    """Wherever it is: a damaged commit is not read as another one."""
+    journal = Journal(tmp_path, RankFiles(0))
+    journal.append(CommitRecord(7, (1, 0, 1), state=b"s" * 300), {"units": list(range(30))})
+    journal.close()
+    whole, [(record, layout)] = journal.path.read_bytes(), read_journal(journal.path).commits.values()
+    for at in range(0, len(whole), 7):
+        journal.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            contents = read_journal(journal.path)
+        except CorruptJournalError:
+            continue
+        assert contents.problems or list(contents.commits.values()) == [(record, layout)]
+    head = journal.path.with_name(f"{journal.path.name}-head")
+    journal.path.write_bytes(whole)
+    for broken in (b"", head.read_bytes()[:20], b"\xff" * 30):
+        head.write_bytes(broken)
+        with pytest.raises(CorruptJournalError, match="head: not what was written"):
+            read_journal(journal.path)
+
+
+def test_a_journal_that_lost_its_end_is_found_out(tmp_path: Path) -> None:
+    """An unsynced one, by a power cut: its older commit has been written over since."""
+    journal = Journal(tmp_path, RankFiles(0))
+    journal.append(CommitRecord(1, (0,)), {})
+    before = journal.path.read_bytes()
+    journal.append(CommitRecord(2, (1,)))
+    journal.retire()
+    journal.close()
+    journal.path.write_bytes(before)
+    contents = read_journal(journal.path)
+    assert not contents.commits
+    assert "commit 2 is missing" in contents.problems[0]

@@ -34,9 +34,9 @@ def test_a_killed_process_goes_on_bitwise(tmp_path):
             Trial((Kill("placing a unit", 2), Kill("a write", 55)), place="both"),
             Trial((Kill("an update", 7), Kill("an update", 5, after=True))),
             Trial((Kill("the commit", 3, after=True), Kill("handing the record over", 3)), clip=True),
-            Trial((Kill("the draft", 3, after=True), Kill("the rename", 3)), place="both"),
+            Trial((Kill("in the transaction", 3, after=True), Kill("the head", 3)), place="both"),
             Trial((Kill("the rename", 3, after=True), Kill("a removal", 9, after=True))),
-            Trial((Kill("the layout", after=True), Kill("retire", 9, after=True)), place="host"),
+            Trial((Kill("the head", after=True), Kill("retire", 9, after=True)), place="host"),
             Trial(
                 (RECORDED, Kill("restore", after=True), Kill("taking over"), Kill("taking over", after=True))
             ),

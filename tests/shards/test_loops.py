@@ -446,8 +446,8 @@ def test_a_record_waits_for_updates_of_steps_without_one(tmp_path, monkeypatch):
     waited = []
 
     def add(commits, record, landing, layout=None):
-        updates = loop.optimizer.runtime.executor().updates
-        waited.append({*updates._futures.values()} <= {*landing})
+        updating = {unit.home.updating for unit in loop.optimizer.runtime.units}
+        waited.append(updating - {None} <= {*landing})
         return plain(commits, record, landing, layout)
 
     plain = Commits.add

@@ -21,6 +21,8 @@ from infinity.comm.collectives import Collectives
 from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DiskError, StateError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
+from infinity.shards.mapped import BaseHome
+from infinity.shards.tiers import stored_form
 from tests.helpers import models, quantized
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
@@ -99,7 +101,7 @@ def train_plain(model: Any, targets: list[str] | None = None, steps: int = 3) ->
 
 
 def written_nbytes(model: Any) -> int:
-    return runtime_of(model).tiers.engine.nbytes_written
+    return runtime_of(model).tiers.store.engine.nbytes_written
 
 
 def said(model: Any) -> str:
@@ -108,9 +110,13 @@ def said(model: Any) -> str:
     return "\n".join(lines)
 
 
+def held(model: Any) -> list[Any]:
+    return [unit for unit in runtime_of(model).units if stored_form(unit) is not None]
+
+
 def mapped(model: Any) -> list[Any]:
     runtime = runtime_of(model)
-    return [runtime.units[index] for index in runtime.tiers.mapped]
+    return [unit for unit in runtime.units if isinstance(unit.home, BaseHome)]
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
@@ -150,8 +156,8 @@ def test_adapters_on_a_quantized_base_train_as_with_plain_pytorch_and_peft(tmp_p
     if in_host:
         more = ["memory.device=1MiB", "memory.host=16MiB", "memory.resident=true"]
         with loaded(directory, tmp_path / "nvme", *more) as model:
-            assert {unit.home for unit in runtime_of(model).units} == {Tier.HOST}
-            assert set(runtime_of(model).tiers.held) == {unit.index for unit in mapped(model)} != set()
+            assert {unit.home.tier for unit in runtime_of(model).units} == {Tier.HOST}
+            assert held(model) == mapped(model) != []
             assert train(model, targets=targets) == losses
     where, options = directory, {}
     if kind == "gpt_oss":
@@ -235,13 +241,13 @@ def ranks_of(checkpoint: str, nvme: str) -> Any:
     more = ["memory.device=4MiB", "memory.host=2MiB"]
     with loaded(Path(checkpoint), nvme, *more, "memory.host=64MiB", "memory.resident=true") as model:
         runtime = runtime_of(model)
-        assert set(runtime.tiers.held) == {unit.index for unit in runtime.units if unit.stored} != set()
+        assert held(model) == [unit for unit in runtime.units if unit.stored] != []
         for unit in mapped(model):  # a half of what they would take as weights
-            assert runtime.tiers.held[unit.index].lease.nbytes == unit.stored.shard_nbytes < unit.shard_nbytes
+            assert stored_form(unit).nbytes == unit.stored.shard_nbytes < unit.shard_nbytes
         losses = train(model, rank=rank, world=2)
     with loaded(Path(checkpoint), nvme, *more) as model, gathered_nbytes() as seen:
         units = list(runtime_of(model).units)
-        read = sum(runtime_of(model).tiers.fetched_nbytes(unit, None) for unit in units)
+        read = sum(unit.home.fetched_nbytes(None) for unit in units)
         assert mapped(model) == units
         assert written_nbytes(model) == 0
         assert train(model, rank=rank, world=2) == losses
@@ -284,13 +290,13 @@ def test_a_step_reads_the_bytes_of_the_stored_form_as_planned(tmp_path, form, mo
     _, batch = models.build("llama", 1)
     more = ["memory.device=1500KiB", "memory.host=4MiB"]
     with small_units(2**17), loaded(directory, tmp_path / "nvme", *more) as model:
-        tiers, units = runtime_of(model).tiers, list(runtime_of(model).units)
+        units = list(runtime_of(model).units)
         stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         whole = sum(unit.shard_nbytes for unit in units)
-        fetched = sum(tiers.fetched_nbytes(unit, None) for unit in units)
+        fetched = sum(unit.home.fetched_nbytes(None) for unit in units)
         assert fetched < 1.25 * stored
         assert fetched < most * whole
-        [base] = set(tiers.mapped.values())
+        [base] = {unit.home.base for unit in units}
         model = adapted(model)
         optimizer, runtime = optimizer_for(model, Rule(max_grad_norm=None)), runtime_of(model)
         read, planned = [], []
@@ -301,7 +307,7 @@ def test_a_step_reads_the_bytes_of_the_stored_form_as_planned(tmp_path, form, mo
             read.append(settled(runtime)[0])
             planned.append(runtime.executor().planned)
         fetches = runtime.executor().prefetcher.training.plan.fetched()
-        of_base = sum(tiers.fetched_nbytes(runtime.units[index], None) for index in fetches)
+        of_base = sum(runtime.units[index].home.fetched_nbytes(None) for index in fetches)
         state = sum(12 * unit.shard_numel for unit in runtime.units if unit.trainable)
         for step in (3, 4, 5):
             assert 0 < of_base <= read[step] - read[step - 1] <= of_base + state
@@ -313,13 +319,13 @@ def test_what_finds_room_in_host_memory_is_read_once_and_stays_there(tmp_path, c
         losses = train(model)
     more = ["memory.resident=true", "memory.host=600KiB"]
     with loaded(checkpoint, tmp_path / "some", *more) as model:
-        homes = {unit.home for unit in runtime_of(model).units}
+        homes = {unit.home.tier for unit in runtime_of(model).units}
         assert homes == {Tier.HOST, Tier.NVME}
         assert train(model) == losses
     with loaded(checkpoint, tmp_path / "all", *more, "memory.host=8MiB") as model:
-        assert {unit.home for unit in runtime_of(model).units} == {Tier.HOST}
+        assert {unit.home.tier for unit in runtime_of(model).units} == {Tier.HOST}
         assert runtime_of(model).storage.host_pool.leased_nbytes == sum(
-            lease.nbytes for each in runtime_of(model).tiers.residents.values() for lease in each.leases
+            lease.nbytes for unit in runtime_of(model).units for lease in unit.home.leases
         )
         assert train(model) == losses
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sqlite3
 import time
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 import infinity
 from infinity.core.errors import DiskError, InfinityError, LockedError, StateError
 from infinity.nvme.run_directory import RunDirectory
-from infinity.optim.pipeline import UpdatePipeline
+from infinity.shards.journal import Journal
+from infinity.shards.pipeline import UpdatePipeline
 from tests.helpers.cases import few
 from tests.helpers.crashes import PLACES, Net, go_on
 from tests.helpers.launch import holding
@@ -173,42 +175,41 @@ def test_a_last_step_that_cannot_be_kept_is_an_error_of_close(tmp_path, whole, m
 
     go_on([tmp_path], 2, place="host")
     monkeypatch.setattr(UpdatePipeline, "_write", late)
-    with file_limit(100), pytest.raises(DiskError, match="File too large") as raised:
-        go_on([tmp_path], 3)
+
+    def full(journal, *commit):
+        raise DiskError(28, "writing the journal of commits", tmp_path, offset=0, nbytes=0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", full)
+        with pytest.raises(DiskError, match="No space left") as raised:
+            go_on([tmp_path], 3)
     assert "goes on from the commit before" in raised.value.__notes__[-1]
     assert go_on([tmp_path], 4) == whole[2:]
 
 
-@pytest.mark.parametrize("limit", ["record", "layout"])
-def test_no_room_for_a_record_ends_the_run_and_the_record_before_stands(tmp_path, whole, limit, monkeypatch):
-    from infinity.shards import commits
+@pytest.mark.parametrize("steps", [0, 2])
+def test_no_room_for_a_record_ends_the_run_and_the_record_before_stands(tmp_path, whole, steps, monkeypatch):
+    if steps:
+        go_on([tmp_path], steps)
 
-    real, failing = commits._replace, []
+    def full(journal, run, number):
+        raise sqlite3.OperationalError("database or disk is full")
 
-    def full(path, magic, *parts, **options):
-        if failing and (limit == "layout") == (magic == commits._LAYOUT_MAGIC):
-            raise OSError(28, "No space left on device", str(path))
-        return real(path, magic, *parts, **options)
-
-    monkeypatch.setattr(commits, "_replace", full)
-    if limit == "record":
-        go_on([tmp_path], 2)
-    failing.append(True)
-    with pytest.raises(DiskError, match=r"writing the commit record.*No space left"):
-        go_on([tmp_path], 4)
-    failing.clear()
-    assert go_on([tmp_path], 4) == (whole[2:] if limit == "record" else whole)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "_keep_from", full)  # in the transaction
+        with pytest.raises(DiskError, match=r"writing the journal of commits.*No space left"):
+            go_on([tmp_path], 4)
+    assert go_on([tmp_path], 4) == whole[steps:]
 
 
 def test_a_directory_that_may_not_be_written_is_named(tmp_path):
-    go_on([tmp_path], 2)
-    (tmp_path / "mine").chmod(0o500)
+    (tmp_path / "mine").mkdir(mode=0o500)
     try:
         with bound_by_modes(), pytest.raises(InfinityError, match=str(tmp_path)):
             go_on([tmp_path], 3)
     finally:
         (tmp_path / "mine").chmod(0o700)
-    assert len(go_on([tmp_path], 3)) == 1
+    assert len(go_on([tmp_path], 3)) == 3
 
 
 def test_a_file_system_without_direct_io(whole):

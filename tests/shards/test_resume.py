@@ -11,6 +11,7 @@ from infinity.shards.saved import find_saved
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.crashes import Net
+from tests.helpers.journals import without_commits
 from tests.helpers.launch import run_ranks
 from tests.helpers.reference import Rule
 from tests.helpers.training import build, optimizer_for
@@ -177,8 +178,8 @@ def test_a_run_that_ended_while_ranks_wrote_their_first_record_begins_anew(tmp_p
     for steps, refused in ((2, False), (4, True)):
         folder = tmp_path / str(steps)
         run_ranks(record_every_other_step, 2, str(folder), steps)
-        for path in folder.rglob("rank1-*.commit?"):
-            path.unlink()
+        for path in folder.rglob("rank1-*.commits"):
+            without_commits(path)
 
         def look(folder=folder):
             return find_saved([folder / "mine"], Ranks(0, 1, torch.device("cpu")), lambda line: None)
@@ -225,7 +226,7 @@ def test_a_start_that_fails_while_it_looks_for_commits_leaves_no_directory_of_it
         raise infinity.PeerError("another rank failed")
 
     with monkeypatch.context() as changed:
-        changed.setattr("infinity.shards.storage.find_saved", fails)
+        changed.setattr("infinity.shards.run_files.find_saved", fails)
         with pytest.raises(infinity.PeerError):
             build(Net, "fp32", overrides(tmp_path, "nvme"))
     assert list(tmp_path.iterdir()) == []

@@ -71,7 +71,7 @@ def gradients_nbytes(pair: Lockstep) -> int:
 
 
 def spilled_nbytes(optimizer: Any) -> int:
-    nbytes: int = optimizer.runtime.executor().updates.spilled_nbytes
+    nbytes: int = optimizer.runtime.executor().updates.stored_gradients.nbytes
     return nbytes
 
 
@@ -140,7 +140,8 @@ def test_every_block_that_is_read_is_compared_also_of_gradients(tmp_path):
         play(pair, "..cc")
         pair.check()
         tiers = pair.optimizer.runtime.tiers
-        volume, write = pair.optimizer.runtime.storage.volume, tiers.write_gradient
+        gradients = pair.optimizer.runtime.executor().updates.stored_gradients
+        volume, write = pair.optimizer.runtime.storage.volume, gradients.write
 
         def damaged(unit: Any, memory: memoryview) -> Transfer:
             stored = write(unit, memory)
@@ -151,7 +152,7 @@ def test_every_block_that_is_read_is_compared_also_of_gradients(tmp_path):
                 file.write(b"damaged")
             return stored
 
-        tiers.write_gradient = damaged
+        gradients.write = damaged
         with pytest.raises(DiskError):
             train(pair, "cc")
 

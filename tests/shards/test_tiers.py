@@ -105,7 +105,7 @@ def test_building_writes_the_exact_weights_and_no_state(tmp_path):
     with small_units(3000), infinity.Init(training.recipe("bf16", place("nvme", tmp_path))):
         model = seeded(Toy)()
     runtime = runtime_of(model)
-    assert runtime.tiers.engine.nbytes_written == (2 + 2) * sum(unit.numel for unit in runtime.units)
+    assert runtime.tiers.store.engine.nbytes_written == (2 + 2) * sum(unit.numel for unit in runtime.units)
     infinity.close(model)
 
 
@@ -123,7 +123,7 @@ def test_a_thawed_unit_that_no_longer_fits_host_memory_is_an_error_that_says_wha
     where = [f"memory.nvme=[{tmp_path}]", "memory.host=330KiB", "memory.device=1MiB"]
     with both(where, "bf16", Rule()) as (model, optimizer, plain):
         units = runtime_of(model).units
-        assert all(unit.home is Tier.HOST for unit in units)
+        assert all(unit.home.tier is Tier.HOST for unit in units)
         step_both(model, optimizer, plain, 0)
         model.requires_grad_(True)
         with pytest.raises(BudgetError, match=r"was frozen when the optimizer was made.*Raise memory.host"):

@@ -477,7 +477,7 @@ def test_calls_inside_one_that_ctrl_c_ended_keep_no_unit(tmp_path, place, mode):
         end_by_ctrl_c(pair.model, pair.model.blocks[1].up.register_forward_pre_hook, mode)
         with torch.no_grad():
             pair.model(**batch(8))
-        assert not any(runtime_of(pair.model).executor().prefetcher.pins.values())
+        assert not any(runtime_of(pair.model).executor().prefetcher.residents.pins.values())
         pair.step(2)
         pair.check()
 

@@ -1,206 +1,200 @@
-"""Ctrl-C at any line of the package: a loop goes on bitwise, or an error says what there is to go on from."""
+"""Ctrl-C at any call of the package: the cell is run again and goes on bitwise, in the same process."""
 
 import _thread
+import contextlib
+import os
 import random
 import signal
+import sys
 import threading
-import time
-import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import infinity
 from infinity import StateError
-from infinity.app.models.causal import CausalLoss
-from infinity.core.interrupts import Bookkeeping
-from infinity.engine.gradients import UnitGradient
-from infinity.engine.hooks import Hooks
+from infinity.activations import tensor_cache
+from infinity.core import interrupts
+from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rules import AdamWRule
+from infinity.optim.rules import HostRule
 from infinity.shards.updates import Updates
-from tests.helpers import models, training
-from tests.helpers.interrupts import (
-    ENDINGS,
-    SCENARIOS,
-    Interrupter,
-    Loop,
-    Moment,
-    moments,
-    trial,
-    undisturbed,
-)
-from tests.helpers.lockstep import BOTH, NVME, batch, lockstep
+from tests.helpers import lockstep, training
 
-THEN = ("again", "zero_grad", "look")
-#: Trials of the fast suite, by scenario.
-FEW = {"nvme": 6, "host clipped recorded": 8}
-#: Of the long one; of the scenarios that are not named so many, else every line.
-MANY = 150
-EVERY_LINE = ("nvme clipped", "host")
+PACKAGE = str(Path(infinity.__file__).parent) + os.sep
+#: Iterations of a trial. The first is recorded; the others follow a plan.
+COUNT = 5
 
 
-def play(name, folder, count):
-    """Trials at ``count`` moments (None: one of each line): those that end wrongly, and how many each way."""
+class Interrupter:
+    """Sends SIGINT to this thread as a function of the package is called for the n-th time; counts calls.
+
+    Python looks for signals where functions begin, among other places.
+    """
+
+    def __init__(self, function=None, nth=0):
+        self.calls, self.came = Counter(), False
+        self._function, self._nth = function, nth
+
+    def __enter__(self):
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *exc):
+        sys.settrace(None)
+
+    def _call(self, frame, event, arg):
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE) and code.co_filename != interrupts.__file__:
+            function = code.co_filename.removeprefix(PACKAGE), code.co_qualname
+            self.calls[function] += 1
+            if function == self._function and self.calls[function] == self._nth:
+                self.came = True
+                signal.raise_signal(signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A kind of loop; ``frozen``: parameters whose names contain this are; ``accumulate``: micro-batches."""
+
+    settings: tuple[str, ...]
+    nvme: bool = True
+    clip: float | None = None
+    frozen: str = ""
+    accumulate: int = 1
+
+
+_STREAMS = ("memory.host=200KiB", "memory.resident=false")
+SCENARIOS = {
+    "nvme": Scenario(_STREAMS),
+    "nvme clipped": Scenario(_STREAMS, clip=0.1),
+    "one version": Scenario((*_STREAMS, "memory.versions=1")),
+    "both": Scenario(("memory.host=260KiB", "durability.every=1")),
+    "host": Scenario(("memory.host=64MiB",), nvme=False),
+    "host clipped recorded": Scenario(("memory.host=64MiB", "durability.every=1"), clip=0.1),
+    "frozen": Scenario(_STREAMS, frozen="up"),
+    "micro-batches": Scenario(_STREAMS, accumulate=2),
+    "offloaded": Scenario((*_STREAMS, "memory.activations=offload")),
+    "recomputed": Scenario((*_STREAMS, "memory.activations=recompute")),
+    "tiles": Scenario((*_STREAMS, "partition.tile=2KiB")),
+}
+#: Trials of the fast suite, by scenario, and of the long one.
+FEW = {"nvme": 6, "host clipped recorded": 6, "tiles": 4}
+MANY = 80
+
+
+class Loop:
+    """A model, its optimizer, and the cell of a notebook that is run again and again."""
+
+    def __init__(self, scenario, folder):
+        self.scenario = scenario
+        places = [f"memory.nvme=[{folder}]", "run.name=mine"] if scenario.nvme else []
+        recipe = training.recipe("bf16", [*scenario.settings, *places])
+        with training.small_units(lockstep.TINY_UNIT), infinity.Init(recipe):
+            self.model = lockstep.seeded(lambda: lockstep.Toy(2))()
+        for name, param in self.model.named_parameters():
+            param.requires_grad_(not scenario.frozen or scenario.frozen not in name)
+        self.optimizer = infinity.AdamW(self.model, lr=0.01, max_grad_norm=scenario.clip)
+        self.start = infinity.resume(self.model, self.optimizer) if scenario.nvme else 0
+
+    def iteration(self, number):
+        """A step, an evaluation, and a look at values: all that they compute."""
+        numbers, count = [], self.scenario.accumulate
+        for micro in range(count):
+            with contextlib.nullcontext() if micro == count - 1 else infinity.no_sync(self.model):
+                loss = self.model(**lockstep.batch(count * number + micro)).loss
+                loss.backward()
+                numbers.append(loss.item())
+        self.optimizer.step()
+        with torch.no_grad():
+            numbers.append(self.model(**lockstep.batch(99)).loss.item())
+        with infinity.gathered(self.model.first):
+            numbers.append(self.model.first.weight.sum().item())
+        return [*numbers, self.model.shift.sum().item()]  # touched outside any forward
+
+    def until_the_end(self):
+        """Run the cell until all steps are made; return what each gave."""
+        found = {}
+        while (number := self.optimizer.steps) < COUNT:
+            try:
+                found[number] = self.iteration(number)
+            except StateError as error:  # the interrupt came between backward and step
+                if "zero_grad()" not in str(error):
+                    raise
+                self.optimizer.zero_grad()
+        return found
+
+    def end(self):
+        """Return weights, states, and the memory that the model leases when nothing is asked of it."""
+        values = [*infinity.state_dict(self.model).values()]
+        values += [
+            torch.as_tensor(v) for s in self.optimizer.state_dict()["state"].values() for v in s.values()
+        ]
+        runtime = runtime_of(self.model)
+        executor = runtime.executor()
+        executor.prefetcher.forget()
+        executor.gradients.path.pool.give_back()
+        leased = executor.device_pool.leased_nbytes, runtime.storage.host_pool.leased_nbytes
+        infinity.close(self.model)
+        return values, leased
+
+
+def interrupted(scenario, folder, number, function, nth):
+    """Interrupt an iteration, go on to the end; return what the iterations gave after it, and the end."""
+    loop = Loop(scenario, folder)
+    for earlier in range(number):
+        loop.iteration(earlier)
+    silent = mock.patch.object(sys, "unraisablehook")  # an interrupt in a finalizer goes nowhere
+    with silent, contextlib.suppress(KeyboardInterrupt), Interrupter(function, nth) as interrupter:
+        loop.iteration(number)
+    if interrupter.came and scenario.accumulate > 1:
+        loop.optimizer.zero_grad()
+    return loop.until_the_end(), *loop.end()
+
+
+def check_interrupts(name, folder, count):
+    """Compare ``count`` trials, each in another function, with a run that nothing interrupts."""
     draw, scenario = random.Random(name), SCENARIOS[name]
-    wanted = undisturbed(scenario, folder / "undisturbed")
-    chosen: list[tuple[int, Moment]] = []
-    for number in (0, 2):
-        by_line: dict[tuple[str, int], list[Moment]] = {}
-        for moment in moments(wanted.lines[number]):
-            by_line.setdefault(moment[:2], []).append(moment)
-        chosen += [(number, draw.choice(each)) for each in by_line.values()]
-    wrong, ways = [], dict.fromkeys(ENDINGS, 0)
-    for number, moment in chosen if count is None else draw.sample(chosen, count):
-        then = draw.choice(THEN)
-        ending = trial(scenario, wanted, folder / "trial", moment, number, then)
-        if ending in ENDINGS:
-            ways[ending] += 1
-        else:
-            wrong.append(f"iteration {number}, {moment}, {then}: {ending}")
-    return wrong, ways
+    loop = Loop(scenario, folder / "undisturbed")
+    wanted, calls = [], {}
+    for number in range(COUNT):
+        with Interrupter() as counted:
+            wanted.append(loop.iteration(number))
+        calls[number] = counted.calls
+    values, leased = loop.end()
+    places = [(number, *call) for number in (0, 2) for call in sorted(calls[number].items())]
+    for at, (number, function, times) in enumerate(draw.sample(places, count)):
+        place = number, function, draw.randint(1, times)
+        found, ended, held = interrupted(scenario, folder / f"{at}", *place)
+        for step, numbers in found.items():
+            assert numbers == wanted[step], (place, step)
+        assert all(map(torch.equal, ended, values)), place
+        assert held == leased, place
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch):
+    monkeypatch.setattr(tensor_cache, "LEAST_NBYTES", 512)
 
 
 @pytest.mark.parametrize("name", list(FEW))
-def test_ctrl_c_at_some_lines_leaves_no_wrong_number(tmp_path, name):
-    wrong, ways = play(name, tmp_path, FEW[name])
-    assert not wrong, "\n".join(wrong)
-    assert ways["went on"]
+def test_ctrl_c_at_some_calls_leaves_no_wrong_number(tmp_path, name):
+    check_interrupts(name, tmp_path, FEW[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(SCENARIOS))
-def test_ctrl_c_at_any_line_leaves_no_wrong_number(tmp_path, name):
-    wrong, ways = play(name, tmp_path, None if name in EVERY_LINE else MANY)
-    assert not wrong, "\n".join(wrong)
-    assert ways["went on"]
-    assert ways["said so"]
-
-
-def interrupt(*_, **__):
-    raise KeyboardInterrupt
-
-
-def after(function):
-    """``function`` that is interrupted when it is done, before its caller takes note."""
-
-    def interrupted(*args, **kwargs):
-        function(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    return interrupted
-
-
-@BOTH
-def test_an_interrupt_before_a_lease_is_noted_leaks_no_memory(tmp_path, place, monkeypatch):
-    with lockstep(place, tmp_path) as pair:
-        pair.step(2)
-        with monkeypatch.context() as patch:
-            patch.setattr(UnitGradient, "begin", after(UnitGradient.begin))
-            for _ in range(3):
-                with pytest.raises(KeyboardInterrupt):
-                    pair.backward(7)
-        pair.step(2)  # without zero_grad
-        assert runtime_of(pair.model).executor().device_pool.held.keys().isdisjoint({"gradient"})
-        pair.optimizer.zero_grad()
-        pair.optimizer.synchronize()
-        executor = runtime_of(pair.model).executor()
-        executor.prefetcher.forget()
-        executor.gradients.pool.give_back()
-        assert executor.device_pool.leased_nbytes == 0
-        pair.check()
-
-
-def test_an_interrupt_while_a_pass_is_opened_is_not_taken_for_one_that_the_forward_caught(
-    tmp_path, monkeypatch
-):
-    with lockstep("host", tmp_path) as pair:
-        pair.step()
-        for name in ("_hook_parameters", "release_unscoped_units"):
-            with monkeypatch.context() as patch:
-                patch.setattr(Hooks, name, interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    pair.backward(7)
-            pair.step()
-        pair.check()
-
-
-def test_an_interrupt_while_pending_logits_are_begun_is_over_with_them(tmp_path, monkeypatch):
-    factory, batches = models.build("gpt2", 1)
-    model = training.build(factory, "fp32", training.streaming(tmp_path, "memory.logits=slices"))
-    summed, tokens, use = CausalLoss(model), batches(0, 0, 1)["input_ids"], Hooks._use
-
-    def used(self, unit, frame):
-        use(self, unit, frame)
-        if frame.leaf:
-            raise KeyboardInterrupt
-
-    wanted = summed(tokens[:, :-1], tokens[:, 1:])
-    with monkeypatch.context() as patch:
-        patch.setattr(Hooks, "_use", used)
-        with pytest.raises(KeyboardInterrupt):
-            summed(tokens[:, :-1], tokens[:, 1:])
-    assert torch.equal(summed(tokens[:, :-1], tokens[:, 1:]), wanted)
-    infinity.close(model)
-
-
-def test_an_interrupt_at_any_line_of_no_sync_leaves_backward_as_it_was(tmp_path):
-    with lockstep("host", tmp_path) as pair:
-        bookkeeping = runtime_of(pair.model).bookkeeping
-        gradients = runtime_of(pair.model).executor().gradients
-
-        def lines(moment=None):
-            with Interrupter(moment) as counted, infinity.no_sync(pair.model):
-                pass
-            return [Moment(*key, nth=1) for key in counted.counts if key[0] == "api/init.py"]
-
-        assert lines()
-        for moment in lines():
-            with pytest.raises(KeyboardInterrupt):
-                lines(moment)
-            assert gradients.syncing
-            bookkeeping.states.interrupted = False
-
-
-@NVME
-def test_micro_batches_wait_after_an_interrupt_that_is_caught_in_no_sync(tmp_path, place, monkeypatch):
-    with lockstep(place, tmp_path) as pair:
-        pair.step()
-        with infinity.no_sync(pair.model):
-            with monkeypatch.context() as patch:
-                patch.setattr(UnitGradient, "begin", after(UnitGradient.begin))
-                with pytest.raises(KeyboardInterrupt):
-                    pair.backward(2)
-            pair.backward(2)
-        pair.backward(3)
-        pair.optimizer.step()
-        pair.plain.step([batch(2), batch(3)])
-        pair.check()
-
-
-@NVME
-def test_gradients_that_an_interrupted_evaluation_loses_are_not_missed_silently(tmp_path, place, monkeypatch):
-    with lockstep(place, tmp_path) as pair:
-        pair.step()
-        pair.backward(7)
-        with monkeypatch.context() as patch:
-            executor = runtime_of(pair.model).executor()
-            patch.setattr(executor.prefetcher, "_start", after(executor.prefetcher._start))
-            patch.setattr(executor.prefetcher, "unpin", interrupt)
-            with pytest.raises(KeyboardInterrupt), torch.no_grad():
-                pair.model(**batch(9))
-        with pytest.raises(StateError, match=r"gradients .* lost: call optimizer.zero_grad\(\)"):
-            pair.optimizer.step()
-        with pytest.raises(StateError, match=r"gradients .* lost: call optimizer.zero_grad\(\)"):
-            pair.model(**batch(9))
-        pair.optimizer.zero_grad()
-        pair.step(2)
-        pair.check()
+def test_ctrl_c_at_any_call_leaves_no_wrong_number(tmp_path, name):
+    check_interrupts(name, tmp_path, MANY)
 
 
 def test_updates_that_step_computes_are_finished_before_the_interrupt_is_raised(tmp_path, monkeypatch):
-    update, left = AdamWRule.update, [1]
+    update, left = HostRule.update, [1]
 
     def interrupting(self, *args):
         if left:
@@ -208,10 +202,10 @@ def test_updates_that_step_computes_are_finished_before_the_interrupt_is_raised(
             _thread.interrupt_main()
         update(self, *args)
 
-    with lockstep("host", tmp_path) as pair:
+    with lockstep.lockstep("host", tmp_path) as pair:
         pair.step()
         loss = pair.backward(2)
-        monkeypatch.setattr(AdamWRule, "update", interrupting)
+        monkeypatch.setattr(HostRule, "update", interrupting)
         with pytest.raises(KeyboardInterrupt):
             pair.optimizer.step()
         assert not left
@@ -222,80 +216,104 @@ def test_updates_that_step_computes_are_finished_before_the_interrupt_is_raised(
         pair.check()
 
 
-def test_what_runs_to_its_end_is_over_whatever_signals_raise_and_its_own_error_says_where(monkeypatch):
-    bookkeeping, came, ended = Bookkeeping(), [], []
-
-    def ring(*_):
-        came.append(1)
-        raise TimeoutError("first" if len(came) == 1 else "second")
-
-    def rung():
-        for number in (1, 2):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-            while len(came) < number:
-                time.sleep(0.01)
-        ended.append(1)
-
-    def wrong():
-        raise ValueError("mine")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        bookkeeping.run_to_end(rung)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert ended
-    with pytest.raises(TimeoutError, match="first"):
-        bookkeeping.raise_held()
-    bookkeeping.raise_held()
-    with pytest.raises(ValueError, match="mine") as raised:
-        bookkeeping.run_to_end(wrong)
-    assert traceback.extract_tb(raised.tb)[-1].name == "wrong"
-
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    bookkeeping.run_to_end(lambda: ended.append(2))
-    assert ended == [1, 2]
-
-
-def test_a_commit_that_is_half_done_names_the_step_that_a_new_model_goes_on_from(tmp_path, monkeypatch):
-    scenario = SCENARIOS["nvme"]
-    wanted = undisturbed(scenario, tmp_path / "undisturbed")
-    loop = Loop(scenario, tmp_path / "run")
-    for number in range(2):
-        loop.iteration(number)
+def test_a_second_ctrl_c_ends_a_commit_and_names_the_step_that_a_new_model_goes_on_from(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
+    loop = Loop(SCENARIOS["nvme"], tmp_path)
+    found = [loop.iteration(number) for number in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(Updates, "_close_step", interrupt)
+        patch.setattr(Updates, "_close_step", lambda *_: [signal.raise_signal(signal.SIGINT) for _ in "12"])
         with pytest.raises(KeyboardInterrupt):
             loop.iteration(2)
-    message = r"Ctrl-C .* infinity.close\(model, keep=True\); infinity.resume .* after .* step \(2\)"
-    for ask in (loop.look, loop.optimizer.step, loop.optimizer.zero_grad, loop.values):
+    message = r"second Ctrl-C .* infinity.close\(model, keep=True\); infinity.resume .* after .* step \(2\)"
+    for ask in (loop.optimizer.step, loop.optimizer.zero_grad, lambda: infinity.state_dict(loop.model)):
         with pytest.raises(StateError, match=message):
             ask()
-    loop.close(keep=True)
-    again = Loop(scenario, tmp_path / "run")
+    infinity.close(loop.model, keep=True)
+    again, whole = Loop(SCENARIOS["nvme"], tmp_path), Loop(SCENARIOS["nvme"], tmp_path / "whole")
     assert again.start == 2
-    assert again.iteration(2) == wanted.numbers[2]
-    again.close()
+    assert {**dict(enumerate(found)), **again.until_the_end()} == whole.until_the_end()
+    infinity.close(again.model)
+    infinity.close(whole.model)
 
 
-def test_a_parameter_whose_hooks_are_missing_says_so(tmp_path, monkeypatch):
-    with lockstep("host", tmp_path) as pair:
-        with monkeypatch.context() as patch:
-            patch.setattr(Hooks, "_hook_parameter", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                pair.backward(1)
-        with pytest.raises(StateError, match=r"Ctrl-C .* Build the model again"):
-            pair.backward(1)
+# --- sections ------------------------------------------------------------------------------------------
 
 
-def test_a_commit_that_is_half_done_says_so_where_nothing_is_stored(tmp_path, monkeypatch):
-    with lockstep("host", tmp_path) as pair:
-        pair.backward(1)
-        monkeypatch.setattr(type(runtime_of(pair.model).executor()), "_conclude_pass", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pair.optimizer.step()
-        with pytest.raises(StateError, match=r"Ctrl-C .* weights since it was built or saved are lost"):
-            infinity.state_dict(pair.model)
+def test_a_handler_is_called_when_the_outermost_section_ends():
+    reached = []
+
+    @uninterrupted
+    def run():
+        with uninterrupted:
+            for _ in range(3):  # those that come at once are one
+                signal.raise_signal(signal.SIGINT)
+        reached.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert reached
+
+
+def test_a_handler_that_was_installed_later_is_held_back_too_and_need_not_raise():
+    came, before = [], signal.signal(signal.SIGUSR1, lambda *_: came.append(1))
+    try:
+        with uninterrupted:
+            signal.raise_signal(signal.SIGUSR1)
+            assert not came
+        assert came == [1]
+        signal.raise_signal(signal.SIGUSR1)
+        assert came == [1, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_section_of_another_thread_holds_nothing_back():
+    entered, left = threading.Event(), threading.Event()
+
+    def run():
+        with uninterrupted:
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    entered.wait()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    left.set()
+    thread.join()
+
+
+def test_signals_of_another_thread_skip_no_end_of_a_context():
+    begun, ended, came, over = 0, 0, 0, threading.Event()
+    main = threading.main_thread().ident
+
+    def ring():
+        for _ in range(300):
+            signal.pthread_kill(main, signal.SIGINT)
+            over.wait(0.0005)
+        over.set()
+
+    def end():
+        nonlocal ended
+        ended += 1
+
+    thread = None
+    while not over.is_set():
+        try:
+            thread = thread or threading.Thread(target=ring)
+            if not thread.ident:
+                thread.start()
+            while not over.is_set():
+                with UninterruptedExit() as stack:
+                    with uninterrupted:
+                        begun += 1
+                        stack.callback(end)
+                    sum(range(20))
+        except KeyboardInterrupt:
+            came += 1
+    thread.join()
+    assert begun == ended
+    assert came

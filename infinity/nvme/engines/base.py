@@ -2,7 +2,7 @@
 
 [Note: the life of a request]
 ``queued`` (in one of two queues, urgent first) -> ``with the kernel`` -> ``settled``. An engine takes
-requests with :meth:`QueuedEngine._take`, moves their bytes and tells :meth:`QueuedEngine._settle` the
+requests with :meth:`RequestQueue.take`, moves their bytes and tells :meth:`QueuedEngine.settle` the
 result, as the kernel gave it: a count, or a negative errno. Settling compares the count with what was
 asked; what is missing goes back to the front of the queue. A transfer ends when each of its requests
 is settled, also after an error, because until then the kernel may still touch the memory.
@@ -16,8 +16,8 @@ in which an interrupt leaves a request that is never settled.
 import errno
 import resource
 import threading
-import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -81,109 +81,143 @@ def _too_large(request: Request) -> bool:
     return limit != resource.RLIM_INFINITY and request.offset + request.nbytes > limit
 
 
-class QueuedEngine:
-    """Queues, results, counters; an engine adds :meth:`_wake` and :meth:`_stop`, and threads.
+class RequestQueue:
+    """Requests that wait, urgent ones first, and the bytes of those that an engine has taken.
 
-    It has more attributes than other classes: two queues, and what is counted of them, all under one lock.
-
-    Args:
-        volume: Owns the files.
-        name: As in ``memory.engine``.
-        request_nbytes: Bytes of a request; an eighth more where that saves one.
+    Attributes:
+        lock: Guards everything here; an engine guards its own counts with it, too.
     """
 
-    def __init__(self, volume: Volume, name: str, request_nbytes: int) -> None:
-        self.name, self._volume, self._request_nbytes = name, volume, request_nbytes
-        self._lock = threading.Lock()  # guards what follows
-        self._idle = threading.Condition(self._lock)
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._urgent: deque[Request] = deque()
-        self._queue: deque[Request] = deque()
+        self._others: deque[Request] = deque()
         self._taken_nbytes = 0
-        self.nbytes_read = self.nbytes_written = 0  # of moves that ended well
-        self._reads, self._reading_s, self._reading_since = 0, 0.0, 0.0
-        self._closed = self._stopping = False
 
-    # --- the protocol ------------------------------------------------------------------------
-
-    def read(self, extent: Extent, memory: Memory, *, urgent: bool = False) -> Move:
-        """Start reading ``extent`` into ``memory``; see the protocol."""
-        return self._start(extent, memory, self._urgent if urgent else self._queue, writes=False)
-
-    def write(self, extent: Extent, memory: Memory) -> Move:
-        """Start writing ``memory`` to ``extent``; see the protocol."""
-        return self._start(extent, memory, self._queue, writes=True)
+    def __len__(self) -> int:
+        """Return the number of requests that wait."""
+        return len(self._urgent) + len(self._others)
 
     @property
-    def in_flight_nbytes(self) -> int:
-        """Bytes of requests that are queued or with the kernel."""
-        with self._lock:
-            return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._queue) for r in queue)
+    def nbytes(self) -> int:
+        """Bytes of requests that wait or were taken."""
+        return self._taken_nbytes + sum(r.nbytes for queue in (self._urgent, self._others) for r in queue)
 
     @property
-    def reading_s(self) -> float:
-        """Seconds in which some read was queued or with the kernel."""
-        with self._lock:
-            return self._reading_s + (time.perf_counter() - self._reading_since if self._reads else 0.0)
+    def is_idle(self) -> bool:
+        """Whether no request waits, and none is with the kernel."""
+        return not (self._taken_nbytes or self._urgent or self._others)
 
-    def close(self) -> None:
-        """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
-        with self._lock:
-            self._closed = True
-            self._wake()
-            self._idle.wait_for(lambda: not (self._taken_nbytes or self._urgent or self._queue))
-            first, self._stopping = not self._stopping, True
-            self._wake()
-        if first:
-            self._stop()
+    def put(self, requests: Sequence[Request], *, urgent: bool) -> None:
+        """Append requests, in their order."""
+        (self._urgent if urgent else self._others).extend(requests)
 
-    # --- from an engine ----------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        """Wake threads: something was queued, or they must stop. The lock is held."""
-        raise NotImplementedError
-
-    def _stop(self) -> None:
-        """Give back threads, which end as ``_stopping`` is set, and kernel contexts."""
-        raise NotImplementedError
-
-    def _take(self) -> Request | None:
-        """The next request, urgent ones first. The lock is held; on a thread of the engine."""
-        queue = self._urgent or self._queue
+    def take(self) -> Request | None:
+        """Return the next request; None: no request waits."""
+        queue = self._urgent or self._others
         if not queue:
             return None
         request = queue.popleft()
         self._taken_nbytes += request.nbytes
         return request
 
-    def _put_back(self, request: Request) -> None:
-        """It goes first; the lock is held, on a thread of the engine."""
-        self._taken_nbytes -= request.nbytes
+    def put_back(self, request: Request) -> None:
+        """Let a request that was taken go first."""
+        self.drop(request)
         self._urgent.appendleft(request)
-        self._wake()
 
-    def _settle(self, request: Request, result: int) -> None:
+    def drop(self, request: Request) -> None:
+        """Count a request that was taken as over."""
+        self._taken_nbytes -= request.nbytes
+
+
+class QueuedEngine:
+    """Queues, results, counters; an engine adds :meth:`wake` and :meth:`stop`, and threads.
+
+    Args:
+        volume: Owns the files.
+        name: As in ``memory.engine``.
+        request_nbytes: Bytes of a request; an eighth more where that saves one.
+
+    Attributes:
+        queue: Where the threads of the engine take their requests.
+        nbytes_read: Bytes of reads that ended well.
+        nbytes_written: Bytes of writes that ended well.
+        stopping: Threads of the engine end.
+    """
+
+    def __init__(self, volume: Volume, name: str, request_nbytes: int) -> None:
+        self.name, self._volume, self._request_nbytes = name, volume, request_nbytes
+        self.queue = RequestQueue()
+        self._idle = threading.Condition(self.queue.lock)
+        self.nbytes_read = self.nbytes_written = 0
+        self._closed = self.stopping = False
+
+    # --- the protocol ------------------------------------------------------------------------
+
+    def read(self, extent: Extent, memory: Memory, *, urgent: bool = False) -> Move:
+        """Start reading ``extent`` into ``memory``; see the protocol."""
+        return self._start(extent, memory, urgent=urgent, writes=False)
+
+    def write(self, extent: Extent, memory: Memory) -> Move:
+        """Start writing ``memory`` to ``extent``; see the protocol."""
+        return self._start(extent, memory, urgent=False, writes=True)
+
+    @property
+    def in_flight_nbytes(self) -> int:
+        """Bytes of requests that are queued or with the kernel."""
+        with self.queue.lock:
+            return self.queue.nbytes
+
+    def close(self) -> None:
+        """Wait for what is in flight, then give back threads and kernel contexts. Twice is harmless."""
+        with self.queue.lock:
+            self._closed = True
+            self.wake()
+            self._idle.wait_for(lambda: self.queue.is_idle)
+            first, self.stopping = not self.stopping, True
+            self.wake()
+        if first:
+            self.stop()
+
+    # --- what an engine adds -----------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Wake threads: something was queued, or they must stop. The lock is held."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Give back threads, which end as ``stopping`` is set, and kernel contexts."""
+        raise NotImplementedError
+
+    def begin(self, move: Move) -> None:
+        """Look at a move before its first request is queued; on the caller's thread."""
+
+    # --- what an engine calls ----------------------------------------------------------------
+
+    def put_back(self, request: Request) -> None:
+        """Let a request that was taken go first; the lock is held, on a thread of the engine."""
+        self.queue.put_back(request)
+        self.wake()
+
+    def settle(self, request: Request, result: int) -> None:
         """Take in the result of a request: bytes moved, or a negative errno. No lock is held."""
         move = request.move
         if self._unfinished(request, result):
-            with self._lock:
-                self._put_back(request)
+            with self.queue.lock:
+                self.put_back(request)
             return
-        with self._lock:
-            self._taken_nbytes -= request.nbytes
+        with self.queue.lock:
+            self.queue.drop(request)
             move.pending -= 1
             ended = not move.pending
-            if ended and not move.writes:
-                self._reads -= 1
-                self._reading_s += 0.0 if self._reads else time.perf_counter() - self._reading_since
             if ended and move.error is None:
-                if move.writes:
-                    self.nbytes_written += move.nbytes
-                else:
-                    self.nbytes_read += move.nbytes
+                self.nbytes_written += move.nbytes * move.writes
+                self.nbytes_read += move.nbytes * (not move.writes)
         if ended:
             move.end()
         if self._closed:
-            with self._lock:
+            with self.queue.lock:
                 self._idle.notify_all()
 
     def _unfinished(self, request: Request, result: int) -> bool:
@@ -222,10 +256,7 @@ class QueuedEngine:
 
     # --- starting ----------------------------------------------------------------------------
 
-    def _begin(self, move: Move) -> None:
-        """Look at a move before its first request is queued; on the caller's thread."""
-
-    def _start(self, extent: Extent, memory: Memory, queue: deque[Request], *, writes: bool) -> Move:
+    def _start(self, extent: Extent, memory: Memory, *, urgent: bool, writes: bool) -> Move:
         if extent.nbytes != memory.nbytes:
             raise ValueError(f"an extent of {extent.nbytes} bytes and memory of {memory.nbytes} bytes differ")
         if isinstance(memory, memoryview):
@@ -233,24 +264,21 @@ class QueuedEngine:
                 raise ValueError("memory is read-only; an engine takes writable memory, also to write from")
             memory = memory if memory.itemsize == 1 and memory.ndim == 1 else memory.cast("B")
         move = Move(memory, writes=writes)
-        self._begin(move)
-        requests = self._cut(move, extent)
+        self.begin(move)
+        requests = self.cut(move, extent)
         if not requests:
             move.end()
             return move
         move.pending = len(requests)
-        with self._lock:
+        with self.queue.lock:
             if self._closed:
                 raise StateError(f"the {self.name} engine is closed")
-            if not writes:
-                self._reading_since = self._reading_since if self._reads else time.perf_counter()
-                self._reads += 1
-            queue.extend(requests)
-            self._wake()
+            self.queue.put(requests, urgent=urgent)
+            self.wake()
         return move
 
-    def _cut(self, move: Move, extent: Extent) -> list[Request]:
-        """Requests in the order of their bytes; those of different files take turns."""
+    def cut(self, move: Move, extent: Extent) -> list[Request]:
+        """Return requests in the order of their bytes; those of different files take turns."""
         start, size, by_piece = 0, self._request_nbytes, []
         for piece in extent.pieces:
             file, fd = piece.file, self._volume.fd(piece.file)

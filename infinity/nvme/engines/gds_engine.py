@@ -76,7 +76,7 @@ class _DeviceEngine(ThreadsEngine):
         self._files: list[Any] = [kvikio.CuFile(volume.path(file), "r+") for file in range(len(volume))]
         super().__init__(volume, name="gds")
 
-    def _begin(self, move: Move) -> None:
+    def begin(self, move: Move) -> None:
         assert isinstance(move.memory, Tensor)
         move.after = torch.cuda.current_stream(move.memory.device).record_event()
 
@@ -93,7 +93,7 @@ class _DeviceEngine(ThreadsEngine):
         moving = call(memory, stream.cuda_stream, size=memory.nbytes, file_offset=at)
         return int(moving.check_bytes_done())  # once the bytes have moved
 
-    def _stop(self) -> None:
-        super()._stop()
+    def stop(self) -> None:
+        super().stop()
         for file in self._files:
             file.close()

@@ -49,8 +49,8 @@ class LibaioEngine(QueuedEngine):
         self._c.io_queue_init(depth, ctypes.byref(self._context))
         self._slots = _KernelSlots(self._c, depth)
         self._submitting = threading.Lock()
-        self._work = threading.Condition(self._lock)  # something is queued
-        self._results = threading.Condition(self._lock)  # the kernel has something
+        self._work = threading.Condition(self.queue.lock)  # something is queued
+        self._results = threading.Condition(self.queue.lock)  # the kernel has something
         self._threads = [
             threading.Thread(target=self._feed, name="infinity-aio-submit", daemon=True),
             threading.Thread(target=self._reap, name="infinity-aio-reap", daemon=True),
@@ -58,13 +58,13 @@ class LibaioEngine(QueuedEngine):
         for thread in self._threads:
             thread.start()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._slots.free:  # else the reaper submits, as soon as one is
             self._work.notify()
-        if self._stopping:
+        if self.stopping:
             self._results.notify()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         for thread in self._threads:
             thread.join()
         self._c.io_queue_release(self._context)
@@ -74,9 +74,9 @@ class LibaioEngine(QueuedEngine):
     def _feed(self) -> None:
         """Submit what comes while the kernel has less than its share."""
         while True:
-            with self._lock:
-                while not (self._slots.free and (self._urgent or self._queue)):
-                    if self._stopping:
+            with self.queue.lock:
+                while not (self._slots.free and len(self.queue)):
+                    if self.stopping:
                         return
                     self._work.wait()
             self._submit_all()
@@ -88,9 +88,9 @@ class LibaioEngine(QueuedEngine):
 
     def _submit(self) -> bool:
         """Hand over as many requests as there are free slots; whether there may be more to do."""
-        with self._lock:
+        with self.queue.lock:
             slots = []
-            while self._slots.free and (request := self._take()) is not None:
+            while self._slots.free and (request := self.queue.take()) is not None:
                 slots.append(self._slots.fill(request))
         if not slots:
             return False
@@ -99,7 +99,7 @@ class LibaioEngine(QueuedEngine):
             taken = self._c.io_submit(self._context, len(slots), self._slots.pointers(slots))
         except OSError as error:
             code = error.errno or errno.EIO
-        with self._lock:
+        with self.queue.lock:
             self._slots.with_kernel += taken
             busy = self._slots.with_kernel > 0
             if taken and busy:
@@ -108,11 +108,11 @@ class LibaioEngine(QueuedEngine):
             # The code is the first one's; the others were not looked at.
             guilty = refused.pop(0) if code and not (code == errno.EAGAIN and busy) else None
             for request in reversed(refused):
-                self._put_back(request)
+                self.put_back(request)
         if code == errno.EAGAIN:
             time.sleep(0.001)  # the kernel is short of memory
         if guilty is not None:
-            self._settle(guilty, -code)
+            self.settle(guilty, -code)
         return True
 
     # --- from the kernel ---------------------------------------------------------------------
@@ -120,14 +120,14 @@ class LibaioEngine(QueuedEngine):
     def _reap(self) -> None:
         events = (self._c.io_event * self._slots.count)()
         while True:
-            with self._lock:
+            with self.queue.lock:
                 # Below 0 for a moment, when results overtake the count of what was submitted.
                 while self._slots.with_kernel <= 0:
-                    if self._stopping:
+                    if self.stopping:
                         return
                     self._results.wait()
             for request, result in self._results_of(events):
-                self._settle(request, result)
+                self.settle(request, result)
 
     def _results_of(self, events: Any) -> list[tuple[Request, int]]:
         """Requests that are done and what became of them; blocks until there is one."""
@@ -137,7 +137,7 @@ class LibaioEngine(QueuedEngine):
             if error.errno != errno.EINTR:
                 raise
             return []
-        with self._lock:
+        with self.queue.lock:
             self._slots.with_kernel -= count
             done = [(self._slots.clear(event.data - 1), event.res) for event in events[:count]]
         self._submit_all()  # first keep the drive busy, then wake waiters

@@ -29,25 +29,25 @@ class ThreadsEngine(QueuedEngine):
         name: str = "threads",
     ) -> None:
         super().__init__(volume, name, request_nbytes)
-        self._work = threading.Condition(self._lock)
+        self._work = threading.Condition(self.queue.lock)
         self._threads = [
             threading.Thread(target=self._main, name=f"infinity-io-{i}", daemon=True) for i in range(threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _wake(self) -> None:
-        self._work.notify(len(self._threads) if self._stopping else len(self._urgent) + len(self._queue))
+    def wake(self) -> None:
+        self._work.notify(len(self._threads) if self.stopping else len(self.queue))
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         for thread in self._threads:
             thread.join()
 
     def _main(self) -> None:
         while True:
-            with self._lock:
-                while (request := self._take()) is None:
-                    if self._stopping:
+            with self.queue.lock:
+                while (request := self.queue.take()) is None:
+                    if self.stopping:
                         return
                     self._work.wait()
             try:
@@ -56,7 +56,7 @@ class ThreadsEngine(QueuedEngine):
                 result = -(error.errno or errno.EIO)
             except Exception as error:  # a library's own: wait() raises it
                 request.note, result = f"{type(error).__name__}: {error}", -errno.EIO
-            self._settle(request, result)
+            self.settle(request, result)
 
     def _move(self, request: Request) -> int:
         """Bytes moved; blocking.

@@ -5,7 +5,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from infinity.device import codecs
+from infinity.checkpoint import codecs
 from tests.helpers import quantized
 
 

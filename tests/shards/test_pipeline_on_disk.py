@@ -12,9 +12,12 @@ from infinity.core.transfer import Transfer
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
+from infinity.optim.adamw import ADAMW, AdamWHyper
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
-from infinity.optim.pipeline import Chunk, Run, UpdateJob, UpdatePipeline
-from infinity.optim.rules import AdamWRule, Hyper
+from infinity.optim.rules import HostRule
+from infinity.shards.hypers import Run
+from infinity.shards.pipeline import UpdateJob, UpdatePipeline
+from infinity.shards.store import ChunkExtents, Version
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NUMEL, CHUNK = 11 * GRAIN_NUMEL, 4 * GRAIN_NUMEL
@@ -77,12 +80,18 @@ class Shard:
         fields = self.layout.views(self.state, NUMEL)
         return torch.cat([field[start:stop].contiguous().view(torch.uint8) for field in fields])
 
-    def chunks(self, read: int) -> tuple[Chunk, ...]:
-        pairs = zip(self.versions[read], self.versions[1 - read], strict=True)
-        return tuple(
-            Chunk(start, min(CHUNK, NUMEL - start), *old, *new)
-            for start, (old, new) in zip(range(0, NUMEL, CHUNK), pairs, strict=True)
+    def job(self, read: int, weight: Tensor | None, grad: Tensor, **more: object) -> UpdateJob:
+        reads, writes = (
+            Version(
+                tuple(
+                    ChunkExtents(start, min(CHUNK, NUMEL - start), *extents)
+                    for start, extents in zip(range(0, NUMEL, CHUNK), self.versions[each], strict=True)
+                )
+            )
+            for each in (read, 1 - read)
         )
+        given = {"on_computed": lambda: None, "on_done": lambda error: None} | more
+        return UpdateJob(name="u", weight=weight, grad=grad, reads=reads, writes=writes, **given)
 
     def check(self, disk: Disk, version: int) -> None:
         for (weight, state), start in zip(self.versions[version], range(0, NUMEL, CHUNK), strict=True):
@@ -93,18 +102,19 @@ class Shard:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ten_steps_over_two_versions_equal_the_same_steps_in_memory(disk, dtype):
-    layout, rule = StateLayout.of(dtype), AdamWRule(dtype)
+    layout, rule = ADAMW.layout(dtype), HostRule(ADAMW, dtype)
     shards = [Shard(disk, layout) for _ in range(3)]
     pipeline = UpdatePipeline(disk.engine, disk.pool, layout, rule)
     for step in range(1, 11):
-        hyper = Hyper(lr=1e-2, weight_decay=0.1, step=step).tensor()
+        hyper = AdamWHyper(lr=1e-2, weight_decay=0.1, step=step).tensor()
         for at, shard in enumerate(shards):
             grad = torch.randn(NUMEL).to(dtype)
             at_hand = shard.weight.clone() if (step + at) % 2 else None
             runs = (Run(3, 5000, hyper), Run(5000, NUMEL - 7, hyper))
             done: list[BaseException | None] = []
-            job = UpdateJob("u", at_hand, grad, shard.chunks((step - 1) % 2), runs, -at, done.append)
-            pipeline.submit(job)
+            pipeline.submit(
+                shard.job((step - 1) % 2, at_hand, grad, runs=runs, priority=-at, on_done=done.append)
+            )
             part = slice(3, NUMEL - 7)
             state = tuple(field[part] for field in layout.views(shard.state, NUMEL))
             rule.update(shard.weight[part], grad[part], state, shard.weight[part], hyper)
@@ -123,7 +133,7 @@ def lost() -> Transfer:
 
 
 def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypatch):
-    layout = StateLayout.of(torch.bfloat16)
+    layout = ADAMW.layout(torch.bfloat16)
     shard = Shard(disk, layout)
     write, count = disk.engine.write, 0
 
@@ -133,10 +143,9 @@ def test_an_error_of_the_drive_leaves_the_committed_version_whole(disk, monkeypa
         return lost() if count == 4 else write(extent, memory)
 
     monkeypatch.setattr(disk.engine, "write", faulty)
-    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, AdamWRule(torch.bfloat16))
-    run = Run(0, NUMEL, Hyper(lr=1e-2).tensor())
-    job = UpdateJob("u", None, torch.ones(NUMEL), shard.chunks(0), (run,), 0, lambda error: None)
-    pipeline.submit(job)
+    pipeline = UpdatePipeline(disk.engine, disk.pool, layout, HostRule(ADAMW, torch.bfloat16))
+    run = Run(0, NUMEL, AdamWHyper(lr=1e-2).tensor())
+    pipeline.submit(shard.job(0, None, torch.ones(NUMEL), runs=(run,)))
     with pytest.raises(OSError, match="lost"):
         pipeline.drain()
     pipeline.close()

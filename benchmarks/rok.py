@@ -1,17 +1,20 @@
-"""``infinity rok RECIPE``: measure throughput against the activation peak for each way to treat activations.
+"""Measure throughput against the activation peak for each way to treat activations.
 
 The ways are recompute, offload, keep (hence the name) and plans for several budgets. The output is a table,
 ``rok.json`` and ``rok.png``.
 
+    python benchmarks/rok.py RECIPE [key=value ...] [--batches 1,2,4] [--steps 5] [--out runs/rok]
+
 [Note: how it is measured]
-Each point is a short training of the recipe's model on the recipe's data in a process of its own
-(``python -m infinity.app.rok FOLDER``), so that no point inherits memory or speed from another, and one that
-fails leaves the others. ``memory.device`` of the recipe is ignored, so that units have the same share of
-memory in all points. The peak is metered in one pass; times are medians of later steps.
+Each point is a short training of the recipe's model on the recipe's data in a process of its own, so that no
+point inherits memory or speed from another, and one that fails leaves the others. ``memory.device`` of the
+recipe is ignored, so that units have the same share of memory in all points. The peak is metered in one pass;
+times are medians of later steps.
 
 Source: SSDTrain (arXiv:2408.10013): a run is a point, its activation peak against its model throughput.
 """
 
+import argparse
 import json
 import math
 import signal
@@ -35,7 +38,7 @@ from infinity.app.loop import Loop
 from infinity.app.plan import print_line
 from infinity.app.process_group import process_group, set_threads
 from infinity.app.recipe import Recipe, load_recipe
-from infinity.app.runs import RECIPE, ROK, Run, find_run, opened, write_recipe
+from infinity.app.runs import RECIPE, write_recipe
 from infinity.app.train import built, open_inputs
 from infinity.app.views import ActivationView, Views
 from infinity.core.config import SettingError
@@ -93,9 +96,9 @@ class RokPoint:
 
 
 def show_rok(
-    path: str, overrides: Sequence[str], *, batches: str, steps: int, console: Console
+    path: str, overrides: Sequence[str], *, batches: str, steps: int, folder: Path, console: Console
 ) -> list[RokPoint]:
-    """Measure every point, print the table, and write ``rok.json`` and ``rok.png`` into the run's folder.
+    """Measure every point, print the table, and write ``rok.json`` and ``rok.png`` into a new folder.
 
     Args:
         path: The recipe; ``overrides`` are applied to it.
@@ -103,11 +106,11 @@ def show_rok(
         steps: Number of timed steps of each point.
 
     Raises:
-        RecipeError: The recipe, ``batches`` or ``steps`` is invalid.
+        RecipeError: The recipe, ``batches``, ``steps`` or the folder cannot be used.
     """
     recipe = load_recipe(path, overrides)
     if recipe.train.schedule == "layer":
-        raise RecipeError("train.schedule=layer always recomputes; infinity rok needs train.schedule=step")
+        raise RecipeError("train.schedule=layer always recomputes; this needs train.schedule=step")
     if steps < 1:
         raise RecipeError(f"--steps {steps}: wanted at least 1")
     sizes = [factor * recipe.train.batch_size for factor in _factors(batches)]
@@ -118,7 +121,10 @@ def show_rok(
             )
     except SettingError as error:
         raise RecipeError(f"--batches {batches[:100]} --steps {steps}: train.{error}") from error
-    folder = find_run(replace(recipe, run=replace(recipe.run, resume="never"))).folder
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise RecipeError(f"--out {folder}: {error.strerror}; wanted a new folder") from error
 
     def measure_with_dtype(point: RokPoint, at: Path) -> RokPoint:
         """Measure a point; all points use the dtype that the first one chose for ``auto``."""
@@ -128,19 +134,17 @@ def show_rok(
         return measured
 
     points = []
-    with opened(Run(recipe, folder)):
-        print_line(console, f"{path}: each point is a training in its own process; files in {folder}")
-        for point in measure_all(sizes, folder, measure_with_dtype):
-            points.append(point)
-            print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
-            figures = [_figures(each) for each in points]
-            given = {"recipe": path, "overrides": list(overrides), "points": figures}
-            write_file(folder / ROK, json.dumps(given, indent=2) + "\n")
-        console.print()
-        console.print(rok_table(points))
-        console.print()
-        title = f"Recompute, offload, keep, or plan: {Path(path).stem}"
-        print_line(console, _draw(folder / "rok.png", points, title))
+    print_line(console, f"{path}: each point is a training in its own process; files in {folder}")
+    for point in measure_all(sizes, folder, measure_with_dtype):
+        points.append(point)
+        print_line(console, f"batch {point.batch_size}, {point.name}: {_describe(point)}")
+        given = {"recipe": path, "overrides": list(overrides), "points": [_figures(each) for each in points]}
+        write_file(folder / "rok.json", json.dumps(given, indent=2) + "\n")
+    console.print()
+    console.print(rok_table(points))
+    console.print()
+    title = f"Recompute, offload, keep, or plan: {Path(path).stem}"
+    print_line(console, _draw(folder / "rok.png", points, title))
     return points
 
 
@@ -166,7 +170,7 @@ def run_point(recipe: Recipe, steps: int, point: RokPoint, folder: Path) -> RokP
     write_recipe(_recipe_of(recipe, point, warmup + steps), folder)
     log = folder / "log.txt"
     with open(create_file(log), "w", encoding="utf-8") as out:
-        command = [sys.executable, "-m", "infinity.app.rok", str(folder)]
+        command = [sys.executable, __file__, "--point", str(folder)]
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if code or not (folder / RESULT).exists():
         return replace(point, error=_why(code, log))
@@ -410,16 +414,39 @@ def _format_axes(axes: Any, most_nbytes: int) -> None:
         axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderpad=0)
 
 
-def main(folder: str) -> int:
+def work(folder: Path) -> int:
     """Measure the point in ``folder``; return the exit code."""
     try:
-        result = measure(Path(folder))
+        result = measure(folder)
     except InfinityError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    write_file(Path(folder) / RESULT, json.dumps(asdict(result)))
+    write_file(folder / RESULT, json.dumps(asdict(result)))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("recipe", nargs="?", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys")
+    parser.add_argument("--batches", default="1,2,4", help="factors of train.batch_size (default: 1,2,4)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per point (default: 5)")
+    parser.add_argument("--out", type=Path, default=Path("runs/rok"), help="a new folder (default: runs/rok)")
+    parser.add_argument("--point", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.point is not None:
+        return work(options.point)
+    if options.recipe is None:
+        parser.error("wanted a recipe")
+    how = {name: getattr(options, name) for name in ("batches", "steps")}
+    try:
+        show_rok(options.recipe, options.overrides, **how, folder=options.out, console=Console())
+    except InfinityError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.device import codecs
+from infinity.checkpoint import codecs
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 E4M3 = E4M3[E4M3.isfinite()].unique()
@@ -102,26 +102,6 @@ def packed(rows: int, groups: int, size: int, bits: int, dtype: torch.dtype, zer
     )  # fmt: skip
 
 
-def gptq(rows: int, columns: int, groups: int, bits: int, less_one: bool, symmetric: bool) -> Matrix:
-    most = 1 << bits
-    whole = codecs._pack(torch.randint(0, most, (rows, columns)).to(torch.uint8), bits).T
-    points = torch.full((groups, rows), most // 2) if symmetric else torch.randint(0, most, (groups, rows))
-    zeros = codecs._pack(points.to(torch.uint8), bits) - less_one * codecs._one_in_each(bits)
-    scales, order = (torch.rand(groups, rows) * 0.1 + 1e-3).half(), torch.randint(0, groups, (columns,))
-    of = order * rows + torch.arange(rows)[:, None]
-
-    def encode(values: Tensor, whole: Tensor, zeros: Tensor, scales: Tensor) -> list[Tensor]:
-        return list(codecs.encode_gptq(values, whole, zeros, scales, order, bits, zeros_less_one=less_one,
-                                       symmetric=symmetric))  # fmt: skip
-
-    return Matrix(
-        [whole, zeros, scales], 2, of,
-        lambda whole, zeros, scales: codecs.decode_gptq(whole, zeros, scales, order, bits,
-                                                        zeros_less_one=less_one),
-        encode, symmetric=symmetric, bits=bits,
-    )  # fmt: skip
-
-
 SIZES = st.integers(1, 20)
 BITS = st.sampled_from([4, 8])
 SCALES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu])
@@ -132,7 +112,6 @@ ANY = st.one_of(
         packed, SIZES, st.integers(1, 3), st.integers(1, 9), BITS,
         st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
     ),
-    st.builds(gptq, SIZES, SIZES, st.integers(1, 4), BITS, st.booleans(), st.booleans()),
 )  # fmt: skip
 
 
@@ -258,7 +237,7 @@ def test_a_scale_that_serves_as_well_as_another_one_is_kept():
 
 @pytest.mark.parametrize("numel", [1, 2**18 - 1, 2**18 + 5])
 def test_large_matrices_are_encoded_piece_by_piece_with_the_same_result(numel, monkeypatch):
-    matrix = gptq(8, numel // 8 + 1, 3, 4, True, False)
+    matrix = mxfp4(1, 8, numel // 256 + 1)
     new = matrix.values + torch.randn(matrix.values.shape) * 1e-3
     whole = matrix.encode(new, *matrix.parts)
     monkeypatch.setattr(codecs, "_PIECE_NUMEL", 16)

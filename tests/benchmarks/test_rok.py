@@ -1,7 +1,8 @@
-"""``infinity rok``: the points that are measured, a failed point, the table and the picture."""
+"""benchmarks/rok.py: the points that are measured, a failed point, the table and the picture."""
 
 import io
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.rok import SHARES, RokPoint, draw_rok, main, measure_all, rok_table, run_point
 from infinity.app.recipe import load_recipe
-from infinity.app.rok import SHARES, RokPoint, draw_rok, measure_all, rok_table, run_point, show_rok
-from infinity.cli import main
-from infinity.core.errors import RecipeError
 from infinity.planner.planning import FOLDER, Planning, load_measured
 from infinity.planner.policies import smallest_budget
 from tests.helpers.profiles import hardware, transformer
@@ -63,12 +62,23 @@ def test_a_plan_that_failed_has_no_budgets_and_leaves_the_other_points(tmp_path:
     ]
 
 
-@pytest.mark.parametrize("batches", ["", "a", "0", "1,,2", "-1"])
-def test_invalid_factors_are_an_error_with_an_example(tmp_path: Path, batches: str) -> None:
-    from rich.console import Console
-
-    with pytest.raises(RecipeError, match=r"--batches .*as in 1,2,4"):
-        show_rok(write(tmp_path), [], batches=batches, steps=1, console=Console())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--batches=99999999"],
+            r"--batches 99999999 --steps 5: train\.batch_size: got 199999998; wanted int, 1 to",
+        ),
+        (["--steps=99999999999"], r"--steps 99999999999: train\.steps: got .*; wanted int, 1 to"),
+        (["--steps=0"], "--steps 0: wanted at least 1"),
+        *((["--batches", text], "--batches .*as in 1,2,4") for text in ("", "a", "0", "1,,2", "-1", "1,x")),
+    ],
+)
+def test_the_numbers_of_rok_have_the_ranges_of_the_recipe(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([write(tmp_path), *arguments, "--out", str(tmp_path / "curve")]) == 1
+    assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "curve").exists()
 
 
@@ -82,7 +92,8 @@ def test_a_point_that_fails_has_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_recipe_has_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rok", write(tmp_path), "train.dtype=bf16", "--batches", "4", "--steps", "2"]) == 0
+    out = ["--out", str(tmp_path / "curve")]
+    assert main([write(tmp_path), "train.dtype=bf16", "--batches", "4", "--steps", "2", *out]) == 0
     assert "throughput against activation peak" in capsys.readouterr().out
     given = json.loads((tmp_path / "curve" / "rok.json").read_text())
     points = given["points"]

@@ -28,7 +28,7 @@ def bound(profile: Profile, hardware: Hardware, capacity_nbytes: int) -> float:
 
     Raises:
         BudgetError: Not even such a plan keeps the budget.
-        ModuleNotFoundError: scipy is not installed (extra: bound).
+        ModuleNotFoundError: scipy is not installed.
     """
     return _Model(profile, hardware, capacity_nbytes).solve()
 

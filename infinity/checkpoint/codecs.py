@@ -17,12 +17,12 @@ the layers of transformers divide the index by the block's size. (The dequantiza
 divides the matrix into as many equal parts as there are scales, and refuses 576 rows.)
 
 [Note: which scale]
-Beside each decoder stands its encoder, which is given what the values were decoded from before they were
-trained. A block, or group, of values keeps its scale (and zero point), unless the one that the format's own
-rule gives has a smaller error (the sum of squares). A value that is still the decoded one keeps its number,
-any other becomes the nearest. So blocks that did not change come back bit by bit, also where two numbers
-decode to one value (INT8 with scales in bf16), and those that changed little lose little. A scale with which
-nothing can be encoded (0, NaN) is not kept.
+Beside each decoder but GPTQ's stands its encoder, which is given what the values were decoded from before
+they were trained. A block, or group, of values keeps its scale (and zero point), unless the one that the
+format's own rule gives has a smaller error (the sum of squares). A value that is still the decoded one keeps
+its number, any other becomes the nearest. So blocks that did not change come back bit by bit, also where two
+numbers decode to one value (INT8 with scales in bf16), and those that changed little lose little. A scale
+with which nothing can be encoded (0, NaN) is not kept.
 
 The formats' rules: FP8 brings the largest value to 448 (up to the next power of two, where scales are such);
 MXFP4 takes the exponent of the largest, less 2 (OCP Microscaling 1.0, 6.3), and saturates; whole numbers
@@ -384,45 +384,6 @@ def decode_gptq(
     centres = _unpack(zeros, bits, scales.dtype)[:, : scales.shape[1]]
     values -= centres.T.index_select(1, groups)  # small whole numbers, exact in every dtype
     return values.mul_(scales.T.index_select(1, groups))
-
-
-def encode_gptq(
-    values: Tensor, packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, bits: int, *,
-    zeros_less_one: bool, symmetric: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Encode a whole matrix as :func:`decode_gptq` decodes it; see [Note: which scale].
-
-    Args:
-        values: ``(out, in)``, fp32; the other tensors are what they were decoded from before.
-        symmetric: What stands for zero is in the middle, by the format's rule.
-
-    Returns:
-        Words, zeros and scales.
-    """
-    if zeros_less_one:
-        zeros = zeros + _one_in_each(bits)
-    rows, columns = values.shape
-    centres = _unpack(zeros, bits, torch.int16)[:, :rows].T
-    # The columns of each group; a short group is filled up with a column of zeros behind the others.
-    groups, order = groups.long(), groups.long().argsort(stable=True)
-    sizes = groups.bincount(minlength=len(scales))
-    within = torch.arange(columns, device=values.device) - (sizes.cumsum(0) - sizes)[groups[order]]
-    places = order.new_full((len(scales), int(sizes.max())), columns)
-    places[groups[order], within] = order
-
-    def encode(values: Tensor, before: Tensor, scales: Tensor, centres: Tensor) -> tuple[Tensor, ...]:
-        grouped, numbers = (pad(each, (0, 1))[:, places] for each in (values, before))
-        codes, scales, centres = _encode_numbers(grouped, numbers, scales, centres, bits, symmetric=symmetric)
-        out = codes.new_empty(len(codes), columns + 1)
-        out[:, places.flatten()] = codes.flatten(1)
-        return out[:, :columns], scales, centres
-
-    before = _unpack(packed.T, bits, torch.int16).to(torch.uint8)[:, :columns]
-    codes, by_row, centres = _in_pieces(encode, values, before, scales.T, centres)
-    points = _pack(centres.to(torch.uint8).T, bits)
-    if zeros_less_one:
-        points = points - _one_in_each(bits)
-    return _pack(codes, bits).T, points, by_row.T
 
 
 def _one_in_each(bits: int) -> int:

@@ -1,0 +1,144 @@
+"""Units that a backward pass keeps, each until its last reader is done; and the leaf that it is in."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from infinity.partition.prefetcher import Prefetcher
+from infinity.partition.unit import Unit
+
+
+class BackwardPins:
+    """Units that a backward pass uses, each until its last reader in that pass is done.
+
+    Args:
+        prefetcher: Serves uses, and has room.
+    """
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+        #: In the order in which they came, each with the number of the autograd node that reads it; None: a
+        #: recomputed forward does.
+        self._kept: dict[int, Any] = {}
+        self._node: Any = None  # the autograd node that read frozen units last,
+        self._read: list[int] = []  # and which ones
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the unit is kept until its gradients are complete."""
+        return index in self._kept
+
+    def recomputed(self, index: int) -> bool:
+        """Whether a recomputed forward reads the unit."""
+        return self._kept.get(index, self) is None
+
+    def keep(self, index: int, node: Any, *, to_the_end: bool = False) -> None:
+        """Use a unit until its gradients are complete, or until room is short.
+
+        Args:
+            node: Number of the autograd node that reads it, or for which it is recomputed.
+            to_the_end: A recomputed forward or a leaf reads it, and needs it whether room is short or not.
+        """
+        if to_the_end:
+            self._reach(node)
+        if index in self._kept:
+            if self._kept[index] is not None:
+                self._kept[index] = None if to_the_end else node
+            return
+        self.make_room(index, node)
+        self._kept[index] = None if to_the_end else node
+        self._prefetcher.use(index)
+
+    def make_room(self, index: int, node: Any) -> None:
+        """Release what need not be kept, where a unit that is to be used does not fit beside it.
+
+        Args:
+            node: Number of the autograd node that reads it, or for which it is recomputed.
+        """
+        if index in self._kept or index in self._read:
+            return
+        if not self._prefetcher.holds([*self._kept, *self._read, index]):
+            self._reach(node)
+        for earlier, reader in list(self._kept.items()):
+            if self._prefetcher.holds([*self._kept, *self._read, index]):
+                break
+            if reader is not None and reader != node:  # kept for its update only, which can read it again
+                self.unpin(earlier)
+
+    def shrink(self) -> None:
+        """Release what need not be kept, where it does not fit any more; between two autograd nodes."""
+        for earlier, reader in list(self._kept.items()):
+            if self._prefetcher.holds([*self._kept, *self._read]):
+                break
+            if reader is not None:
+                self.unpin(earlier)
+
+    def keep_for(self, node: Any, index: int) -> None:
+        """Use a unit without gradients until another node reads one."""
+        self._reach(node)
+        if index not in self._read:
+            self.make_room(index, node)
+            self._read.append(index)
+            self._prefetcher.use(index)
+
+    def _reach(self, node: Any) -> None:
+        """Release units without gradients that an earlier node read: no other one reads them."""
+        if node != self._node:
+            for read in self._read:
+                self._prefetcher.unpin(read)
+            self._node, self._read = node, []
+
+    def unpin(self, index: int) -> None:
+        """Release a unit that is not read any more, and whose weights stay."""
+        if index in self._kept:
+            del self._kept[index]
+            self._prefetcher.unpin(index)
+
+    def forget(self, index: int) -> None:
+        """Forget a unit whose gradients are complete, and whose weights went to the update."""
+        self._kept.pop(index, None)
+
+    def drop(self) -> None:
+        """Release every unit at the end of the backward pass."""
+        for index in [*self._kept, *self._read]:
+            self._prefetcher.unpin(index)
+        self._kept.clear()
+        self._node, self._read = None, []
+
+
+class Leaves:
+    """Modules whose units are used as one on several ranks, and which of them backward is in.
+
+    Attributes:
+        of_module: Units of each leaf.
+    """
+
+    def __init__(self, leaves: Mapping[nn.Module, tuple[Unit, ...]]) -> None:
+        self.of_module = leaves
+        self._of_unit = {unit.index: leaf for leaf in leaves.values() for unit in leaf}
+        self._calls: Counter[tuple[Unit, ...]] = Counter()  # since the last backward
+        self._current: tuple[Unit, ...] = ()
+
+    def of(self, unit: Unit) -> tuple[Unit, ...]:
+        """Return the leaf of a unit; empty: it is in none."""
+        return self._of_unit.get(unit.index, ())
+
+    def count_call(self, leaf: tuple[Unit, ...]) -> None:
+        self._calls[leaf] += 1
+
+    def move_to(self, leaf: tuple[Unit, ...]) -> tuple[Unit, ...]:
+        """Take note that backward is in ``leaf`` (or in none); return the one that is over with it."""
+        left, self._current = self._current, leaf
+        return () if left is leaf or self._calls[left] > 1 else left
+
+    def is_in(self, leaf: tuple[Unit, ...]) -> bool:
+        return leaf is self._current
+
+    def several_calls(self) -> list[tuple[Unit, ...]]:
+        """Return the leaves that ran several times, whose gradients come at the end."""
+        return [leaf for leaf, calls in self._calls.items() if calls > 1]
+
+    def end_backward(self) -> None:
+        self._calls.clear()
+        self._current = ()

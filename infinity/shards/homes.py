@@ -1,0 +1,336 @@
+"""Homes of shards in host memory and on NVMe; :mod:`infinity.shards.mapped` has those in a checkpoint.
+
+A unit points at its home, which knows where the bytes are, and yields them chunk by chunk to all that read
+and write exact values: construction, saved checkpoints, exports, people.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from infinity.core.errors import DiskError
+from infinity.core.extent import Extent
+from infinity.core.lifecycle import Tier
+from infinity.core.transfer import ChainedTransfer, Lease, Pool, Transfer
+from infinity.optim.layout import StateLayout, store_master
+from infinity.partition.home import Home
+from infinity.partition.unit import Unit
+from infinity.shards.storage import Storage
+from infinity.shards.store import ChunkExtents, ShardStore, Version
+
+#: The first element of a chunk in its shard, its weights, and the fields of its state.
+Chunk = tuple[int, Tensor, tuple[Tensor, ...]]
+
+
+class ShardHome(Home):
+    """A home that has a shard.
+
+    Attributes:
+        reloadable: Its values are those of a checkpoint, from which they can be had again.
+        set_aside: The host budget has room for what training the unit takes more.
+        stored_form: The stored form of a quantized unit in host memory; None: it is not there. A unit that
+            leaves it keeps the memory until no copy of it can be on its way.
+    """
+
+    def __init__(self, tier: Tier, layout: StateLayout) -> None:
+        super().__init__(tier)
+        self.layout = layout
+        self.reloadable = self.set_aside = False
+        self.stored_form: Lease | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are moments."""
+        return False
+
+    def read_weight(self, memory: memoryview, start: int = 0) -> Transfer:
+        """Start reading the committed weights, in the compute dtype, from byte ``start`` on."""
+        raise NotImplementedError
+
+    def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
+        """Every chunk in memory, until the next one is asked for; stored again with ``write``.
+
+        Moments of a unit that has none are zeros, and are not stored.
+        """
+        raise NotImplementedError
+
+
+class DiskHome(ShardHome):
+    """A shard on NVMe: one version while it was never trained, else two places or more, written in turn.
+
+    Attributes:
+        versions: Those places, of which :attr:`version` is the committed one.
+    """
+
+    def __init__(self, store: ShardStore, unit: Unit, versions: list[Version] | None = None) -> None:
+        super().__init__(Tier.NVME, store.layout)
+        self.store, self._unit = store, unit
+        self.versions = versions or [store.weights(store.places(unit.shard_numel), unit.name)]
+        store.changes += 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is room for moments and for every version."""
+        return all(chunk.moments.pieces for version in self.versions for chunk in version.chunks)
+
+    def at(self, place: int) -> Version:
+        """Return the only version of a unit that was never trained, or the one in a place."""
+        return self.versions[place % len(self.versions)]
+
+    @property
+    def committed(self) -> Version:
+        """The version that holds the last committed step."""
+        return self.at(self.version)
+
+    def fetch(self, memory: memoryview, start: int = 0) -> Transfer:
+        """Start reading the committed weights from byte ``start`` on."""
+        part = self.committed.weight.part(start, memory.nbytes)
+        return self.store.engine.read(part, memory, urgent=True)
+
+    read_weight = fetch
+
+    def fetched_nbytes(self, piece_nbytes: int | None) -> int:
+        """Return the bytes that one fetch reads."""
+        return self._unit.shard_nbytes
+
+    # --- room ----------------------------------------------------------------------------------
+
+    def _change(self, versions: Sequence[Version]) -> None:
+        self.versions = list(versions)
+        self.store.changes += 1
+
+    def train(self, count: int | None = None) -> None:
+        """Make room for all that training needs; moments are zeros. Once is enough.
+
+        Args:
+            count: Places; None: as many as the store's.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        if self.trains:
+            return
+        [first], store, name = self.versions, self.store, self._unit.name
+        places = [(chunk.start, chunk.numel) for chunk in first.chunks]
+        count = store.versions if count is None else count
+        bare = [first, *(store.weights(places, name) for _ in range(1, count))]
+        self._change([Version(tuple(store.with_state(chunk, name) for chunk in v.chunks)) for v in bare])
+
+    def add_exact(self) -> None:
+        """Make room, zeros, for what makes a shard exact that was never trained."""
+        for number in range(len(self.versions[0].chunks)):
+            self._add_exact(number)
+
+    def _add_exact(self, number: int) -> ChunkExtents:
+        [version] = self.versions
+        chunk = self.store.with_exact(version.chunks[number], self._unit.name)
+        if chunk is not version.chunks[number]:
+            self._change([Version((*version.chunks[:number], chunk, *version.chunks[number + 1 :]))])
+        return chunk
+
+    def add_version(self) -> None:
+        """Make room for another version of a shard that is trained.
+
+        Raises:
+            DiskError: The file system is full; nothing changed.
+        """
+        chunks: list[ChunkExtents] = []
+        store, name = self.store, self._unit.name
+        try:
+            for chunk in self.versions[0].chunks:
+                chunks += store.weights([(chunk.start, chunk.numel)], name).chunks
+                chunks[-1] = store.with_exact(chunks[-1], name)
+                chunks[-1] = store.with_state(chunks[-1], name)
+        except DiskError:
+            store.free_versions([Version(tuple(chunks))])
+            raise
+        self._change([*self.versions, Version(tuple(chunks))])
+
+    def free(self) -> None:
+        """Give back what the shard holds; with the place of its gradient."""
+        versions, self.versions = self.versions, []
+        self.store.free_gradient(self._unit.index)
+        self.store.free_versions(versions)
+        self.store.changes += 1
+
+    # --- values --------------------------------------------------------------------------------
+
+    def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
+        """Every chunk; where memory allows, one lands while the next one is made."""
+        store = self.store
+        with ExitStack() as landing:
+            for number, chunk in enumerate(self.committed.chunks):
+                with ExitStack() as held:
+                    lease = _room(store.pool, store.chunk_nbytes(chunk.numel), landing)
+                    held.callback(lease.release)
+                    weight, state = store.views(lease, chunk.numel)
+                    if read:
+                        store.read(chunk, lease, weight, state)
+                    yield chunk.start, weight, state
+                    if write:
+                        target = chunk
+                        if not chunk.exact.pieces and self._has_remainder(state):
+                            target = self._add_exact(number)
+                        for transfer in store.write(target, lease):
+                            held.callback(transfer.wait)
+                        landing.close()
+                        landing.enter_context(held.pop_all())
+
+    def _has_remainder(self, state: tuple[Tensor, ...]) -> bool:
+        """Whether any fp32 master differs from its rounded weight."""
+        if self.layout.dtype is torch.float16:
+            return True  # room that was not written reads as zeros, which are no float16 masters
+        return any(bool(field.view(torch.int64).any()) for field in state[: len(self.layout.exact)])
+
+
+class HostHome(ShardHome):
+    """A shard in host memory: weights ``(shard_numel,)`` and the fields of its state.
+
+    Attributes:
+        state: Without the moments while the unit was never trained.
+        leases: The first is of the weights, which an accelerator copies.
+        copy: Where it is written on NVMe for a commit.
+        recorded: ``copy`` has its values.
+        mirror: Of its newest weights in accelerator memory: see :mod:`infinity.shards.on_device`.
+    """
+
+    def __init__(self, storage: Storage, unit: Unit, *, set_aside: bool) -> None:
+        super().__init__(Tier.HOST, storage.layout)
+        self._storage, self._unit, self.set_aside = storage, unit, set_aside
+        self.leases = [self._lease(self.layout.weight_nbytes(unit.shard_numel))]
+        self.state: tuple[Tensor, ...] = ()
+        self.copy: DiskHome | None = None
+        self.recorded = False
+        self.mirror: Lease | None = None
+        if self.layout.exact:
+            self._add(self.layout.only(exact=True))
+
+    def _lease(self, nbytes: int) -> Lease:
+        return self._storage.host_pool.lease(nbytes, who=self._unit.name)
+
+    def _add(self, fields: StateLayout) -> tuple[Tensor, ...]:
+        numel = self._unit.shard_numel
+        self.leases.append(self._lease(fields.state_nbytes(numel)))
+        new = fields.views(self.leases[-1].tensor, numel)
+        self.state += new
+        return new
+
+    def add_moments(self) -> None:
+        """Take memory for moments, which are zeros."""
+        for moment in self._add(self.layout.only(moments=True)):
+            moment.zero_()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are moments."""
+        return len(self.state) == len(self.layout.fields)
+
+    @property
+    def lease(self) -> Lease:
+        """What holds the newest weights: accelerator memory, if they are there, too."""
+        return self.leases[0] if self.mirror is None else self.mirror
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the newest weights are in accelerator memory, or what makes them was given to it."""
+        return self.mirror is not None and (self.updating is None or self.updating.computed.is_set())
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights, after copies of them that are in flight."""
+        weight: Tensor = self.leases[0].tensor.view(self.layout.dtype)
+        return weight
+
+    def values(self) -> tuple[Tensor, ...]:
+        """Return weights and fields of the state, after copies of the weights that are in flight."""
+        return self.weight, *self.state
+
+    @property
+    def nbytes(self) -> int:
+        return self.leases[0].nbytes + sum(values.nbytes for values in self.state)
+
+    def chunks(self, *, read: bool = True, write: bool = False) -> Iterator[Chunk]:
+        """Every chunk, in its place."""
+        numel = self._unit.shard_numel
+        for start in range(0, numel, self._storage.chunk_numel):
+            part = slice(start, min(start + self._storage.chunk_numel, numel))
+            state = self.layout.complete([field[part] for field in self.state], part.stop - start)
+            yield start, self.weight[part], state
+
+    # --- NVMe ----------------------------------------------------------------------------------
+
+    def fill(self, home: ShardHome) -> None:
+        """Copy the values of another home of the unit."""
+        itemsize = sum(field.itemsize for field in self.state)
+        if isinstance(home, DiskHome) and all(
+            chunk.state.nbytes == chunk.numel * itemsize for chunk in home.committed.chunks
+        ):
+            for transfer in self._move(home, home.store.engine.read):
+                transfer.wait()
+            return
+        for start, weight, state in home.chunks():
+            part = slice(start, start + len(weight))
+            self.weight[part].copy_(weight)
+            for mine, field in zip(self.state, state, strict=False):
+                mine[part].copy_(field)
+
+    def store_copy(
+        self, store: ShardStore, next_place: Callable[[Unit], int], updated: Transfer | None
+    ) -> list[Transfer]:
+        """Start to write the values into the next version of the copy, which becomes the committed one.
+
+        Args:
+            next_place: Which that is, if it has several.
+            updated: Ends when the values are there; None: they are.
+
+        Raises:
+            DiskError: The file system is full.
+        """
+        new = self.copy is None
+        copy = self.copy = self.copy or DiskHome(store, self._unit)
+        if self.trains:
+            copy.train(2)
+        elif self.layout.exact:
+            copy.add_exact()
+        if new:
+            self.version = 0
+        elif copy.trains:
+            self.version = next_place(self._unit)
+        copy.version, self.recorded = self.version, True
+        if updated is None or updated.done():
+            return self._move(copy, store.engine.write)
+        return self._move(
+            copy, lambda extent, memory: ChainedTransfer(updated, lambda: store.engine.write(extent, memory))
+        )
+
+    def _move(self, home: DiskHome, move: Callable[[Extent, memoryview], Transfer]) -> list[Transfer]:
+        """Read or write the values, where the committed version has the same fields."""
+        started = []
+        for chunk in home.committed.chunks:
+            extent, at = chunk.weight + chunk.state, 0
+            for values in self.values():
+                part = values[chunk.start : chunk.start + chunk.numel].view(torch.uint8).numpy().data
+                started.append(move(extent.part(at, part.nbytes), part))
+                at += part.nbytes
+        return started
+
+
+def store_exact(layout: StateLayout, values: Tensor, weight: Tensor, state: tuple[Tensor, ...]) -> None:
+    """Write exact values, of fp32 or of bf16, into weights and what makes them exact."""
+    if values.dtype == torch.bfloat16:
+        weight.copy_(values)
+        for field in state[: len(layout.exact)]:
+            field.zero_()
+    else:
+        store_master(layout, values, weight, state)
+
+
+def _room(pool: Pool, nbytes: int, landing: ExitStack) -> Lease:
+    """Staging memory, beside what is ``landing`` or after it."""
+    lease = pool.try_lease(nbytes, who="exact values")
+    if lease is None:
+        landing.close()
+        lease = pool.lease(nbytes, who="exact values")
+    return lease

@@ -1,0 +1,35 @@
+"""Journals of commits, for tests: what they hold, and what a drive or a hand does to them."""
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from infinity.shards.journal import CommitRecord, read_journal
+
+
+def journals(folder: Path) -> list[Path]:
+    """Return the journals below ``folder``, in order."""
+    return sorted(folder.rglob("rank*.commits"))
+
+
+def records(folder: Path) -> list[CommitRecord]:
+    """Return the commits that are whole in all journals below ``folder``, the oldest first."""
+    found = [record for path in journals(folder) for record, _ in read_journal(path).commits.values()]
+    return sorted(found, key=lambda record: record.step)
+
+
+def newest(folder: Path) -> CommitRecord:
+    return records(folder)[-1]
+
+
+def run_sql(path: Path, sql: str, *values: Any) -> list[Any]:
+    """Change or ask a journal by hand."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        return db.execute(sql, values).fetchall()
+
+
+def without_commits(path: Path) -> None:
+    """Leave a journal as it was before its first commit."""
+    run_sql(path, "DELETE FROM commits")
+    path.with_name(f"{path.name}-head").unlink()

@@ -1,0 +1,126 @@
+"""A second optimizer is one subclass and one row: with any state, training is bitwise the plain loop."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import infinity
+from infinity.optim import rules
+from infinity.optim.layout import StateField
+from infinity.optim.rule import Hyper, UpdateRule
+from tests.helpers import models
+from tests.helpers.reference import Reference, Rule, compute_weight
+from tests.helpers.training import assert_bitwise, reference, train
+from tests.shards.test_resume import interrupt, overrides, run, same, start, state
+
+FREE = Rule(max_grad_norm=None)
+
+
+class Numbers(Hyper):
+    def numbers(self) -> tuple[float, ...]:
+        return self.lr, self.grad_scale, self.step
+
+
+class Momentum(UpdateRule):
+    """Stochastic gradient descent with momentum: one moment."""
+
+    name = "momentum"
+    moments: tuple[StateField, ...] = (StateField("velocity", torch.float32),)
+
+    def hyper(self, group: Mapping[str, Any]) -> Hyper:
+        return Numbers(lr=float(group["lr"]))
+
+    def step(self, master, grad, moments, numbers):
+        lr, scale, _ = numbers
+        velocity = moments[0] * 0.5 + grad * scale
+        return master - lr * velocity, velocity
+
+
+class Three(Momentum):
+    """Three moments of two dtypes, the last of which counts the updates."""
+
+    name = "three"
+    moments = (
+        StateField("last", torch.float32),
+        StateField("mean", torch.float32),
+        StateField("count", torch.bfloat16),
+    )
+
+    def step(self, master, grad, moments, numbers):
+        lr, scale, step = numbers
+        last, mean, count = moments
+        g = grad * scale
+        mean = mean * 0.75 + (g - last) * 0.25
+        count = count.float() + 1
+        return master - lr * (g + mean) / (count + step), g, mean, count
+
+
+class Plain(Reference):
+    """The plain loop by one of these rules, on whole fp32 tensors."""
+
+    update_rule: UpdateRule
+
+    def _update(self, norm: Tensor, lr: float) -> None:
+        for name, p in self.parameters.items():
+            if p.grad is None:
+                continue
+            fields = self.update_rule.moments
+            kept = self.__dict__.setdefault("kept", {})
+            moments = kept.setdefault(name, [torch.zeros(p.shape, dtype=f.dtype) for f in fields])
+            self.counts[name] += 1
+            numbers = Numbers(lr=lr, step=self.counts[name]).tensor().unbind()
+            self.masters[name], *new = self.update_rule.step(
+                self.masters[name], p.grad.float(), tuple(moments), numbers
+            )
+            kept[name] = [value.to(f.dtype) for value, f in zip(new, fields, strict=True)]
+            p.data = compute_weight(self.masters[name], self.dtype)
+
+
+@pytest.fixture(params=[Momentum(), Three()], ids=lambda rule: rule.name)
+def rule(request, monkeypatch) -> UpdateRule:
+    """Every run trains by this rule: its row, and its name as the default."""
+    monkeypatch.setitem(rules.RULES, request.param.name, request.param)
+    monkeypatch.setattr(rules, "DEFAULT", request.param.name)
+    plain = type("PlainOfRule", (Plain,), {"update_rule": request.param})
+    monkeypatch.setattr("tests.helpers.training.Reference", plain)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_any_state_trains_bitwise_in_every_place(tmp_path, rule, place, dtype):
+    factory, batch = models.build("gpt", seed=3)
+    plain = reference(factory, batch, dtype=dtype, steps=4, rule=FREE)
+    assert_bitwise(train(factory, batch, overrides(tmp_path, place), dtype=dtype, steps=4, rule=FREE), plain)
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_a_run_goes_on_bitwise_with_any_state(tmp_path, rule, place):
+    given = overrides(tmp_path, place)
+    model, optimizer, batch = start("gpt", "bf16", given, FREE)
+    losses, final = run(model, optimizer, batch, range(4)), state(model, optimizer)
+    infinity.close(model)
+    model, optimizer, batch = start("gpt", "bf16", given, FREE)
+    assert run(model, optimizer, batch, range(2)) == losses[:2]
+    interrupt(model)
+    model, optimizer, _ = start("gpt", "bf16", given, FREE, seed=99)
+    assert infinity.resume(model, optimizer) == 2
+    assert run(model, optimizer, batch, range(2, 4)) == losses[2:]
+    same(state(model, optimizer), final)
+    names = {"step", "master", *(field.name for field in rule.moments)}
+    assert all(set(each) == names for each in optimizer.state_dict()["state"].values())
+    infinity.close(model)
+
+
+def test_a_run_by_another_rule_is_refused(tmp_path, rule, monkeypatch):
+    model, optimizer, batch = start("gpt", "bf16", overrides(tmp_path, "nvme"), FREE)
+    run(model, optimizer, batch, range(2))
+    interrupt(model)
+    monkeypatch.setattr(rules, "DEFAULT", "adamw")
+    model, optimizer, _ = start("gpt", "bf16", overrides(tmp_path, "nvme"), FREE)
+    with pytest.raises(infinity.StateError, match=f"was updated by {rule.name}, this one by adamw"):
+        infinity.resume(model, optimizer)
+    infinity.close(model)
