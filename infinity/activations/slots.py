@@ -60,14 +60,39 @@ class ActivationStats:
                 stored.free()
 
 
+class _Held:
+    """Bytes of a slot in memory, as long as they are there.
+
+    Attributes:
+        storage: None: they are away; other code may still hold them.
+        offset_nbytes: Where they begin in it.
+        was_loaded: They are no longer where they were packed.
+    """
+
+    __slots__ = ("_alive", "offset_nbytes", "storage", "was_loaded")
+
+    def __init__(self, storage: torch.UntypedStorage, offset_nbytes: int = 0, *, was_loaded: bool) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.offset_nbytes, self.was_loaded = offset_nbytes, was_loaded
+        self._alive = weakref.ref(storage)
+
+    def release(self) -> None:
+        self.storage = None
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        return self._alive() is storage and not self.offset_nbytes
+
+    def hold_again(self) -> bool:
+        """Hold what other code still held; return whether it did."""
+        self.storage = self._alive()
+        return self.storage is not None
+
+
 class Slot:
     """A storage that autograd saves; lives as long as a graph refers to it.
 
     While it is RESIDENT or STORING it holds its storage. A stored slot is held again from its load until its
     readers have read it, and can be loaded again as long as the graph lives.
-
-    It has more attributes than other classes: one storage's identity, its bytes here, and its bytes away.
-    Taken apart, each part would need the lock.
 
     Args:
         key: Its name in a plan.
@@ -78,7 +103,6 @@ class Slot:
     Attributes:
         store_number: Of its store, as the queue counts; 0: it has none.
         readers: Saved tensors in it that backward has not read.
-        was_loaded: Its bytes are no longer where they were packed.
     """
 
     def __init__(
@@ -87,12 +111,9 @@ class Slot:
         self.key, self.version, self.nbytes = key, version, storage.nbytes()
         self.lifecycle: Lifecycle[SlotState] = Lifecycle(f"activation {key.region}.{key.ordinal}", S.RESIDENT)
         self.store_number = self.readers = 0
-        self.was_loaded = False
         self._stats = stats
         self._lock = threading.RLock()  # guards what follows
-        self._storage: torch.UntypedStorage | None = storage
-        self._offset_nbytes = 0
-        self._alive = weakref.ref(storage)
+        self._held = _Held(storage, was_loaded=False)
         self._stored: StoredActivation | None = None
         self._loading: Loading | None = None
         self._is_wanted = False
@@ -101,12 +122,17 @@ class Slot:
     def __del__(self) -> None:
         # Possibly called by the garbage collector, inside any lock: give back later.
         if hasattr(self, "_loading"):
-            held = self._storage is not None or self._loading is not None
+            held = self._held.storage is not None or self._loading is not None
             self._stats.deferred(self._stored, self.nbytes if held else 0)
 
     def is_of(self, storage: torch.UntypedStorage, version: int) -> bool:
         """Whether these are the bytes of ``storage`` at ``version``."""
-        return self._alive() is storage and self.version == version and not self._offset_nbytes
+        return self.version == version and self._held.is_of(storage)
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether its bytes are no longer where they were packed."""
+        return self._held.was_loaded
 
     @property
     def state(self) -> SlotState:
@@ -121,15 +147,15 @@ class Slot:
             DiskError: The file system is full.
         """
         with self._lock:
-            assert self._storage is not None
-            self._stored = store.reserve(self._storage, self.lifecycle.name)
+            assert self._held.storage is not None
+            self._stored = store.reserve(self._held.storage, self.lifecycle.name)
             self.lifecycle.move(S.STORING)
 
     def start_store(self) -> Transfer:
         """Start storing the bytes in the reserved room."""
         assert self._stored is not None
-        assert self._storage is not None
-        return self._stored.store(self._storage)
+        assert self._held.storage is not None
+        return self._stored.store(self._held.storage)
 
     def cancel_store(self) -> None:
         """Give up the reserved room; the bytes stay in memory."""
@@ -152,7 +178,7 @@ class Slot:
 
     def _release(self) -> None:
         self.lifecycle.move(S.STORED)
-        self._storage = None
+        self._held.release()
         self._stats.freed(self.nbytes)
 
     # --- and back ----------------------------------------------------------------------------
@@ -164,9 +190,7 @@ class Slot:
             if self.state is not S.STORED:
                 return False
             self._stats.allocated(self.nbytes)
-            alive = self._alive()
-            if alive is not None:  # other code held it
-                self._storage = alive
+            if self._held.hold_again():
                 self.lifecycle.move(S.RESIDENT)
                 return False
             assert self._stored is not None
@@ -194,8 +218,8 @@ class Slot:
                     self._take_in(loading)
             finally:
                 del loading  # an error whose frame holds its transfer keeps the step's graph alive
-            assert self._storage is not None
-            return self._storage, self._offset_nbytes
+            assert self._held.storage is not None
+            return self._held.storage, self._held.offset_nbytes
 
     def _take_in(self, loading: Loading) -> None:
         try:
@@ -205,8 +229,7 @@ class Slot:
             self._stats.freed(self.nbytes)
             del loading
             raise error.with_traceback(None) from None
-        self._storage, self._offset_nbytes = loading.storage, loading.offset_nbytes
-        self._alive, self.was_loaded = weakref.ref(loading.storage), True
+        self._held = _Held(loading.storage, loading.offset_nbytes, was_loaded=True)
         self.lifecycle.move(S.RESIDENT)
 
     def drop(self) -> None:

@@ -133,18 +133,41 @@ class UniformPolicy:
 # --- records and handles -----------------------------------------------------------------------------
 
 
+class BlockCalls:
+    """Where a forward pass is: which call of a block, or what lies between two of them.
+
+    Attributes:
+        region: 2n - 1 in the n-th call of a block, 2n after it.
+    """
+
+    def __init__(self) -> None:
+        self.region = self._calls = self._ordinal = 0
+
+    def enter(self) -> int:
+        """A call of a block begins; return its region."""
+        self._calls += 1
+        self.region, self._ordinal = 2 * self._calls - 1, 0
+        return self.region
+
+    def leave(self) -> None:
+        """The call has ended."""
+        self.region, self._ordinal = 2 * self._calls, 0
+
+    def next_key(self) -> SlotKey:
+        """Return the key of what is packed next."""
+        self._ordinal += 1
+        return SlotKey(self.region, self._ordinal - 1)
+
+
 class PassRecord:
     """One forward pass: its position, and its slots in the order of packing.
-
-    It has more attributes than other classes, as a record does; it decides nothing.
 
     Args:
         policy: Decides about its slots.
     """
 
     def __init__(self, policy: ActivationPolicy) -> None:
-        self.policy = policy
-        self.region = self._calls = self._ordinal = 0
+        self.policy, self.calls = policy, BlockCalls()
         self.slots: weakref.WeakValueDictionary[SlotKey, Slot] = weakref.WeakValueDictionary()
         self.packed: list[SlotKey] = []
         self.positions: dict[SlotKey, int] = {}  # in ``packed``
@@ -155,16 +178,6 @@ class PassRecord:
         self.backward = -1  # the backward pass that runs now, by the number that autograd gave it
         self._empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def enter_block(self) -> int:
-        """A call of a block begins; return its region."""
-        self._calls += 1
-        self.region, self._ordinal = 2 * self._calls - 1, 0
-        return self.region
-
-    def leave_block(self) -> None:
-        """The call has ended."""
-        self.region, self._ordinal = 2 * self._calls, 0
-
     def was_empty(self, kv_cache: Any) -> bool:
         """Whether a cache of keys and values was empty when the pass came to it first."""
         if kv_cache not in self._empty:
@@ -173,10 +186,6 @@ class PassRecord:
             except ValueError:  # one that keeps states in place of keys does not tell
                 self._empty[kv_cache] = False
         return self._empty[kv_cache]
-
-    def next_key(self) -> SlotKey:
-        self._ordinal += 1
-        return SlotKey(self.region, self._ordinal - 1)
 
     def add(self, slot: Slot) -> None:
         self.slots[slot.key] = slot
@@ -339,7 +348,7 @@ class TensorCache:
         return storage.resizable() and tensor.nbytes * _LEAST_PART >= nbytes
 
     def _begin(self, record: PassRecord, tensor: Tensor) -> Slot:
-        slot = Slot(record.next_key(), tensor.untyped_storage(), tensor._version, self.stats)
+        slot = Slot(record.calls.next_key(), tensor.untyped_storage(), tensor._version, self.stats)
         record.add(slot)
         if self.profiler is not None:
             self.profiler.packed(slot.key, tensor)

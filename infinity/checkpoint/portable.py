@@ -226,11 +226,35 @@ def tensor_names(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
+class _Work:
+    """One piece of work after the other, each on a thread of its own if training goes on beside.
+
+    Attributes:
+        transfer: Ends with the piece that was started last.
+    """
+
+    def __init__(self) -> None:
+        self.transfer, self.beside = Transfer(), False
+        self._threads: list[threading.Thread] = []
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Run ``work``, or begin to."""
+        self.transfer = Transfer()
+        if not self.beside:
+            self.transfer.run(work)
+            return
+        thread = threading.Thread(target=self.transfer.run, args=(work,), name="infinity-save")
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self) -> None:
+        """Return when no thread runs."""
+        for thread in self._threads:
+            thread.join()
+
+
 class PortableSave:
     """A portable checkpoint on its way; see :func:`infinity.save_checkpoint`. Every rank must make one.
-
-    It has more attributes than other classes: what is written, where, and how far it is, of which the thread
-    that writes and the one that trains each need most.
 
     [Note: a save beside training]
     A thread of each rank writes the rank's own file, then one of rank 0 publishes the directory. Collectives
@@ -259,9 +283,9 @@ class PortableSave:
         self.out, self._ranks = Path(place), ranks
         self._publication: Publication | None = None  # on rank 0
         self._records: list[Record] = []
-        self._work, self._threads = Transfer(), list[threading.Thread]()
+        self._work = _Work()
         self._then: Callable[[], object] = lambda: None
-        self._beside = self._publishing = self.ended = False
+        self._publishing = self.ended = False
         with contextlib.ExitStack() as stack:
             with all_ranks_or_raise(ranks, f"planning {self.out}"):
                 self._contents = Contents(model, units, groups, extra, moments)
@@ -271,7 +295,7 @@ class PortableSave:
             # all look before one takes its part
             with all_ranks_or_raise(ranks, f"making room for {self.out}"):
                 _check_room(self._folder, needed, ranks.rank)
-            stack.callback(self._join)
+            stack.callback(self._work.join)
             self._stack = stack.pop_all()
 
     @property
@@ -290,28 +314,16 @@ class PortableSave:
             end: Called when no shard is read any more, however that ends.
             then: Called on rank 0 when the directory is published, on the same thread.
         """
-        self._beside, self._then = beside, then
+        self._work.beside, self._then = beside, then
         self._stack.callback(end)
         if beside:
             self._contents.copy_whole()
-        self._run(partial(self._write, read_fields, end))
-
-    def _run(self, work: Callable[[], None]) -> None:
-        self._work = Transfer()
-        if not self._beside:
-            self._work.run(work)
-            return
-        self._threads.append(threading.Thread(target=self._work.run, args=(work,), name="infinity-save"))
-        self._threads[-1].start()
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            thread.join()
+        self._work.start(partial(self._write, read_fields, end))
 
     @property
     def done(self) -> bool:
         """Whether :meth:`advance` would not wait for this rank."""
-        return self._work.done()
+        return self._work.transfer.done()
 
     def advance(self) -> bool:
         """Wait for what runs, then start what comes next. Every rank must call, between two steps.
@@ -326,12 +338,12 @@ class PortableSave:
         try:
             what = "publishing" if self._publishing else "writing"
             with all_ranks_or_raise(self._ranks, f"{what} {self.out}"):
-                self._work.wait()
+                self._work.transfer.wait()
             if not self._publishing:
                 self._publishing = True
                 written = gather(self._records, self._ranks, f"the list of what is in {self.out}")
                 if self._ranks.rank == 0:
-                    self._run(partial(self._publish, written))
+                    self._work.start(partial(self._publish, written))
                 return False
         except BaseException:
             self.close()
