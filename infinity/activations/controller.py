@@ -189,7 +189,7 @@ class Instruments:
         self.metered_nbytes: int | None = None
 
     def attach(self, begun: int, *, plans: bool) -> None:
-        """Enter the profiler or the meter if it is the turn of the pass that begins after ``begun`` others."""
+        """Enter the profiler or the meter if the pass after ``begun`` others is the one for it."""
         if plans and begun >= PROFILED:  # again, where one was left without its backward
             profiler = Profiler(weights=self.weights, device=self._cache.device)
             self._attached = profiler.__enter__()
