@@ -167,11 +167,66 @@ class PassTimer:
 # --- the passes --------------------------------------------------------------------------------------
 
 
+class Instruments:
+    """What measures a pass: the profiler, the meter of its peak, or nothing.
+
+    Args:
+        units: Moves the shards of units on the channels that activations share; None: nothing does.
+
+    Attributes:
+        weights: Those of the model whose pass runs.
+        updates: The step ended with the profiled pass.
+        meters: One pass is metered, which takes longer than the others; see [Note: the first passes].
+        metered_nbytes: Peak of the metered pass; None: not yet.
+    """
+
+    def __init__(self, cache: TensorCache, units: WatchedEngine | None, *, meters: bool) -> None:
+        self._cache, self._units = cache, units
+        self._attached: Profiler | MemoryMeter | None = None
+        self.weights: list[Tensor] = []
+        self.updates = False
+        self.meters = meters
+        self.metered_nbytes: int | None = None
+
+    def attach(self, begun: int, *, plans: bool) -> None:
+        """Enter the profiler or the meter if the pass after ``begun`` others is the one for it."""
+        if plans and begun >= PROFILED:  # again, where one was left without its backward
+            profiler = Profiler(weights=self.weights, device=self._cache.device)
+            self._attached = profiler.__enter__()
+            self._cache.profiler = profiler
+            if self._units is not None:
+                self._units.listener = profiler.units_move
+        elif self.meters and self.metered_nbytes is None and begun >= METERED:
+            meter = MemoryMeter()
+            meter.__enter__()  # type: ignore[no-untyped-call]
+            self._attached = meter
+
+    def detach(self) -> Profiler | MemoryMeter | None:
+        """Leave the profiler or the meter, and return it."""
+        attached, self._attached = self._attached, None
+        self._cache.profiler = None
+        if self._units is not None:
+            self._units.listener = None
+        if attached is not None:
+            attached.__exit__(None, None, None)
+        return attached
+
+    def end_pass(self, *, updates: bool) -> Profile | None:
+        """Take in what was measured; return the profile of a pass that ran backward, too."""
+        attached = self.detach()
+        if isinstance(attached, Profiler):
+            profile = attached.finish()
+            if any(operator.phase is Phase.BACKWARD for operator in profile.operators):
+                self.updates = updates
+                return profile
+        elif attached is not None:
+            gradients = [weight.grad for weight in self.weights if type(weight.grad) is Tensor]
+            self.metered_nbytes = attached.peak_nbytes(without=gradients)
+        return None
+
+
 class Activations:
     """Serves every forward pass that autograd records, from its outermost module on.
-
-    It has more attributes than other classes: one run's settings, its plan, and the instrument of the current
-    pass. Each is needed at the beginning and at the end of every pass.
 
     Args:
         cache: Packs and unpacks.
@@ -184,8 +239,7 @@ class Activations:
     Attributes:
         planning: The plan, once it is made.
         passes: Their times.
-        meters: One pass is metered, which takes longer than the others; see [Note: the first passes].
-        metered_nbytes: Peak of the metered pass; None: not yet.
+        instruments: What measures them.
     """
 
     def __init__(
@@ -198,13 +252,9 @@ class Activations:
         self.planning: Planning | None = None
         self.passes = PassTimer(cache.stats)
         self.budget: ActivationBudget = budget or FixedBudget()
-        self.meters = policy == "plan"
-        self.metered_nbytes: int | None = None
-        self._hardware, self._decide, self._units = hardware, decide, units
+        self.instruments = Instruments(cache, units, meters=policy == "plan")
+        self._hardware, self._decide = hardware, decide
         self._blocks: weakref.WeakKeyDictionary[nn.Module, list[NamedBlock]] = weakref.WeakKeyDictionary()
-        self._profile_updates = False  # the step ended with the profiled pass
-        self._instrument: Profiler | MemoryMeter | None = None
-        self._weights: list[Tensor] = []
 
     def open(self, model: nn.Module) -> ExitStack:
         """Begin a forward pass of ``model``, which ends when the returned stack is closed.
@@ -218,12 +268,12 @@ class Activations:
         if model not in self._blocks:
             self._blocks[model] = recomputable_blocks(model)
         blocks = self._blocks[model]
-        self._weights = list(model.parameters()) if self.policy != "keep" else []
-        self._attach_instrument()
+        weights = self.instruments.weights = list(model.parameters()) if self.policy != "keep" else []
+        self.instruments.attach(self.passes.begun, plans=self.policy == "plan" and self.planning is None)
         self.passes.begin()
         stack = ExitStack()
         if self.policy != "keep":
-            self.cache.exempt = storages_of([*self._weights, *model.buffers()])
+            self.cache.exempt = storages_of([*weights, *model.buffers()])
             self.cache.record = PassRecord(self._slot_policy(blocks))
             stack.callback(setattr, self.cache, "record", None)
             stack.enter_context(tracked(blocks, self.cache))
@@ -239,20 +289,21 @@ class Activations:
         Time and bytes are medians, see [Note: passes that can be compared]; the peak is that of the metered
         pass. Stalls and recomputation cannot be told from other compute here: they are the predicted ones.
         """
-        alike = self.passes.alike(METERED + 1, updates=self._profile_updates)
-        if self.planning is None or self.metered_nbytes is None or not alike:
+        alike = self.passes.alike(METERED + 1, updates=self.instruments.updates)
+        metered_nbytes = self.instruments.metered_nbytes
+        if self.planning is None or metered_nbytes is None or not alike:
             return None
         return replace(
             self.planning.predicted,
             step_s=median(each.time_s for each in alike),
-            peak_nbytes=self.metered_nbytes,
+            peak_nbytes=metered_nbytes,
             nbytes_stored=round(median(each.nbytes_stored for each in alike)),
             nbytes_loaded=round(median(each.nbytes_loaded for each in alike)),
         )
 
     def close(self) -> None:
         """Give back what stored activations hold. A pass that is still recorded is forgotten."""
-        self._detach_instrument()
+        self.instruments.detach()
         self.cache.close()
 
     # --- parts -------------------------------------------------------------------------------
@@ -261,15 +312,8 @@ class Activations:
         """End the pass, with its step or before the next one; called again, nothing happens."""
         self.cache.stats.free_deferred()
         self.passes.end(updates=updates)
-        instrument = self._detach_instrument()
-        if isinstance(instrument, Profiler):
-            profile = instrument.finish()
-            if any(operator.phase is Phase.BACKWARD for operator in profile.operators):
-                self._profile_updates = updates
-                self._make_plan(profile)
-        elif instrument is not None:
-            gradients = [weight.grad for weight in self._weights if type(weight.grad) is Tensor]
-            self.metered_nbytes = instrument.peak_nbytes(without=gradients)
+        if (profile := self.instruments.end_pass(updates=updates)) is not None:
+            self._make_plan(profile)
 
     def _slot_policy(self, blocks: Sequence[NamedBlock]) -> ActivationPolicy:
         if self.planning is not None:
@@ -279,30 +323,6 @@ class Activations:
         place = next((p for p in (Place.NVME, Place.HOST) if p in self.cache.stores), Place.KEEP)
         last = 2 * len(blocks) - 1
         return UniformPolicy(place, last=last)
-
-    def _attach_instrument(self) -> None:
-        """Enter the profiler or the meter if it is this pass's turn."""
-        plans = self.policy == "plan" and self.planning is None
-        if plans and self.passes.begun >= PROFILED:  # again, where one was left without its backward
-            profiler = Profiler(weights=self._weights, device=self.cache.device)
-            self._instrument = profiler.__enter__()
-            self.cache.profiler = profiler
-            if self._units is not None:
-                self._units.listener = profiler.units_move
-        elif self.meters and self.metered_nbytes is None and self.passes.begun >= METERED:
-            meter = MemoryMeter()
-            meter.__enter__()  # type: ignore[no-untyped-call]
-            self._instrument = meter
-
-    def _detach_instrument(self) -> Profiler | MemoryMeter | None:
-        """Leave the profiler or the meter, and return it."""
-        instrument, self._instrument = self._instrument, None
-        self.cache.profiler = None
-        if self._units is not None:
-            self._units.listener = None
-        if instrument is not None:
-            instrument.__exit__(None, None, None)
-        return instrument
 
     def _make_plan(self, profile: Profile) -> None:
         began_s, hardware = time.perf_counter(), self._hardware()
@@ -319,7 +339,7 @@ class Activations:
 
     def _pace_s(self, recorded_s: float, s_per_byte: float) -> float:
         """Seconds of a pass when everything is kept; see [Note: the pace of a step]."""
-        alike = self.passes.alike(_WARM, updates=self._profile_updates)
+        alike = self.passes.alike(_WARM, updates=self.instruments.updates)
         recorded_s *= 1 - alike[-1].moving_share(s_per_byte)  # its waits are left out
         return min(recorded_s, *(each.compute_s(s_per_byte) for each in alike))
 

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
 from infinity.core.plan import Hardware, Place
-from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
+from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine, stream
 from infinity.device.accelerator import (
     StreamTransfer,
     record,
@@ -443,26 +443,18 @@ class _OnDisk(_Staged):
 
     def get(self, target: Tensor) -> None:
         """Read the next piece while the one before it is copied."""
-        pieces = torch.split(target, self._piece_nbytes)
+        pieces = [*zip(torch.split(target, self._piece_nbytes), self._extents, strict=True)]
+
+        def read(piece: tuple[Tensor, Extent], lease: Lease) -> Transfer:
+            return self._engine.read(piece[1], lease.memory[: piece[1].nbytes])
+
         with ExitStack() as held:
-            following = self._read(0, held)
-            for number, piece in enumerate(pieces):
-                lease, transfer = following
-                if number + 1 < len(pieces):
-                    following = self._read(number + 1, held)
-                transfer.wait()
+            size = self._extents[0].nbytes
+            buffers = [held.enter_context(self._pool.lease(size, who=self._who)) for _ in pieces[:2]]
+            landed = held.enter_context(closing(stream(pieces, buffers, read)))
+            for (piece, _), lease in landed:
                 piece.copy_(lease.tensor[: len(piece)], non_blocking=True)
                 lease.record_use()
-                lease.release()
-
-    def _read(self, number: int, held: ExitStack) -> tuple[Lease, Transfer]:
-        """Start reading a piece; ``held`` waits for it before its memory is given back."""
-        extent = self._extents[number]
-        lease = self._pool.lease(extent.nbytes, who=self._who)
-        held.callback(lease.release)
-        transfer = self._engine.read(extent, lease.memory)
-        held.callback(transfer.wait)
-        return lease, transfer
 
 
 class _Gds(_Staged):

@@ -38,10 +38,11 @@ from infinity.optim.norm import clip_coefficient
 from infinity.optim.rules import Rule
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.pins import BackwardPins
-from infinity.partition.prefetcher import Prefetcher, StepOrder
+from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.policies import device_error
 from infinity.planner.shard_update import Speculation
+from infinity.planner.step_order import StepOrder
 from infinity.shards.homes import HostHome
 from infinity.shards.on_device import DeviceShards
 from infinity.shards.pipeline import UpdatePipeline

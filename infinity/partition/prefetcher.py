@@ -48,6 +48,7 @@ from typing import NamedTuple, Protocol
 
 from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
 from infinity.planner.residents import ResidentSet
+from infinity.planner.step_order import StepOrder
 
 
 class Stored(NamedTuple):
@@ -90,37 +91,6 @@ DECODED_AHEAD = 4
 DECODED_AHEAD_NBYTES = 2**26
 #: Events that must follow each other as in the plan before it goes on elsewhere.
 CONTEXT = 3
-
-
-class StepOrder:
-    """The order in which a training step uses its units and completes their gradients.
-
-    Written by the prefetcher when a plan is made, read by whatever schedules updates.
-
-    Attributes:
-        gradients: Units in the order in which a step completes their gradients; empty while unknown.
-    """
-
-    def __init__(self) -> None:
-        self._first_uses: dict[int, int] = {}
-        self.gradients: tuple[int, ...] = ()
-
-    def learn(self, events: Sequence[Event]) -> None:
-        """Take in a training pass's trace."""
-        self._first_uses = {e.unit: i for i, e in reversed([*enumerate(events)]) if e.kind is Kind.USE}
-        self.gradients = tuple(event.unit for event in events if event.kind is Kind.DONE)
-
-    def expect_only(self, units: Collection[int]) -> None:
-        """Leave out units that completed without a gradient; until the order changes."""
-        self.gradients = tuple(unit for unit in self.gradients if unit in units)
-
-    def forget_gradients(self) -> None:
-        """The plan that the order of gradients came from is not followed any more."""
-        self.gradients = ()
-
-    def first_use(self, unit: int) -> int:
-        """Return the position of a unit's first use in the next step; its index while unknown."""
-        return self._first_uses.get(unit, unit)
 
 
 class Pass:
@@ -213,9 +183,11 @@ class TileOrder:
         if place is not None:
             del self._to_come[place:]
         in_order = max(0, len(self._to_come) - self._recomputed)  # below: a block that is not recomputed
-        found = dict.fromkeys(islice(reversed(self._to_come), in_order))
-        found.pop(tile, None)
-        yield from found
+        found = {tile}
+        for each in islice(reversed(self._to_come), in_order):
+            if each not in found:
+                found.add(each)
+                yield each
 
     @property
     def over(self) -> bool:
@@ -236,12 +208,14 @@ class TileRoom:
         keeps_decoded: Tiles stay decoded, from one micro-batch to the next.
         together_nbytes: What tiles take that several micro-batches use one after another.
         decoded: Bytes of the full buffers, of those that are present, that were made of stored bytes.
+        items: The stored bytes of each tile.
     """
 
     def __init__(self, nbytes: Mapping[int, int], stored: Mapping[int, int], capacity_nbytes: int) -> None:
         self._nbytes, self.stored, self._capacity_nbytes = nbytes, stored, capacity_nbytes
         self.keeps_decoded, self.together_nbytes = False, 0
         self.decoded: dict[int, int] = {}
+        self.items = {tile: Stored(tile) for tile in stored}
         self.slot_nbytes = max((nbytes[tile] - stored[tile] for tile in stored), default=0)
         self.slots = 1 + DECODED_AHEAD
         if self.slot_nbytes:
@@ -529,7 +503,7 @@ class Prefetcher:
         """Start what the plan wants, if it fits beside what the plan has."""
         self.residents.spare.pop(unit, None)
         if unit not in self.residents and self.residents.make_room(
-            self.nbytes[unit], iter([*self.residents.spare])
+            self.nbytes[unit], self.residents.spare_items()
         ):
             self._start(unit, self.nbytes[unit])
 
@@ -557,42 +531,47 @@ class Prefetcher:
         if not self._has(tile):
             residents.make_room(self.nbytes[tile], self._to_go())
             self._start_tile(tile, *self._first(tile))
-        first = Stored(tile) if Stored(tile) in residents else tile
+        first = self.room.items[tile] if self.room.items[tile] in residents else tile
         residents.spare[first] = None
         residents.use(first)
         nearest = [tile, *following[: self.room.slots - 1]]
         if not self.room.keeps_decoded:
             residents.release([each for each in self.room.decoded if each not in nearest])
         self._decode(tile)
-        self._bring_ahead(following, {tile, *following})
+        self._bring_ahead(following, [tile, *following])
         if not following:
             later = [*self._later]
             self._fetch_later()
             self._later = [each for each in later if each not in residents]  # the tile has their place
         for coming in nearest[1:]:
-            if self._has(coming) and residents.fits(self._decoding_nbytes(coming)):
+            waits = self._has(coming) and coming not in residents
+            if waits and residents.fits(self._decoding_nbytes(coming)):
                 self._decode(coming)
 
-    def _bring_ahead(self, following: Sequence[int], wanted: Collection[int]) -> None:
+    def _bring_ahead(self, following: Sequence[int], used: Sequence[int]) -> None:
         """Start tiles that are used next, as far as there is room beside those that are decoded."""
         # While there is no plan, what others leave behind is in the way, too.
-        known = self._to_go() if self.running.plan is None else iter([*self.residents.spare])
-        going = (item for item in known if _unit_of(item) not in wanted)
+        residents, room = self.residents, self.room
+        known = self._to_go() if self.running.plan is None else residents.spare_items()
+        stay: set[Item] = {*used, *(room.items[tile] for tile in used if room.slot_nbytes)}
+        going = (item for item in known if item not in stay)
         for coming in following:
-            if not self._has(coming):
-                item, nbytes = self._first(coming)
-                reserved_nbytes = max(0, self.room.slots_nbytes - sum(self.room.decoded.values()))
-                if not self.residents.make_room(nbytes + reserved_nbytes, going):
-                    break
-                self._start_tile(coming, item, nbytes)
+            if coming in residents.present or room.items[coming] in residents.present:
+                continue
+            item, nbytes = self._first(coming)
+            reserved_nbytes = max(0, room.slots_nbytes - sum(room.decoded.values()))
+            if not residents.make_room(nbytes + reserved_nbytes, going):
+                break
+            self._start_tile(coming, item, nbytes)
 
     def _has(self, tile: int) -> bool:
-        return tile in self.residents or Stored(tile) in self.residents
+        present = self.residents.present
+        return tile in present or self.room.items[tile] in present
 
     def _first(self, tile: int) -> tuple[Item, int]:
         """Return the item that a tile begins with, and its bytes."""
-        nbytes = self.mover.stored_nbytes(tile)
-        return (Stored(tile), nbytes) if 0 < nbytes < self.nbytes[tile] else (tile, self.nbytes[tile])
+        stored_nbytes, nbytes = self.mover.stored_nbytes(tile), self.nbytes[tile]
+        return (self.room.items[tile], stored_nbytes) if 0 < stored_nbytes < nbytes else (tile, nbytes)
 
     def _start_tile(self, tile: int, item: Item, nbytes: int) -> None:
         if self.running not in (self.training, self.inference):
@@ -604,14 +583,14 @@ class Prefetcher:
     def _decode(self, tile: int) -> None:
         """Have a tile decoded whose stored bytes came first."""
         if tile not in self.residents:
-            stored, nbytes = Stored(tile), self._decoding_nbytes(tile)
+            stored, nbytes = self.room.items[tile], self._decoding_nbytes(tile)
             self.residents.make_room(nbytes, (item for item in self._to_go() if item != stored))
             self.room.decoded[tile] = nbytes
             self._start(tile, nbytes)
 
     def _decoding_nbytes(self, tile: int) -> int:
-        """What decoding takes more; 0: the tile came in one step."""
-        return self.nbytes[tile] - self.residents.present.get(Stored(tile), self.nbytes[tile])
+        """What decoding takes beyond the stored bytes, which are present."""
+        return self.nbytes[tile] - self.residents.present[self.room.items[tile]]
 
     # --- items -------------------------------------------------------------------------------
 

@@ -86,7 +86,11 @@ class ResidentSet(Generic[Item]):
             self.release([item])
         return True
 
+    def spare_items(self) -> Iterator[Item]:
+        """Yield what no plan wants, the first to go first."""
+        yield from [*self.spare]
+
     def to_go(self) -> Iterator[Item]:
         """Yield what is present as it is released: what no plan wants, then the least recently used."""
-        yield from [*self.spare]
+        yield from self.spare_items()
         yield from [*self.present]

@@ -251,7 +251,7 @@ class Journal:
             found = Head.read(self.path)
             self._head = found or Head(owner)
             if found is not None:
-                self._open_head(open_found)
+                self._head_fd, _ = open_direct(_head_path(self.path), open_found, "opening")
             rows = self._db.execute("SELECT number FROM commits ORDER BY number")
             self._numbers = [number for (number,) in rows]
 
@@ -274,10 +274,7 @@ class Journal:
         """
         if self._head_fd < 0:
             with self._writing():
-                self._open_head(create_file)
-                self._set_head(self._head)
-                os.fsync(self._head_fd)  # once: from now on it is written in its place
-                sync(self.path.parent)
+                self._make_head()
         with self._transaction() as run:
             number = max([*self._numbers, self._head.oldest - 1, 0]) + 1
             if layout is not None:
@@ -342,9 +339,15 @@ class Journal:
             "AND number < (SELECT max(number) FROM layouts)"
         )
 
-    def _open_head(self, open_file: Callable[[Path, int], int]) -> None:
-        how = "making" if open_file is create_file else "opening"
-        self._head_fd, _ = open_direct(_head_path(self.path), open_file, how)
+    def _make_head(self) -> None:
+        """Write the head under a draft's name: a kill leaves none, or a whole one."""
+        path = _head_path(self.path)
+        draft = path.with_name(f"{path.name}.new")
+        self._head_fd, _ = open_direct(draft, create_file, "making")
+        self._set_head(self._head)
+        os.fsync(self._head_fd)  # once: from now on it is written in its place
+        draft.replace(path)
+        sync(path.parent)
 
     def _set_head(self, head: Head) -> None:
         head.write(self._head_fd)

@@ -17,10 +17,11 @@ from infinity.partition.unit import Unit
 from infinity.planner.shard_update import Predictor
 from infinity.shards.commits import CommitInterval, Commits
 from infinity.shards.homes import HostHome
-from infinity.shards.journal import CommitRecord, pack, unpack
+from infinity.shards.journal import CommitRecord
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
+from infinity.shards.step_state import StepState
 from infinity.shards.tiers import Tiers, is_reloadable
 
 
@@ -31,23 +32,19 @@ class Commit:
     Attributes:
         landing: What must land before.
         layout: Where versions lie, if that has changed.
-        state: The small state of the step, but for what ``late`` returns; None: ``step()`` raised before.
         overwritten: Some of the committed values were written in place since.
     """
 
     record: CommitRecord
     landing: Sequence[Transfer]
     layout: Mapping[str, Any] | None
-    state: Mapping[str, Any] | None = None
-    late: Callable[[], Mapping[str, Any]] | None = None
     overwritten: bool = False
 
 
 class Records:
     """The records of one model's steps, and what is written for them.
 
-    It has more attributes than other classes: what the next record will hold comes from several places, at
-    several times.
+    It has more attributes than other classes: what is recorded, what is about to be, and the places of both.
 
     Args:
         tiers: Where shards live.
@@ -68,13 +65,10 @@ class Records:
         predictor: Predictor,
     ) -> None:  # fmt: skip
         self.tiers, self.units, self.commits = tiers, units, commits
-        self._predictor = predictor
+        self._small = StepState(predictor)
         self.interval, self.steps, self.planned_written = CommitInterval(every), 0, 0
         self.recorded: int | None = None
         self._commit: Commit | None = None  # what is not recorded yet
-        self._reloaded: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]] | None] | None = None
-        self._state = b""  # the small state of the last record, and its step
-        self._state_step = 0
         self._layout = -1  # changes of the store that the last record knew
         self._kept: list[CommitRecord] = []  # those on disk, or on the way, which a crash may need
         self._stored: dict[int, list[Transfer]] = {}  # of units in host memory, on their way to NVMe
@@ -94,7 +88,7 @@ class Records:
     @property
     def _void(self) -> bool:
         """Whether no record stands, since values were written in place."""
-        return self.commits is not None and bool(self._state) and not self.commits.stands
+        return self.commits is not None and bool(self._small.packed) and not self.commits.stands
 
     def stores_residents(self, updated: Container[int]) -> bool:
         """Whether a commit of a step that updates these units writes units in host memory."""
@@ -145,16 +139,14 @@ class Records:
             late: Returns the rest of it, which is ready when the next forward pass begins; None: that is all.
         """
         if self._commit is not None:
-            self._commit.state = {**state, "predictor": self._predictor.counter}
-            self._commit.late = late
+            self._small.take(state, late)
             if late is None:
                 self.end_commit()
 
     def reload(self, state: Mapping[str, Any], late: Callable[[], Mapping[str, Any]] | None) -> None:
         """Let this be the small state of the last step: one was loaded. As in :meth:`record`."""
-        if self._commit is not None:
-            self.record(state, late)
-        self._reloaded = state, late
+        self.record(state, late)
+        self._small.take(state, late)
 
     def end_commit(self) -> None:
         """Hand the last commit over to be written; without one, that of a step written over in place.
@@ -168,27 +160,19 @@ class Records:
             return
         if commit is not None:
             self._commit = commit  # if its state cannot be had
-            if commit.state is None:
-                raise StateError(
-                    f"step() of the optimizer raised before step {commit.record.step} was recorded, so no "
-                    "later one can be: end the program, and go on from the step before with infinity.resume"
-                )
-            late = commit.late() if commit.late is not None else {}
-            self._state = pack({**commit.state, **late})
-            self._commit, self._state_step = None, commit.record.step
-        again = self._void and self._state_step == self.steps  # else the next step is recorded
-        if again and self._reloaded is not None:
-            state, more = self._reloaded
-            full = {**state, "predictor": self._predictor.counter, **({} if more is None else more())}
-            self._state = pack(full)
-        self._reloaded = None
+            self._small.complete(commit.record.step)
+            self._commit = None
+        again = self._void and self._small.step == self.steps  # else the next step is recorded
+        if again and self._small.is_taken:
+            self._small.complete(self.steps)
+        self._small.forget()
         if again if commit is None else commit.overwritten:
             self._store_residents()
             self._layout = -1  # what was described for this step may not have been written
             commit = self._make_commit()
         if commit is not None:
             self._kept.append(commit.record)
-            self.commits.add(replace(commit.record, state=self._state), commit.landing, commit.layout)
+            self.commits.add(replace(commit.record, state=self._small.packed), commit.landing, commit.layout)
             self.recorded = commit.record.step
 
     def take_over(
@@ -200,9 +184,8 @@ class Records:
             adopted: Units whose places are those that the saved record names.
             obsolete: Called when the next commit stands on all ranks.
         """
-        self.steps = self._state_step = saved.step
-        self._state = saved.state(rank)
-        self._predictor.counter = unpack(self._state)["predictor"]
+        self.steps = saved.step
+        self._small.restore(saved.state(rank), saved.step)
         if self.commits is not None:
             self.recorded = saved.step
             self.commits.obsolete = obsolete

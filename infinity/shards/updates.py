@@ -32,9 +32,9 @@ from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.transfer import Lease, Transfer
 from infinity.optim.rules import Rule
 from infinity.partition.home import UpdateFuture
-from infinity.partition.prefetcher import StepOrder
 from infinity.partition.unit import Segment, Unit
 from infinity.planner.shard_update import Do, ShardUpdate, Speculation
+from infinity.planner.step_order import StepOrder
 from infinity.shards.commits import Commits
 from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.hypers import Run, StepHypers

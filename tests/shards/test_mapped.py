@@ -305,7 +305,7 @@ def test_a_step_reads_the_bytes_of_the_stored_form_as_planned(tmp_path, form, mo
             optimizer.step()
             base._threads.submit(lambda: None).result()  # its only thread has done what came before
             read.append(settled(runtime)[0])
-            planned.append(runtime.executor().planned)
+            planned.append(runtime.executor().figures.planned)
         fetches = runtime.executor().prefetcher.training.plan.fetched()
         of_base = sum(runtime.units[index].home.fetched_nbytes(None) for index in fetches)
         state = sum(12 * unit.shard_numel for unit in runtime.units if unit.trainable)
