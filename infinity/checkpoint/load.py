@@ -299,8 +299,6 @@ def _complaint(
 class CheckpointValues:
     """Values of one model from one checkpoint; see :class:`infinity.partition.init_context.LateValues`.
 
-    It has more attributes than other classes: what it loads, how far it is, and what it has found out.
-
     Args:
         checkpoint: Stays open until :meth:`fill` returns, or as long as units are read where they lie.
         new: See :func:`plan_loading`.

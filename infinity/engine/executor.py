@@ -83,8 +83,6 @@ class StepExecutor:
         before: The executor that this one replaces; None: the first.
         on_failure: Called with the error of an update, on the pipeline's thread.
 
-    It has more attributes than other classes because it is where a step's parts are made and connected.
-
     Attributes:
         figures: Of the last step.
         stack: Ends the threads and gives back the device memory; refers to no module.

@@ -145,8 +145,6 @@ class _Outside:
 class Hooks:
     """Turns the calls of one model's modules, and autograd's, into uses of units and into gradients.
 
-    It has more attributes than other classes: the parts that it connects, and where forward and backward are.
-
     Args:
         units: All of the model's.
         leaves: Units that are gathered as one, by module.

@@ -75,9 +75,6 @@ from infinity.shards.tiers import Tiers
 class Runtime:
     """The parts of one rank that serve the models of one ``Init``.
 
-    It has more attributes than other classes because it is where they are made, in order; each part is
-    given the few others that it needs.
-
     Args:
         config: Budgets, directories and dtypes.
 

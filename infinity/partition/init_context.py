@@ -146,9 +146,6 @@ class LateValues(Protocol):
 class Construction:
     """One ``with`` block in which models are built.
 
-    It has more attributes than other classes: what it was given, and what an initializer of a whole model may
-    ask of it at any time.
-
     Args:
         make_builder: Makes the builder that cuts units, given what to call with a closed one.
         masters: Where values go.

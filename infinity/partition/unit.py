@@ -54,8 +54,6 @@ _NAN_BYTES = {
 class Segment:
     """One parameter's place in its unit (elements of the flat buffer), and its step count.
 
-    It has more attributes than other classes: each is a fact about one parameter.
-
     Attributes:
         index: Position among the unit's segments. An offset does not identify a segment: the next one of a
             parameter without elements has the same.
@@ -125,8 +123,6 @@ class StoredForm:
 
 class Unit:
     """The layout of a unit on every rank, and where its weights are on this one.
-
-    It has more attributes than other classes so that no other one has a table of units with one of them.
 
     Attributes:
         index: Position in the model's list of units; the same on every rank.

@@ -57,11 +57,7 @@ def _are_alike(marks: Sequence[StepCost]) -> bool:
 
 
 class _Player:
-    """Plays a script for some steps; see [Note: what is played].
-
-    It has more attributes than other classes: where each unit, gradient and activation is, since every event
-    may move them all.
-    """
+    """Plays a script for some steps; see [Note: what is played]."""
 
     def __init__(self, script: StepScript, setup: StepSetup) -> None:
         self.script, self.setup, self.units = script, setup, setup.units

@@ -44,8 +44,6 @@ class Commit:
 class Records:
     """The records of one model's steps, and what is written for them.
 
-    It has more attributes than other classes: what is recorded, what is about to be, and the places of both.
-
     Args:
         tiers: Where shards live.
         units: All of the model's.

@@ -31,8 +31,6 @@ from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_
 class Storage:
     """Host memory and files of one rank; opened before the model is built, and closed with the run.
 
-    It has more attributes than other classes because it is where these parts are made, in order.
-
     Args:
         memory: Budgets and directories.
         host_nbytes: The host budget, the same on every rank.

@@ -196,9 +196,6 @@ class StoredGradients:
 class Updates:
     """Gradients in, committed versions out.
 
-    It has more attributes than other classes: the updates in flight and the state of the step, which change
-    together when it ends.
-
     Args:
         tiers: Where shards live.
         resident: Updates shards in host memory.
