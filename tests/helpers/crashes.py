@@ -364,11 +364,9 @@ def run_trial(folder: Path, trial: Trial, expected: "Expected", allowed: Sequenc
                 continue
             if problem:
                 raise AssertionError(f"{kill}: {codes} {problem}\n{log_of(folder)}")
-            if (
-                reshards
-                and (folder / "final").exists()
-                and not list((folder / "nvme").glob("*/*.commits-head"))
-            ):
+            nvme = folder / "nvme"
+            over = not list(nvme.glob("*/*.commits-head")) or list(nvme.glob("*/*.finished"))
+            if reshards and (folder / "final").exists() and over:
                 break  # it has ended; another life would begin anew, with the last number of ranks
         compare(folder, wanted)
         left = list((folder / "nvme").glob("*/*"))
