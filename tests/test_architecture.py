@@ -273,20 +273,20 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
     "": 548,
-    "activations": 2836,
+    "activations": 2848,
     "api": 2171,
     "app": 7250,
-    "checkpoint": 5307,
+    "checkpoint": 5305,
     "comm": 1062,
     "core": 2697,
     "device": 1186,
-    "engine": 3295,
+    "engine": 3289,
     "nvme": 1558,
     "observe": 985,
     "optim": 1343,
-    "partition": 3230,
-    "planner": 5304,
-    "shards": 5517,
+    "partition": 3202,
+    "planner": 5340,
+    "shards": 5560,
 }
 
 
@@ -323,7 +323,6 @@ LONG_FILES: dict[str, int] = {
 }
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {
-    "activations/controller.py Activations": 14,
     "engine/executor.py StepExecutor": 17,
     "engine/hooks.py Hooks": 15,
     "engine/runtime.py Runtime": 18,
@@ -331,7 +330,7 @@ LARGE_CLASSES: dict[str, int] = {
     "partition/unit.py Segment": 13,
     "partition/unit.py Unit": 15,
     "planner/clock.py _Player": 15,
-    "shards/records.py Records": 16,
+    "shards/records.py Records": 13,
     "shards/storage.py Storage": 16,
     "shards/updates.py Updates": 15,
 }
