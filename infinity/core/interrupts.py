@@ -45,12 +45,11 @@ class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         section = uninterrupted
         if section.depth or (frame is not None and frame.f_code in _BEGINNING):
-            if section.pending is None:
-                section.pending = lambda: self.handler(number, frame), time.monotonic()
+            now = time.monotonic()
+            _, came = section.pending.setdefault(number, (lambda: self.handler(number, frame), now))
+            if now - came < PATIENCE_S:
                 return
-            if time.monotonic() - section.pending[1] < PATIENCE_S:
-                return
-        section.pending = None
+        section.pending.pop(number, None)
         try:
             self.handler(number, frame)
         except BaseException:
@@ -63,14 +62,14 @@ class Section:
 
     Attributes:
         depth: Sections that the main thread is in.
-        pending: The handler's call that is held back, and when its signal came (s).
+        pending: The handlers' calls that are held back, by signal, and when these came (s).
         broken: Sections that an exception of a handler has left.
     """
 
     def __init__(self) -> None:
         self.depth = self.broken = 0
         self._main = threading.main_thread().ident
-        self.pending: tuple[Callable[[], object], float] | None = None
+        self.pending: dict[int, tuple[Callable[[], object], float]] = {}
 
     def __enter__(self) -> None:
         if get_ident() == self._main:
@@ -83,14 +82,22 @@ class Section:
     ) -> None:
         if get_ident() == self._main:
             self.depth -= 1
-            if self.pending is not None and not self.depth:
-                (call, _), self.pending = self.pending, None
+            if self.pending and not self.depth:
+                self._call_handlers()
+
+    def _call_handlers(self) -> None:
+        """Call what was held back, in order; one that raises does not keep the others from being called."""
+        while self.pending:
+            call, _ = self.pending.pop(next(iter(self.pending)))
+            try:
                 call()
+            finally:
+                self._call_handlers()
 
     def follow_fork(self) -> None:
         """Let the thread that forked be the main thread, in a child."""
         if get_ident() != self._main:
-            self._main, self.depth, self.pending = get_ident(), 0, None
+            self._main, self.depth, self.pending = get_ident(), 0, {}
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

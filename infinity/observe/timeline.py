@@ -150,17 +150,6 @@ def write_trace(spans: Sequence[Span], path: Path, *, rank: int = 0) -> None:
     write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def read_trace(path: Path) -> tuple[Span, ...]:
-    """Read the spans that :func:`write_trace` wrote, rounded to microseconds."""
-    events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    lanes = {e["pid"]: e["args"]["name"].split(" ", 2)[2] for e in events if e["ph"] == "M"}
-    return tuple(
-        Span(lanes[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
-        for e in events
-        if e["ph"] == "X"
-    )
-
-
 def draw(spans: Sequence[Span], path: Path, *, start_s: float = 0.0, end_s: float | None = None) -> None:
     """Draw ``spans`` between two times as PNG or SVG, one row per lane.
 

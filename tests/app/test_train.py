@@ -23,9 +23,10 @@ from infinity.app.train import _short, notes_on_commits, train
 from infinity.core.errors import InfinityError, RecipeError
 from infinity.observe.messages import MessageBuffer
 from infinity.observe.metrics import StepReport
-from infinity.observe.timeline import Timeline, read_trace
+from infinity.observe.timeline import Timeline
 from infinity.optim.config import OptimConfig
 from tests.helpers.launch import run_ranks, start_ranks
+from tests.helpers.timeline import read_trace
 
 #: All activations are kept.
 KEPT = SimpleNamespace(

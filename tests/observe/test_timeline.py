@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from infinity.observe import timeline as timeline_module
-from infinity.observe.timeline import Span, Timeline, draw, read_trace, write_trace
+from infinity.observe.timeline import Span, Timeline, draw, write_trace
+from tests.helpers.timeline import read_trace
 
 SPANS = (
     Span("read", "unit 0", 10.0, 12.0),
