@@ -259,14 +259,14 @@ def train(job: Job) -> dict[str, Any]:
     from infinity.shards.mapped import MappedBase
 
     torch.set_num_threads(job.threads)
-    decoding_s, decode = [0.0], MappedBase._decode
+    decoding_s, decode = [0.0], MappedBase.decode
 
     def timed(*args: Any) -> None:
         began = time.perf_counter()
         decode(*args)
         decoding_s[0] += time.perf_counter() - began
 
-    MappedBase._decode = timed  # type: ignore[method-assign]
+    MappedBase.decode = timed  # type: ignore[method-assign]
     recipe = infinity.load_recipe(overrides=job.overrides)
     began = time.perf_counter()
     model = infinity.from_pretrained(job.source, recipe, frozen=True).train()
