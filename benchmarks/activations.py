@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from turns import Actor
 
 from infinity.activations.controller import METERED, PROFILED
-from infinity.device.allocator import tunables
+from infinity.device.accelerator import tunables
 from infinity.device.machine import DTYPES
 
 #: Steps before a plan is there, one of them profiled, and its first two are over, one of them metered.

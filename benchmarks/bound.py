@@ -14,8 +14,7 @@ import numpy as np
 
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plan import Hardware
-from infinity.core.profile import BlockCall, Profile
+from infinity.core.plan import BlockCall, Hardware, Profile
 from infinity.planner.channels import Channel, delay_s_per_byte, mixed_rates
 from infinity.planner.lifetimes import MADE, InactivePeriod, lifetimes_of
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import fio
 from report import Claim, print_claims, print_table, write_json
 
-from infinity.core.extent import Extent
+from infinity.core.nbytes import Extent
 from infinity.device.memory import HostPool
 from infinity.nvme.engines.base import Move, QueuedEngine
 from infinity.nvme.engines.libaio_engine import LibaioEngine

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from report import Claim, print_table, write_json
 
-from infinity.core.extent import aligned
-from infinity.optim.adamw import ADAMW, AdamWHyper
+from infinity.core.nbytes import aligned
 from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL, store_master
+from infinity.optim.rule import ADAMW, AdamWHyper
 from infinity.optim.rules import HostRule
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

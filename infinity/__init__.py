@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.api.adamw import AdamW
     from infinity.api.export import export
-    from infinity.api.init import Init, close, gathered, no_sync, state_dict
+    from infinity.api.init import Init, close, gathered, no_sync, resume, state_dict
     from infinity.api.layer_schedule import layer_schedule
     from infinity.api.lora import add_lora, save_lora
     from infinity.api.offload_activations import offload_activations
     from infinity.api.portable import load_checkpoint, save_checkpoint
     from infinity.api.pretrained import from_pretrained
-    from infinity.api.resume import resume
     from infinity.app.recipe import Recipe, load_recipe
     from infinity.core.errors import (
         BudgetError,
@@ -60,7 +59,7 @@ _HOMES = {
     "load_recipe": "infinity.app.recipe",
     "export": "infinity.api.export",
     "layer_schedule": "infinity.api.layer_schedule",
-    "resume": "infinity.api.resume",
+    "resume": "infinity.api.init",
 }
 
 __all__ = [

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if value == [] and name != "overrides":  # argparse takes the -- of --steps=-- for no value
             parser.error(f"argument --{name}: expected one argument")
     if argv is None and args.command in ("train", "resume"):
-        from infinity.device.allocator import restart_with_tunables
+        from infinity.device.accelerator import restart_with_tunables
 
         restart_with_tunables(sys.argv[0], sys.argv[1:])  # before torch is imported
     # Neither a recipe nor a checkpoint fetches anything, whatever the environment says.

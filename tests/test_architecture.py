@@ -272,21 +272,21 @@ def test_a_text_file_without_encoding_is_caught(source: str, wrong: bool) -> Non
 
 #: The most lines of each room. A number rises only in a commit whose body says what left instead.
 ROOM_BUDGETS = {
-    "": 548,
-    "activations": 2848,
-    "api": 2171,
-    "app": 7250,
-    "checkpoint": 5305,
-    "comm": 1062,
-    "core": 2704,
-    "device": 1186,
-    "engine": 3289,
+    "": 547,
+    "activations": 2846,
+    "api": 1760,
+    "app": 7244,
+    "checkpoint": 5295,
+    "comm": 1055,
+    "core": 2695,
+    "device": 1307,
+    "engine": 3669,
     "nvme": 1558,
-    "observe": 974,
-    "optim": 1343,
-    "partition": 3202,
-    "planner": 5340,
-    "shards": 5560,
+    "observe": 968,
+    "optim": 1183,
+    "partition": 3190,
+    "planner": 5332,
+    "shards": 5522,
 }
 
 
@@ -317,9 +317,9 @@ MANY_ATTRIBUTES = 12
 
 #: What is beyond these limits, by name, and how far it may go: each number only falls, and no name is added.
 LONG_FILES: dict[str, int] = {
-    "app/dry_run.py": 767,
-    "app/recording.py": 694,
-    "planner/simulator.py": 751,
+    "app/dry_run.py": 765,
+    "app/recording.py": 693,
+    "planner/simulator.py": 750,
 }
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {

@@ -11,14 +11,14 @@ from tests.helpers.limits import HANG_S
 
 #: The most files that each journey may enter. A number here only falls, or its commit says what is worth it.
 MOST_FILES = {
-    "life": 80,
-    "read": 30,
-    "gradient": 44,
-    "commit": 40,
-    "resume": 19,
-    "activation": 35,
-    "plan": 65,
-    "train": 104,
+    "life": 70,
+    "read": 29,
+    "gradient": 40,
+    "commit": 35,
+    "resume": 16,
+    "activation": 34,
+    "plan": 57,
+    "train": 86,
 }
 
 #: Files that threads enter only at some times, and that a trace may have though the page has not.

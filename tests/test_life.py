@@ -22,8 +22,8 @@ import torch
 import infinity
 from infinity import DiskError, StateError
 from infinity.core.owned import OwnedStack, close_collected, weakly
+from infinity.device.threads import compiling
 from infinity.engine.runtime import runtime_of
-from infinity.optim.threads import compiling
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.forks import ROOT, SEEDS, Fork, Job

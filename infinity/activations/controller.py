@@ -41,8 +41,7 @@ from infinity.activations.tensor_cache import (
     storages_of,
 )
 from infinity.core.errors import BudgetError
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
-from infinity.core.profile import Phase, Profile
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Phase, Place, Profile
 from infinity.observe.timeline import WatchedEngine
 from infinity.planner.planning import Planning
 from infinity.planner.policies import budget_error

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.core.profile import (
+from infinity.core.plan import (
     BlockCall,
     Kind,
     Operator,

@@ -10,7 +10,7 @@ import torch
 
 from infinity.activations.store import ActivationStore, Loading, StoredActivation
 from infinity.core.lifecycle import Lifecycle, SlotState
-from infinity.core.profile import SlotKey
+from infinity.core.plan import SlotKey
 from infinity.core.transfer import Transfer
 
 S = SlotState

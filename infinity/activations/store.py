@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, aligned
 from infinity.core.plan import Hardware, Place
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine, stream
 from infinity.device.accelerator import (

@@ -34,8 +34,7 @@ from infinity.activations.profiler import Profiler
 from infinity.activations.slots import ActivationStats, Slot, StoreQueue
 from infinity.activations.store import ActivationStore
 from infinity.core.lifecycle import SlotState
-from infinity.core.plan import ActivationPlan, Place
-from infinity.core.profile import SlotKey
+from infinity.core.plan import ActivationPlan, Place, SlotKey
 
 #: Smaller storages are kept: they cost a request each, and free next to nothing (bytes).
 LEAST_NBYTES = 256 * 2**10

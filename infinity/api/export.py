@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from infinity.checkpoint.conversions import saved_tensors
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model
+from infinity.checkpoint.export import MAX_SHARD_NBYTES, export_model, publish_directory
 from infinity.checkpoint.load import named_targets
-from infinity.checkpoint.publish import publish_directory
 from infinity.checkpoint.requantize import Requantized, export_stored
 from infinity.checkpoint.writer import check_room
 from infinity.comm.ranks import Ranks

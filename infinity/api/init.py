@@ -8,12 +8,79 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-import infinity.api.refused  # noqa: F401  # registers hooks
+import infinity.api.init  # noqa: F401  # registers hooks
+from infinity.api.adamw import AdamW
 from infinity.core.errors import StateError
 from infinity.core.interrupts import UninterruptedExit, uninterrupted
 from infinity.engine.config import EngineConfig, HasEngineConfig, engine_config
-from infinity.engine.runtime import Runtime, runtime_of, runtimes
+from infinity.engine.runtime import Runtime, open_runtimes, runtime_of, runtimes, served
+from infinity.shards.journal import unpack
+
+
+def is_served(model: nn.Module) -> bool:
+    """Whether ``model``, or a model that it wraps, was built under ``infinity.Init``."""
+    return any(module in served for module in model.modules())
+
+
+def _refuse_other_optimizers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before an optimizer that is not infinity's writes to a parameter that a unit holds."""
+    if not open_runtimes or hasattr(optimizer, "runtime"):
+        return
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if any(runtime.units.places(param) for runtime in open_runtimes):
+            raise StateError(
+                f"{type(optimizer).__name__}.step() on parameters that were made under infinity.Init, whose "
+                "gradients and states are sharded: write optimizer = infinity.AdamW(model, lr=...)"
+            )
+
+
+def _refuse_wrappers(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raise before a module that copies or reduces parameters itself writes to those that a unit holds."""
+    if (
+        type(wrapper).__name__ in ("DistributedDataParallel", "DeepSpeedEngine")
+        and module is not None
+        and is_served(module)
+    ):
+        raise StateError(
+            f"{type(wrapper).__name__} around a model that was built under infinity.Init, which shards "
+            "weights and reduces gradients itself: use the model as it is (with Accelerate, the Trainer or "
+            "Lightning as in examples/)"
+        )
+
+
+# Public hooks of torch, for all optimizers and modules: nothing is patched.
+register_optimizer_step_pre_hook(_refuse_other_optimizers)
+register_module_module_registration_hook(_refuse_wrappers)
+
+
+def resume(model: nn.Module, optimizer: AdamW) -> int:
+    """Restore all states of the interrupted run that the model's recipe names, and go on with it.
+
+    Weights and optimizer states become those of the last committed step, bitwise; so do learning rates, the
+    loss scale, buffers, random generators, and what the optimizer follows. Every rank must call, once, before
+    the first forward pass. The number of ranks, the budgets and the directories may be others than before.
+
+    The recipe needs ``run.name`` and directories in ``memory.nvme``. The files of the run stay on disk until
+    ``infinity.close(model)``, or ``optimizer.close()``, says that it is over.
+
+    Returns:
+        Number of committed steps, after which the loop goes on; 0: the run is new.
+
+    Raises:
+        StateError: The model, or what the optimizer follows, differs from the interrupted run's.
+        DiskError: States cannot be read.
+    """
+    runtime = runtime_of(model)
+    if not isinstance(optimizer, AdamW) or optimizer.runtime is not runtime:
+        raise StateError("infinity.resume(model, optimizer): wanted the model's infinity.AdamW")
+    saved = runtime.resume()
+    if saved is None:
+        return 0
+    optimizer.load_committed(unpack(saved.state(runtime.ranks.rank)))
+    return saved.step
 
 
 class Init:

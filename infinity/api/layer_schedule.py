@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from infinity.api.schedule import Blocks, LayerSchedule, Loss
 from infinity.core.config import SettingError
 from infinity.engine.runtime import runtime_of
+from infinity.engine.schedule import Blocks, LayerSchedule, Loss
 from infinity.partition.unit import UnitIndex
 
 

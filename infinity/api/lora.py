@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from infinity.api.init import gathered
-from infinity.checkpoint.publish import Publication
+from infinity.checkpoint.export import Publication
 from infinity.core.errors import RecipeError, StateError
 from infinity.core.files import open_regular
 from infinity.engine.runtime import runtime_of

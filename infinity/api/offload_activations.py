@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.activations.controller import Activations, FixedBudget, Policy
 from infinity.activations.store import measure_hardware, open_stores
 from infinity.activations.tensor_cache import TensorCache, untraced
-from infinity.api.refused import is_served
+from infinity.api.init import is_served
 from infinity.comm.ranks import agree, decide
 from infinity.core.budget import piece_nbytes
 from infinity.core.errors import StateError
@@ -24,14 +24,14 @@ from infinity.core.files import user_path
 from infinity.core.interrupts import uninterrupted
 from infinity.core.nbytes import parse_nbytes
 from infinity.core.owned import OwnedStack
-from infinity.device.allocator import heap_line
+from infinity.device.accelerator import heap_line
 from infinity.device.machine import free_host_nbytes
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.probe import stripe_weights
 from infinity.nvme.run_directory import RunDirectory, new_run_id
 from infinity.nvme.volume import Volume
-from infinity.observe.messages import log
+from infinity.observe.progress import log
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from infinity.api.portable import begin_save
+from infinity.checkpoint.export import Series
 from infinity.checkpoint.portable import PortableSave
-from infinity.checkpoint.publish import Series
 from infinity.core.config import SettingError, Valid, check, setting
 from infinity.core.errors import BudgetError, CheckpointError, DiskError, PeerError
 

@@ -26,7 +26,6 @@ from infinity.activations.logits import Mode, find_head, least_nbytes
 from infinity.activations.store import directly_moved_nbytes
 from infinity.api.layer_schedule import units_of
 from infinity.api.lora import make_adapters
-from infinity.api.schedule import find_blocks
 from infinity.app.models.gpt import GPT
 from infinity.app.operators import Candidate, OperatorTimes
 from infinity.app.recipe import Recipe
@@ -43,18 +42,17 @@ from infinity.comm.ranks import Ranks
 from infinity.core.budget import STAGED_CHUNKS, DeviceBudget, left_for_states, piece_nbytes
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError
-from infinity.core.extent import aligned
 from infinity.core.lifecycle import Tier
-from infinity.core.plan import ActivationPlan, Hardware, Place
-from infinity.core.profile import Profile
+from infinity.core.nbytes import aligned
+from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
 from infinity.device.machine import DTYPES
 from infinity.engine.config import EngineConfig
 from infinity.engine.device_budget import UnitBudget, UnitsInUse
 from infinity.engine.executor import reduction_dtype
+from infinity.engine.schedule import find_blocks
 from infinity.partition.builder import CutSizes, UnitBuilder
-from infinity.partition.home import Home
 from infinity.partition.init_context import Construction
-from infinity.partition.unit import StoredForm, Unit, UnitIndex
+from infinity.partition.unit import Home, StoredForm, Unit, UnitIndex
 from infinity.planner.machines import Dtype, Machine, RankRates, rank_rates
 from infinity.planner.policies import POLICIES, device_error, smallest_budget
 from infinity.planner.simulator import play

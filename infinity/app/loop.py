@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
-from infinity.api.schedule import LayerSchedule
 from infinity.app.checkpoints import Checkpoints
 from infinity.app.data.loader import Data, HeldOut
 from infinity.app.data.sequences import Batch, join
@@ -30,7 +29,8 @@ from infinity.core.errors import (
     first_line,
     library_errors,
 )
-from infinity.optim.config import OptimConfig
+from infinity.engine.schedule import LayerSchedule
+from infinity.optim.rule import OptimConfig
 
 
 class Loop:

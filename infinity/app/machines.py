@@ -64,7 +64,7 @@ def probe(directories: Sequence[str | Path]) -> Machine:
     """
     import torch
 
-    from infinity.comm.probe import measure_exchange
+    from infinity.comm.ranks import measure_exchange
     from infinity.device.machine import total_host_nbytes, usable_cores
     from infinity.nvme.probe import measure
 

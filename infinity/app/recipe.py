@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from infinity.app.checkpoints import CheckpointConfig
 from infinity.app.data.loader import DataConfig
-from infinity.app.models.config import ModelConfig
+from infinity.app.models.causal import ModelConfig
 from infinity.app.other_tools import translate
 from infinity.core.config import (
     MemoryConfig,
@@ -41,9 +41,9 @@ from infinity.core.errors import RecipeError, first_line
 from infinity.core.files import read_file, user_path
 from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
-from infinity.optim.config import OptimConfig
-from infinity.partition.config import PartitionConfig
-from infinity.shards.config import DurabilityConfig
+from infinity.optim.rule import OptimConfig
+from infinity.partition.builder import PartitionConfig
+from infinity.shards.store import DurabilityConfig
 
 COMMAND_LINE = "on the command line"
 #: The longest recipe that is read; one with every key has 5 kB.

@@ -41,16 +41,15 @@ from infinity.activations.tensor_cache import LEAST_NBYTES, PassRecord
 from infinity.app.models.causal import CausalLoss
 from infinity.app.operators import Operation, Touches
 from infinity.core.errors import CheckpointError, library_errors
-from infinity.core.plan import Place
-from infinity.core.profile import Kind, Phase, SlotKey
+from infinity.core.plan import Kind, Phase, Place, SlotKey
 from infinity.engine.hooks import Hooks, register_forward_hooks
 from infinity.partition.init_context import install_parameter_dict
 from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.tiles import TiledWeight, TileView
 from infinity.partition.unit import Segment, Unit, UnitIndex
-from infinity.planner.completion import Completions
 from infinity.planner.prefetch_plan import Event
+from infinity.planner.updates import Completions
 
 #: Operators that read a few rows of their first argument.
 _LOOKUPS = {"aten.embedding.default", "aten.index_select.default"}

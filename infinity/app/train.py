@@ -21,8 +21,8 @@ from infinity.app.recipe import Recipe
 from infinity.app.runs import METRICS, SUMMARY, Run, find_run, how_to_go_on, opened, write_recipe
 from infinity.app.views import ActivationView, Views, add_files, open_display
 from infinity.checkpoint.distcp import DistributedCheckpoint
+from infinity.checkpoint.export import tokenizer_files
 from infinity.checkpoint.model import is_ours, longest_sequence, model_class, read_config, vocabulary_size
-from infinity.checkpoint.publish import tokenizer_files
 from infinity.checkpoint.requantize import Requantized
 from infinity.core.errors import BudgetError, InfinityError, RecipeError
 from infinity.core.nbytes import format_nbytes

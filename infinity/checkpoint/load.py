@@ -35,7 +35,7 @@ from infinity.checkpoint.conversions import Part, Traced, is_transformers
 from infinity.checkpoint.directory import Checkpoint, FileTensor, ReadableFile, Stored, View
 from infinity.checkpoint.quantized import Decoded
 from infinity.core.errors import CheckpointError, library_errors
-from infinity.core.extent import BLOCK_NBYTES, Piece
+from infinity.core.nbytes import BLOCK_NBYTES, Piece
 from infinity.optim.layout import StateLayout, exact_fields, store_master
 from infinity.partition.init_context import Masters
 from infinity.partition.unit import Segment, Unit, UnitIndex

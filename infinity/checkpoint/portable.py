@@ -43,8 +43,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from infinity.checkpoint.distcp import METADATA
+from infinity.checkpoint.export import Publication, partial_path
 from infinity.checkpoint.load import named_targets
-from infinity.checkpoint.publish import Publication, partial_path
 from infinity.checkpoint.writer import OutputFile, RangeWriter, TensorSpec, check_room, reserve, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather
 from infinity.core.errors import CheckpointError

@@ -45,8 +45,8 @@ from infinity.checkpoint.directory import (
     read_json_object,
 )
 from infinity.core.errors import CheckpointError
+from infinity.device.threads import compile_ahead
 from infinity.optim.layout import split
-from infinity.optim.threads import compile_ahead
 
 #: Elements that are decoded at one time, where a format's rows can be decoded by themselves: what the caches
 #: of a CPU hold, and what keeps an accelerator busy.

@@ -36,8 +36,7 @@ from infinity.checkpoint.directory import (
     TensorFile,
     read_json_object,
 )
-from infinity.checkpoint.export import agree_on_place
-from infinity.checkpoint.publish import Publication, partial_path
+from infinity.checkpoint.export import Publication, agree_on_place, partial_path
 from infinity.checkpoint.quantized import Decoded, decode_checkpoint, read_quantization, unchanged
 from infinity.checkpoint.writer import FilePlan, OutputFile, RangeWriter, check_room, writing
 from infinity.comm.ranks import Ranks, agree, all_ranks_or_raise, gather

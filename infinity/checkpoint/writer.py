@@ -31,7 +31,7 @@ from torch import Tensor
 
 from infinity.checkpoint.directory import DTYPES
 from infinity.core.errors import CheckpointError, DiskError, free_space
-from infinity.core.extent import BLOCK_NBYTES, aligned
+from infinity.core.nbytes import BLOCK_NBYTES, aligned
 from infinity.core.transfer import Transfer
 
 #: A block, and how many of them are filled or being written at one time.

@@ -32,8 +32,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.core.errors import BudgetError
-from infinity.core.extent import BLOCK_NBYTES, aligned
-from infinity.core.nbytes import format_nbytes
+from infinity.core.nbytes import BLOCK_NBYTES, aligned, format_nbytes
 
 #: Chunks of the update that are staged at one time: being read, updated and written.
 STAGED_CHUNKS = 4

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from infinity.core.errors import copied
-from infinity.core.extent import Extent
+from infinity.core.nbytes import Extent
 
 #: Waits are cut into slices, so that Ctrl-C gets through wherever the signal was delivered (s).
 _SLICE_S = 0.5

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from infinity.core.config import MemoryConfig
-from infinity.partition.config import PartitionConfig
-from infinity.shards.config import DurabilityConfig, Resume
+from infinity.partition.builder import PartitionConfig
+from infinity.shards.store import DurabilityConfig, Resume
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 

@@ -21,8 +21,7 @@ from infinity.comm.ranks import Ranks
 from infinity.core import budget
 from infinity.core.errors import BudgetError, DiskError
 from infinity.core.lifecycle import Tier, UnitState
-from infinity.core.plan import Hardware
-from infinity.core.profile import Profile
+from infinity.core.plan import Hardware, Profile
 from infinity.device.accelerator import cached_nbytes, memory_nbytes
 from infinity.device.machine import free_host_nbytes, total_host_nbytes
 from infinity.device.memory import BufferPool, DevicePool, HostPool
@@ -32,7 +31,7 @@ from infinity.engine.gradient_path import GradientPath, HostPools
 from infinity.engine.gradients import Gradients
 from infinity.engine.hooks import Hooks
 from infinity.engine.update_rules import device_nbytes, make_rules
-from infinity.observe.stalls import CountingPool, Stalls
+from infinity.observe.metrics import CountingPool, Stalls
 from infinity.observe.timeline import TimedRule, Timeline
 from infinity.optim.norm import clip_coefficient
 from infinity.optim.rules import Rule
@@ -41,10 +40,8 @@ from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Unit, UnitIndex
 from infinity.planner.policies import device_error
-from infinity.planner.shard_update import Speculation
-from infinity.planner.step_order import StepOrder
-from infinity.shards.homes import HostHome
-from infinity.shards.on_device import DeviceShards
+from infinity.planner.updates import Speculation, StepOrder
+from infinity.shards.homes import DeviceShards, HostHome
 from infinity.shards.pipeline import UpdatePipeline
 from infinity.shards.tiers import Tiers
 from infinity.shards.updates import HostUpdates, Updates

@@ -42,7 +42,7 @@ from infinity.core.transfer import Lease, Transfer
 from infinity.device.accelerator import new_stream, on_stream, use_own_stream
 from infinity.device.memory import HostPool
 from infinity.engine.unit_gradient import UnitGradient
-from infinity.observe.stalls import CountingPool
+from infinity.observe.metrics import CountingPool
 from infinity.optim.norm import norm_on_device, sum_of_squares
 from infinity.partition.mover import UnitMover
 from infinity.partition.unit import Segment, Unit

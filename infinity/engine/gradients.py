@@ -1,6 +1,6 @@
 """Gradients of one model's step: collected by unit, and sent to the updates when they are complete.
 
-When a unit's gradient is complete is decided by :class:`infinity.planner.completion.Completions`; its way
+When a unit's gradient is complete is decided by :class:`infinity.planner.updates.Completions`; its way
 from there is :class:`infinity.engine.gradient_path.GradientPath`.
 
 [Note: micro-batches]
@@ -22,7 +22,7 @@ from infinity.engine.unit_gradient import UnitGradient, check_placeholder
 from infinity.partition.pins import BackwardPins
 from infinity.partition.prefetcher import Prefetcher
 from infinity.partition.unit import Segment, Unit, UnitIndex
-from infinity.planner.completion import Completions
+from infinity.planner.updates import Completions
 from infinity.shards.updates import Weights
 
 

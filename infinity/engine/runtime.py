@@ -42,8 +42,7 @@ from infinity.core.interrupts import uninterrupted
 from infinity.core.lifecycle import UnitState
 from infinity.core.owned import OwnedStack, close_collected, weakly
 from infinity.core.plan import Hardware
-from infinity.device.accelerator import memory_nbytes
-from infinity.device.allocator import heap_line
+from infinity.device.accelerator import heap_line, memory_nbytes
 from infinity.device.machine import (
     DTYPES,
     choose_dtype,
@@ -56,19 +55,19 @@ from infinity.engine.executor import StepExecutor, reduction_dtype
 from infinity.engine.full_values import FullValues, register_state_dict_hooks
 from infinity.engine.hooks import register_forward_hooks
 from infinity.nvme.run_directory import leftovers_line, new_run_id
-from infinity.observe.messages import MessageBuffer
-from infinity.observe.stalls import Stalls
+from infinity.observe.metrics import Stalls
+from infinity.observe.progress import MessageBuffer
 from infinity.observe.timeline import Timeline
 from infinity.optim.rules import default_rule, prepare
 from infinity.partition.builder import CutSizes, UnitBuilder
 from infinity.partition.init_context import Construction, install_parameter_dict
 from infinity.partition.tiles import TiledWeight, compute_in_tiles, used_after
 from infinity.partition.unit import Unit, UnitIndex
-from infinity.shards.config import Resume
 from infinity.shards.records import Records
 from infinity.shards.restore import restore
 from infinity.shards.saved import SavedRun
 from infinity.shards.storage import Storage
+from infinity.shards.store import Resume
 from infinity.shards.tiers import Tiers
 
 

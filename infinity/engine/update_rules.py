@@ -8,10 +8,10 @@ import torch
 from infinity.comm.ranks import Ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.lifecycle import Tier
+from infinity.device.threads import background_threads, rank_threads
 from infinity.nvme.probe import measure
 from infinity.optim.rule import UpdateRule
 from infinity.optim.rules import DeviceRule, HostRule, Rule, measure_rates
-from infinity.optim.threads import background_threads, rank_threads
 from infinity.planner.updates import UpdateRates, updates_on_device
 
 #: Measuring, and memory for pieces, are worth it where the device budget is so much larger.

@@ -15,8 +15,8 @@ from infinity.core.errors import (
     DiskError,
     UnsafePathError,
 )
-from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
 from infinity.core.files import create_file, is_named, open_found
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned
 
 _MIB = 2**20
 #: Files grow in steps of this, so that small extents do not cost a system call each (bytes).

@@ -1,5 +1,6 @@
 """Progress of a run for the user: a bar in a terminal, plain lines elsewhere."""
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,32 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from infinity.core.nbytes import format_nbytes
 from infinity.observe.metrics import StepReport, perplexity
+
+#: Messages that no display shows go here; see them with ``logging.basicConfig(level=logging.INFO)``.
+log = logging.getLogger("infinity")
+
+
+class MessageBuffer:
+    """Forwards messages to a display; until one is attached, logs and collects them."""
+
+    def __init__(self) -> None:
+        self._show: Callable[[str], object] | None = None
+        self._pending: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        if self._show is None:
+            log.info("%s", text)
+            self._pending.append(text)
+        else:
+            self._show(text)
+
+    def attach(self, show: Callable[[str], object]) -> None:
+        """Forward all messages to ``show``, earlier ones first."""
+        self._show = show
+        pending, self._pending = self._pending, []
+        for text in pending:
+            show(text)
+
 
 #: Seconds between plain lines while a checkpoint is loaded.
 LINES_EVERY_S = 10.0

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infinity.core.extent import Extent
 from infinity.core.files import write_file
+from infinity.core.nbytes import Extent
 from infinity.core.transfer import Transfer, TransferEngine
 
 #: Lanes in the order in which they are drawn; others follow by name.

@@ -6,7 +6,7 @@ have the same operations in the same order, each one that every implementation r
 many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come from a vector
 library that is off by one in the last place in one case of six. NumPy's is, so the torch form takes that. On
 an accelerator whose root is not known to be rounded correctly, the root in float64 gives the same bits: it
-has more than twice as many. On CUDA the same operations are one kernel (:mod:`infinity.optim.cuda`), since
+has more than twice as many. On CUDA the same operations are one kernel (:mod:`infinity.optim.rule`), since
 the host would take longer to launch thirty than the accelerator to run them.
 
 [Note: updates of host memory on an accelerator] :class:`DeviceRule` has the interface of :class:`HostRule`
@@ -23,10 +23,9 @@ from torch import Tensor
 
 from infinity.core.budget import rounded
 from infinity.device.memory import HostBuffer
-from infinity.optim.adamw import ADAMW
+from infinity.device.threads import LEAST_NUMEL, background_threads, compile_ahead
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.rule import PIECE_NUMEL, UpdateRule
-from infinity.optim.threads import LEAST_NUMEL, background_threads, compile_ahead
+from infinity.optim.rule import ADAMW, PIECE_NUMEL, UpdateRule
 
 #: Temporaries of float32 that it has at one time.
 _TEMPORARIES = 8

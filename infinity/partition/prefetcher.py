@@ -46,9 +46,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from infinity.planner.prefetch_plan import Event, Kind, Plan, make_plan
-from infinity.planner.residents import ResidentSet
-from infinity.planner.step_order import StepOrder
+from infinity.planner.prefetch_plan import Event, Kind, Plan, ResidentSet, make_plan
+from infinity.planner.updates import StepOrder
 
 
 class Stored(NamedTuple):

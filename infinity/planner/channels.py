@@ -14,8 +14,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from infinity.core.plan import Hardware, Place
-from infinity.core.profile import Traffic
+from infinity.core.plan import Hardware, Place, Traffic
 
 
 class Channel(IntEnum):

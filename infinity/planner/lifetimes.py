@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from infinity.core.profile import BlockCall, Kind, Phase, Profile, SlotKey, SlotUse, Traffic
+from infinity.core.plan import BlockCall, Kind, Phase, Profile, SlotKey, SlotUse, Traffic
 
 #: Kinds of storages that the step itself allocates on the device, which an activation budget covers.
 MADE = frozenset({Kind.ACTIVATION, Kind.WORKING})

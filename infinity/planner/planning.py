@@ -10,8 +10,7 @@ import numpy as np
 from infinity.core.errors import RecipeError
 from infinity.core.files import read_file, write_file
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place
-from infinity.core.profile import MOST_NBYTES, Phase, Profile
+from infinity.core.plan import MOST_NBYTES, ActivationPlan, Hardware, Outcome, Phase, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of, operator_times
 
 #: In a run's folder.

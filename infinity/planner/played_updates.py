@@ -1,7 +1,7 @@
 """Updates of shards by the clock: a driver of the decisions that training drives with threads and engines.
 
 What starts, is stored, stands and gives memory back is decided by
-:class:`infinity.planner.shard_update.ShardUpdate`, which chunk moves next by
+:class:`infinity.planner.updates.ShardUpdate`, which chunk moves next by
 :class:`infinity.planner.chunk_queue.ChunkQueue`; here an action takes time, and its end is the next event.
 """
 
@@ -25,8 +25,8 @@ from infinity.planner.chunk_queue import (
     Write,
 )
 from infinity.planner.prefetch_plan import Kind
-from infinity.planner.shard_update import Do, ShardUpdate
 from infinity.planner.step import StepScript, StepSetup
+from infinity.planner.updates import Do, ShardUpdate
 from infinity.planner.virtual_clock import UPDATE, DeviceMemory, VirtualClock
 
 #: A unit's update is played in at most so many chunks.

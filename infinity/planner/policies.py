@@ -12,8 +12,7 @@ import numpy as np
 
 from infinity.core.errors import BudgetError
 from infinity.core.nbytes import format_nbytes
-from infinity.core.plan import ActivationPlan, Hardware, Place
-from infinity.core.profile import Profile
+from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
 from infinity.planner.channels import Channel, channel_timelines
 from infinity.planner.lifetimes import MADE, Lifetimes, lifetimes_of
 from infinity.planner.migration import Places

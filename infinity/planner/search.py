@@ -28,8 +28,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinity.core.plan import ActivationPlan, Hardware, Load, Outcome, Place, StoreWait
-from infinity.core.profile import BlockCall, Profile, SlotKey
+from infinity.core.plan import (
+    ActivationPlan,
+    BlockCall,
+    Hardware,
+    Load,
+    Outcome,
+    Place,
+    Profile,
+    SlotKey,
+    StoreWait,
+)
 from infinity.planner.channels import LOAD, channel_timelines
 from infinity.planner.lifetimes import Lifetimes, ProfileIndex, lifetimes_of
 from infinity.planner.migration import Places, all_places, least_memory, places_within

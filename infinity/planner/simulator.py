@@ -46,8 +46,7 @@ import numpy as np
 
 from infinity.core.errors import RecipeError
 from infinity.core.lifecycle import SlotState
-from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, StoreWait
-from infinity.core.profile import Profile, Traffic
+from infinity.core.plan import ActivationPlan, Hardware, Outcome, Place, Profile, StoreWait, Traffic
 from infinity.planner.channels import LEAST_SPEED, LOAD, STORE, Channel, delay_s_per_byte, mixed_rates
 from infinity.planner.lifetimes import InactivePeriod, Lifetimes, lifetimes_of
 

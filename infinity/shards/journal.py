@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from infinity.core.errors import DirectoryError, DiskError, InfinityError, StateError, first_line
-from infinity.core.extent import BLOCK_NBYTES
 from infinity.core.files import create_file, open_found, open_regular, sync
+from infinity.core.nbytes import BLOCK_NBYTES
 from infinity.nvme.volume import open_direct
 
 _HEAD_MAGIC = b"infinity-journal-1"

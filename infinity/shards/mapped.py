@@ -43,11 +43,11 @@ import torch
 from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
-from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned, around
 from infinity.core.lifecycle import Tier
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned, around
 from infinity.core.transfer import Lease, Transfer, TransferEngine, stream
+from infinity.device.threads import background_threads
 from infinity.optim.layout import StateLayout, store_master
-from infinity.optim.threads import background_threads
 from infinity.partition.unit import StoredForm, Unit
 from infinity.shards.homes import Chunk, ShardHome, store_exact
 from infinity.shards.storage import Storage

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from infinity.core.budget import rounded
 from infinity.core.errors import StateError, copied
-from infinity.core.extent import Extent
+from infinity.core.nbytes import Extent
 from infinity.core.transfer import Lease, Pool, Transfer, TransferEngine
 from infinity.optim.layout import StateLayout
 from infinity.optim.rules import Rule

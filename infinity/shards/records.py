@@ -14,14 +14,13 @@ from typing import Any
 from infinity.core.errors import StateError
 from infinity.core.transfer import Transfer
 from infinity.partition.unit import Unit
-from infinity.planner.shard_update import Predictor
-from infinity.shards.commits import CommitInterval, Commits
+from infinity.planner.updates import Predictor
+from infinity.shards.commits import CommitInterval, Commits, StepState
 from infinity.shards.homes import HostHome
 from infinity.shards.journal import CommitRecord
 from infinity.shards.restore import describe
 from infinity.shards.saved import SavedRun
 from infinity.shards.snapshot import Snapshot
-from infinity.shards.step_state import StepState
 from infinity.shards.tiers import Tiers, is_reloadable
 
 

@@ -21,10 +21,8 @@ from infinity.optim.layout import CHUNK_NUMEL, StateLayout
 from infinity.optim.rule import UpdateRule
 from infinity.optim.rules import default_rule
 from infinity.shards.commits import Commits
-from infinity.shards.config import Resume
-from infinity.shards.run_files import RunFiles
-from infinity.shards.saved import SavedRun
-from infinity.shards.store import ShardStore
+from infinity.shards.saved import RunFiles, SavedRun
+from infinity.shards.store import Resume, ShardStore
 from infinity.shards.verified import BlockSums, VerifiedEngine, load_sums, salt_of
 
 

@@ -12,7 +12,7 @@ would live on NVMe. A unit that is thawed later gets its moments then.
 A quantized unit of a frozen base is in host memory in its stored form, a quarter to a half of its weights.
 Its exact values are those of the checkpoint's files.
 
-Where the newest values of a unit in host memory are on an accelerator (:mod:`infinity.shards.on_device`),
+Where the newest values of a unit in host memory are on an accelerator (:mod:`infinity.shards.homes`),
 what reads or writes values here has them brought home first.
 """
 
@@ -27,15 +27,13 @@ from torch import Tensor
 from infinity.comm.ranks import Ranks
 from infinity.core.budget import rounded
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier
-from infinity.core.nbytes import format_nbytes
+from infinity.core.nbytes import Extent, format_nbytes
 from infinity.core.transfer import Lease, Pool, Transfer
 from infinity.optim.layout import StateLayout, master_of, store_master
 from infinity.partition.unit import Unit
-from infinity.shards.homes import Chunk, DiskHome, HostHome, ShardHome, store_exact
+from infinity.shards.homes import Chunk, DeviceShards, DiskHome, HostHome, ShardHome, store_exact
 from infinity.shards.mapped import BaseHome, MappedBase
-from infinity.shards.on_device import DeviceShards
 from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.storage import Storage
 from infinity.shards.store import ShardStore, Version

@@ -1,7 +1,7 @@
 """Updates of shards: from complete gradients to committed versions.
 
 When an update starts, stands, is rolled back or gives memory back is decided by
-:class:`infinity.planner.shard_update.ShardUpdate`; what its actions are is here: transfers, the pipeline,
+:class:`infinity.planner.updates.ShardUpdate`; what its actions are is here: transfers, the pipeline,
 threads and streams.
 
 [Note: what is forgotten]
@@ -14,7 +14,7 @@ A unit in host memory is updated in its place, at ``step``. For a commit it is w
 its next version, while the next step computes; its next update waits until the bytes have left. On an
 accelerator the shard is not what compute reads, so it is updated on a thread beside the next forward, whose
 upload of the unit waits for that. One that is on the accelerator, too, is updated there
-(:mod:`infinity.shards.on_device`), also from ``step`` on, beside the next forward: its gradient waits
+(:mod:`infinity.shards.homes`), also from ``step`` on, beside the next forward: its gradient waits
 there. For a commit it is brought home first, and its next update waits for nothing.
 """
 
@@ -31,10 +31,8 @@ from infinity.core.errors import StateError
 from infinity.core.lifecycle import Tier, UpdateState
 from infinity.core.transfer import Lease, Transfer
 from infinity.optim.rules import Rule
-from infinity.partition.home import UpdateFuture
-from infinity.partition.unit import Segment, Unit
-from infinity.planner.shard_update import Do, ShardUpdate, Speculation
-from infinity.planner.step_order import StepOrder
+from infinity.partition.unit import Segment, Unit, UpdateFuture
+from infinity.planner.updates import Do, ShardUpdate, Speculation, StepOrder
 from infinity.shards.commits import Commits
 from infinity.shards.homes import HostHome, ShardHome
 from infinity.shards.hypers import Run, StepHypers
@@ -131,7 +129,7 @@ class HostUpdates:
 
 
 class StoredGradients:
-    """Gradients that wait on NVMe: see [Note: gradients on NVMe] in :mod:`infinity.planner.shard_update`.
+    """Gradients that wait on NVMe: see [Note: gradients on NVMe] in :mod:`infinity.planner.updates`.
 
     Args:
         tiers: Has their places.

@@ -33,7 +33,7 @@ SCENARIOS = {
     "engine/gradient_path.py GradientPath._submit_device_update": ("on the device, forgotten",),
     "optim/rules.py": ("updated on the accelerator",),
     "partition/mover.py UnitMover._decode": ("quantized base",),
-    "shards/on_device.py": ("on the device, clipped", "on the device, out and in again"),
+    "shards/homes.py": ("on the device, clipped", "on the device, out and in again"),
     "": (
         "llama on nvme",
         "two ranks, accumulated",

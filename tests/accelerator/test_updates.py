@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from infinity.optim import rules
-from infinity.optim.adamw import ADAMW, AdamWHyper
+from infinity.optim.rule import ADAMW, AdamWHyper
 from infinity.optim.rules import DeviceRule, HostRule, measure_rates
 from tests.helpers.launch import run_ranks
 

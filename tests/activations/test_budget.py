@@ -14,7 +14,7 @@ from infinity.activations.controller import METERED, PROFILED
 from infinity.activations.profiler import Profiler
 from infinity.activations.slots import StoreQueue
 from infinity.activations.store import open_stores
-from infinity.app.models.config import GPTConfig
+from infinity.app.models.causal import GPTConfig
 from infinity.app.models.gpt import GPT
 from infinity.core.plan import Hardware
 from infinity.core.transfer import Transfer

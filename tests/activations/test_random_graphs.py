@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from infinity.activations.tensor_cache import PlannedPolicy
-from infinity.core.plan import ActivationPlan, Load, Place, StoreWait
-from infinity.core.profile import SlotKey
+from infinity.core.plan import ActivationPlan, Load, Place, SlotKey, StoreWait
 from tests.activations.stage import Stage, assert_same
 from tests.helpers.cases import examples
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from infinity.activations.slots import ActivationStats, Slot, StoreQueue
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.core.lifecycle import SLOT_ALLOWED, Lifecycle, SlotState
-from infinity.core.profile import SlotKey
+from infinity.core.plan import SlotKey
 from tests.activations.stage import Stage
 from tests.helpers.faulty import Fault
 from tests.helpers.limits import collected, comes_true

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infinity.activations.store import DirectStore, directly_moved_nbytes
 from infinity.core.errors import DiskError
-from infinity.core.extent import BLOCK_NBYTES
+from infinity.core.nbytes import BLOCK_NBYTES
 from tests.activations.stage import Stage
 from tests.helpers.cases import examples
 from tests.helpers.faulty import Fault

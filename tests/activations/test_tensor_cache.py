@@ -14,8 +14,7 @@ from infinity.activations.tensor_cache import (
     is_plain,
     storages_of,
 )
-from infinity.core.plan import ActivationPlan, Load, Place
-from infinity.core.profile import SlotKey
+from infinity.core.plan import ActivationPlan, Load, Place, SlotKey
 from tests.activations.stage import STORE, assert_parity, cached_gradients, gradients
 from tests.helpers.limits import comes_true
 

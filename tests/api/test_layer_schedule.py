@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.api.schedule import LayerSchedule
 from infinity.core import budget
 from infinity.core.config import SettingError
 from infinity.core.errors import BudgetError, RecipeError
 from infinity.core.lifecycle import Tier
 from infinity.engine.runtime import runtime_of
+from infinity.engine.schedule import LayerSchedule
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks

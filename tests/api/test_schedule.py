@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.api.schedule import LayerSchedule, find_blocks
 from infinity.core.errors import StateError
+from infinity.engine.schedule import LayerSchedule, find_blocks
 from tests.helpers import models
 
 

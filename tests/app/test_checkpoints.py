@@ -25,8 +25,8 @@ from infinity.app.train import train
 from infinity.app.views import Views
 from infinity.checkpoint import portable
 from infinity.checkpoint.distcp import DistributedCheckpoint
+from infinity.checkpoint.export import Series
 from infinity.checkpoint.portable import PortableSave
-from infinity.checkpoint.publish import Series
 from infinity.cli import main
 from infinity.core.config import SettingError
 from infinity.core.errors import CheckpointError, InfinityError, RecipeError

@@ -15,8 +15,8 @@ from infinity.app.machines import load_machine
 from infinity.app.recipe import Recipe, load_recipe, recipe_table
 from infinity.cli import main
 from infinity.core.errors import BudgetError, InfinityError
-from infinity.device import allocator
-from infinity.device.allocator import tunables
+from infinity.device import accelerator
+from infinity.device.accelerator import tunables
 from tests.helpers.forks import SEEDS, Fork, Job
 from tests.helpers.limits import HANG_S
 from tests.helpers.profiles import hardware, transformer
@@ -180,7 +180,7 @@ def test_python_dash_m_is_the_same_command_with_the_allocator_that_it_wants(tmp_
     *starts, error = run.stderr.splitlines()
     assert error.startswith("infinity: rank 1: RecipeError: none.yaml: No such file")
     wanted = tunables({})
-    if any(map(os.path.exists, allocator._ACCELERATORS)) or wanted is None:
+    if any(map(os.path.exists, accelerator._ACCELERATORS)) or wanted is None:
         assert starts == ["None"]
     else:
         assert starts == ["None", wanted]

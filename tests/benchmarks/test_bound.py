@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.bound import bound
 from infinity.core.errors import BudgetError
-from infinity.core.plan import Hardware
-from infinity.core.profile import Profile
+from infinity.core.plan import Hardware, Profile
 from infinity.planner.policies import plan
 from infinity.planner.simulator import play
 from tests.helpers.cases import examples

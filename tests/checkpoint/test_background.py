@@ -18,13 +18,13 @@ from torch import nn
 import infinity
 from infinity.checkpoint import portable
 from infinity.core.errors import DiskError, PeerError, StateError
-from infinity.core.extent import Extent
 from infinity.core.lifecycle import Tier
+from infinity.core.nbytes import Extent
 from infinity.core.owned import close_collected
 from infinity.core.transfer import Lease
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
-from infinity.optim.adamw import ADAMW
+from infinity.optim.rule import ADAMW
 from infinity.shards.homes import DiskHome
 from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.store import ChunkExtents, Version

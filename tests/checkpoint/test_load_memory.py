@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import infinity
+from infinity.device.threads import compiling
 from infinity.engine.runtime import runtime_of
-from infinity.optim.adamw import ADAMW
+from infinity.optim.rule import ADAMW
 from infinity.optim.rules import prepare
-from infinity.optim.threads import compiling
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import recipe
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.extent import BLOCK_NBYTES, Extent, Piece, aligned
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece, aligned
 
 pieces = st.builds(Piece, st.integers(0, 2), st.integers(0, 8), st.integers(1, 6))
 extents = st.builds(lambda parts: Extent(tuple(parts)), st.lists(pieces, max_size=6))

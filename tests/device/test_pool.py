@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError, StateError
 from infinity.device.memory import Buffer, BufferLease, DevicePool, HostPool
-from infinity.observe.stalls import CountingPool, Stalls
+from infinity.observe.metrics import CountingPool, Stalls
 from infinity.observe.timeline import Timeline
 from tests.helpers.cases import examples
 from tests.helpers.limits import HANG_S

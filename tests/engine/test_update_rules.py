@@ -12,7 +12,7 @@ from infinity.core.lifecycle import Tier
 from infinity.engine import update_rules
 from infinity.engine.update_rules import device_nbytes, make_rules
 from infinity.nvme.probe import Speed
-from infinity.optim.adamw import ADAMW
+from infinity.optim.rule import ADAMW
 from infinity.optim.rules import DeviceRule, HostRule
 from tests.helpers import models
 from tests.helpers.training import build

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from infinity.device.accelerator import rounds_roots
-from infinity.optim.adamw import ADAMW, AdamWHyper
-from infinity.optim.cuda import adamw_by_cuda
+from infinity.optim.rule import ADAMW, AdamWHyper, adamw_by_cuda
 from infinity.optim.rules import HostRule
 from tests.accelerator.harness import here
 

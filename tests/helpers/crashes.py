@@ -26,7 +26,7 @@ from torch import nn
 import infinity
 from infinity.comm import peers
 from infinity.engine.runtime import runtime_of
-from infinity.optim.adamw import ADAMW
+from infinity.optim.rule import ADAMW
 from infinity.optim.rules import prepare
 from tests.helpers.launch import free_port
 from tests.helpers.limits import HANG_S
@@ -52,8 +52,8 @@ POINTS = {
     "a removal": "pathlib:Path.unlink",
     "retire": "infinity.shards.commits:Commits.retire",
     "invalidate": "infinity.shards.commits:Commits.invalidate",
-    "finding the commit": "infinity.shards.run_files:find_saved",
-    "clearing": "infinity.shards.run_files:clear",
+    "finding the commit": "infinity.shards.saved:find_saved",
+    "clearing": "infinity.shards.saved:clear",
     "restore": "infinity.engine.runtime:restore",
     "adopting": "infinity.shards.restore:_adopt",
     "making anew": "infinity.shards.restore:_make_anew",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from infinity.core.errors import DiskError
-from infinity.core.extent import BLOCK_NBYTES, Extent
+from infinity.core.nbytes import BLOCK_NBYTES, Extent
 from infinity.core.transfer import Transfer, TransferEngine
 from infinity.shards import storage
 from tests.helpers.limits import HANG_S

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from infinity.core.plan import ActivationPlan, Hardware
-from infinity.core.profile import (
+from infinity.core.plan import (
+    ActivationPlan,
     BlockCall,
+    Hardware,
     Kind,
     Operator,
     Phase,

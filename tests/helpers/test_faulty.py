@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity.core.errors import DiskError
-from infinity.core.extent import Extent
+from infinity.core.nbytes import Extent
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume

@@ -15,7 +15,7 @@ import torch
 
 from infinity.core.config import SettingError
 from infinity.core.errors import DiskError, StateError
-from infinity.core.extent import Extent, Piece
+from infinity.core.nbytes import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import libaio_engine, make_engine
 from infinity.nvme.engines.base import Move, QueuedEngine, Request

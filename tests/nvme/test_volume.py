@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import ChangedCheckpointError, ChangedFileError, DirectoryError, DiskError
-from infinity.core.extent import Extent, Piece
+from infinity.core.nbytes import Extent, Piece
 from infinity.device.memory import BufferLease, HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.engines.threads_engine import ThreadsEngine

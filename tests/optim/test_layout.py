@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from infinity.core.extent import BLOCK_NBYTES
-from infinity.optim.adamw import ADAMW
+from infinity.core.nbytes import BLOCK_NBYTES
 from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL
+from infinity.optim.rule import ADAMW
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infinity.optim.adamw import ADAMW
 from infinity.optim.layout import master_of, store_master
+from infinity.optim.rule import ADAMW
 from tests.helpers.cases import examples
 
 EDGES = [

@@ -22,9 +22,9 @@ from numba.core.runtime import rtsys
 from torch import Tensor
 
 from infinity.optim import kernels
-from infinity.optim.adamw import ADAMW, AdamWHyper, _root_in_float64
 from infinity.optim.layout import master_of, split, store_master
 from infinity.optim.norm import sum_of_squares
+from infinity.optim.rule import ADAMW, AdamWHyper, _root_in_float64
 from infinity.optim.rules import HostRule, prepare
 from tests.helpers.cases import examples
 from tests.helpers.launch import run_ranks

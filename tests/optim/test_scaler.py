@@ -2,7 +2,7 @@
 
 import pytest
 
-from infinity.optim.scaler import LossScaler
+from infinity.optim.norm import LossScaler
 
 
 def test_it_doubles_after_an_interval_of_good_steps():

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from infinity.optim import threads
-from infinity.optim.adamw import ADAMW
+from infinity.device import threads
+from infinity.device.threads import background_threads, rank_threads, set_rank_threads
+from infinity.optim.rule import ADAMW
 from infinity.optim.rules import HostRule
-from infinity.optim.threads import background_threads, rank_threads, set_rank_threads
 
 
 @pytest.fixture(autouse=True)

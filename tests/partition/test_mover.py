@@ -10,10 +10,9 @@ from infinity.core.budget import rounded
 from infinity.core.errors import DiskError, StateError
 from infinity.core.lifecycle import Tier, UnitState
 from infinity.core.transfer import Transfer
-from infinity.partition.home import Home
 from infinity.partition.mover import Staging, UnitMover
 from infinity.partition.prefetcher import Stored
-from infinity.partition.unit import StoredForm, Unit, is_placeholder, layout, placeholder
+from infinity.partition.unit import Home, StoredForm, Unit, is_placeholder, layout, placeholder
 from tests.helpers.fakes import FakeEngine, FakeLease, FakePool
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.errors import DiskError
-from infinity.core.extent import BLOCK_NBYTES, Extent, Piece
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece
 from infinity.partition.mover import Staging
 from tests.helpers.cases import examples
 from tests.helpers.fakes import FakeEngine, FakePool

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.plan import Hardware
-from infinity.core.profile import Traffic
+from infinity.core.plan import Hardware, Traffic
 from infinity.planner.channels import Channel, ChannelTimeline, FenwickTree, channel_timelines, mixed_rates
 from tests.helpers.cases import examples
 

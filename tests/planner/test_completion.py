@@ -1,6 +1,6 @@
 """When a unit's gradient is complete: all that trains has fired, its module is left, or the pass ends."""
 
-from infinity.planner.completion import Completions
+from infinity.planner.updates import Completions
 
 
 def completions(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.profile import Kind, Operator, Phase, Profile, SlotKey, StorageUse
+from infinity.core.plan import Kind, Operator, Phase, Profile, SlotKey, StorageUse
 from infinity.planner.lifetimes import lifetimes_of, memory, operator_times
 from tests.helpers.cases import examples
 from tests.helpers.profiles import Tape, random_profiles, transformer

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.core.plan import Hardware, Place
-from infinity.core.profile import SlotKey
+from infinity.core.plan import Hardware, Place, SlotKey
 from infinity.planner.channels import channel_timelines
 from infinity.planner.lifetimes import InactivePeriod
 from infinity.planner.migration import Migration, Pressure, migrate

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from infinity.core.errors import RecipeError
-from infinity.core.plan import ActivationPlan, Hardware, Place
-from infinity.core.profile import Phase, Profile, SlotKey
+from infinity.core.plan import ActivationPlan, Hardware, Phase, Place, Profile, SlotKey
 from infinity.planner.lifetimes import operator_times
 from infinity.planner.planning import (
     MEASURED,

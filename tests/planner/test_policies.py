@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from infinity.core.errors import BudgetError
-from infinity.core.plan import ActivationPlan, Hardware, Place
-from infinity.core.profile import Profile
+from infinity.core.plan import ActivationPlan, Hardware, Place, Profile
 from infinity.planner.lifetimes import lifetimes_of
 from infinity.planner.policies import (
     POLICIES,

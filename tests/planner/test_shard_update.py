@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from infinity.core.errors import StateError
 from infinity.core.lifecycle import UpdateState
-from infinity.planner.shard_update import Do, Predictor, ShardUpdate
+from infinity.planner.updates import Do, Predictor, ShardUpdate
 
 STORE, START, CANCEL, GRADIENT, WEIGHTS = Do.STORE, Do.START, Do.CANCEL, Do.FREE_GRADIENT, Do.FREE_WEIGHTS
 

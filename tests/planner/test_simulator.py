@@ -8,16 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.core.lifecycle import SLOT_ALLOWED, SlotState
-from infinity.core.plan import ActivationPlan, Hardware, Load, Place, StoreWait
-from infinity.core.profile import (
+from infinity.core.plan import (
+    ActivationPlan,
     BlockCall,
+    Hardware,
     Kind,
+    Load,
     Operator,
     Phase,
+    Place,
     Profile,
     SlotKey,
     SlotUse,
     StorageUse,
+    StoreWait,
     Traffic,
 )
 from infinity.planner import simulator

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.optim.adamw import ADAMW
 from infinity.optim.layout import GRAIN_NUMEL
+from infinity.optim.rule import ADAMW
 from infinity.planner.chunk_queue import RESERVE
 from infinity.shards.pipeline import ExpectedUpdate
 from tests.helpers.cases import examples

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.core.errors import BudgetError, DiskError, StateError
-from infinity.optim.adamw import ADAMW, AdamWHyper
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
+from infinity.optim.rule import ADAMW, AdamWHyper
 from infinity.optim.rules import HostRule
 from infinity.shards.hypers import Run
 from infinity.shards.pipeline import UpdateJob, UpdatePipeline

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.core.extent import Extent
+from infinity.core.nbytes import Extent
 from infinity.core.transfer import Transfer
 from infinity.device.memory import HostPool
 from infinity.nvme.engines import make_engine
 from infinity.nvme.volume import Volume
-from infinity.optim.adamw import ADAMW, AdamWHyper
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
+from infinity.optim.rule import ADAMW, AdamWHyper
 from infinity.optim.rules import HostRule
 from infinity.shards.hypers import Run
 from infinity.shards.pipeline import UpdateJob, UpdatePipeline

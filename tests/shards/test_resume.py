@@ -226,7 +226,7 @@ def test_a_start_that_fails_while_it_looks_for_commits_leaves_no_directory_of_it
         raise infinity.PeerError("another rank failed")
 
     with monkeypatch.context() as changed:
-        changed.setattr("infinity.shards.run_files.find_saved", fails)
+        changed.setattr("infinity.shards.saved.find_saved", fails)
         with pytest.raises(infinity.PeerError):
             build(Net, "fp32", overrides(tmp_path, "nvme"))
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import torch
 
 import infinity
 from infinity.core.errors import BudgetError, DiskError
-from infinity.core.extent import Extent
+from infinity.core.nbytes import Extent
 from infinity.core.transfer import Transfer
 from infinity.engine.runtime import runtime_of, runtimes
 from tests.helpers import models

@@ -17,7 +17,7 @@ from infinity.activations import store, tensor_cache
 from infinity.cli import main
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.errors import DamagedDataError, StateError
-from infinity.core.extent import BLOCK_NBYTES, Extent, Piece
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, Piece
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
 from infinity.nvme.engines import make_engine

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from infinity.app.data.documents import ASSISTANT, Chat, DataError, MalformedError, Message
 from infinity.checkpoint.directory import read_json_object
-from infinity.checkpoint.publish import TOKENIZER_FILES
+from infinity.checkpoint.export import TOKENIZER_FILES
 from infinity.checkpoint.untrusted import check_counts, offline
 from infinity.core.errors import library_errors
 from infinity.core.files import read_file, user_path

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from infinity.core.errors import DiskError, StateError
-from infinity.core.extent import BLOCK_NBYTES, Extent, aligned
+from infinity.core.nbytes import BLOCK_NBYTES, Extent, aligned
 from infinity.core.transfer import Transfer
 from infinity.nvme.volume import Volume
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infinity.core.errors import StateError
-from infinity.core.extent import Extent
+from infinity.core.nbytes import Extent
 from infinity.core.transfer import Transfer, TransferEngine
 from infinity.nvme.engines.base import Memory, Move, Request
 from infinity.nvme.engines.threads_engine import ThreadsEngine
