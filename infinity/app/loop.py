@@ -30,7 +30,7 @@ from infinity.core.errors import (
     library_errors,
 )
 from infinity.engine.schedule import LayerSchedule
-from infinity.optim.rule import OptimConfig
+from infinity.optim.rules import OptimConfig
 
 
 class Loop:
