@@ -71,9 +71,9 @@ class StepHypers:
         """Read the groups, unless this step has done so."""
         with self._lock:
             if self._read is None:
-                self._read, self._tensors, self._read_from = self._options(), {}, self.groups
-                groups = enumerate(self.groups)
-                self._group_of = {id(p): i for i, group in groups for p in group["params"]}
+                self._read_from, self._tensors = self.groups, {}
+                self._read = [deepcopy({**group, "params": ()}) for group in self.groups]
+                self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
 
     def _tensor(self, group: int, step: int, grad_scale: float) -> Tensor:
         assert self._read is not None
@@ -98,9 +98,6 @@ class StepHypers:
     def end_step(self) -> None:
         """Read the groups anew when the next update starts."""
         self._read = None
-
-    def _options(self) -> list[dict[str, Any]]:
-        return [deepcopy({k: v for k, v in group.items() if k != "params"}) for group in self.groups]
 
     def _numbers(self, groups: Iterable[Mapping[str, Any]]) -> list[tuple[float, ...]]:
         return [self._rule.numbers(group, 1, 1.0) for group in groups]
