@@ -23,7 +23,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -64,44 +63,14 @@ def _is_own(life: Life) -> bool:
     return life.kind in (Kind.WORKING, Kind.ACTIVATION, Kind.GRADIENT)
 
 
-class Do(Enum):
-    """What a hook, or the tensor cache, asks for."""
-
-    USE = auto()
-    UNPIN = auto()
-    BEGIN_VISIT = auto()
-    END_VISIT = auto()
-    KEEP = auto()  # in backward, until its gradients are complete
-    KEEP_FOR = auto()  # in backward, for one node
-    KEEP_TO_THE_END = auto()  # of what a recomputed forward, or a leaf, reads
-    MAKE_ROOM = auto()  # in backward, for what is used beside what is kept
-    LET_GO = auto()
-    RECEIVE = auto()  # the gradient of a parameter
-    COMPLETE = auto()  # gradients of units that are complete together
-    END = auto()  # of backward
-    DROP = auto()
-    PACK = auto()  # a slot
-    ASK = auto()  # for a slot
-    BACKWARD = auto()  # has begun
-
-
-class Command(NamedTuple):
-    """One request.
-
-    Attributes:
-        at: Operators that had ended.
-        segment: Of the unit; -1: it is about the unit.
-        node: Number of the autograd node that reads a unit.
-        key: Of a slot that is packed or asked for; ``nbytes`` is its size.
-    """
+class Call(NamedTuple):
+    """A call of a method of the runtime's parts, or of the tensor cache, after ``at`` operators had ended."""
 
     at: int
-    do: Do
-    units: tuple[int, ...] = ()
-    segment: int = -1
-    node: int | None = None
-    key: SlotKey | None = None
-    nbytes: int = 0
+    part: str
+    method: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 class Row(NamedTuple):
@@ -130,7 +99,7 @@ class Record:
 
     profiled: Recording
     rows: list[Row]
-    commands: list[Command]
+    calls: list[Call]
     recomputes: Callable[[int], bool]
     backward_begins: dict[int, int] = field(default_factory=dict)
 
@@ -189,7 +158,7 @@ class Record:
 
 
 class Recorder(Profiler):  # type: ignore[no-untyped-call]
-    """Profiles fake operators, by flops and bytes in place of seconds, and writes commands down.
+    """Profiles fake operators, by flops and bytes in place of seconds, and writes calls down.
 
     Args:
         weights: All parameters of the model.
@@ -209,11 +178,10 @@ class Recorder(Profiler):  # type: ignore[no-untyped-call]
         """Operators that have ended."""
         return len(self._recorded.calls)
 
-    def tell(self, do: Do, *units: int, segment: int = -1, node: int | None = None,
-             key: SlotKey | None = None, nbytes: int = 0) -> None:  # fmt: skip
-        """Write a command down."""
+    def tell(self, part: str, method: str, *args: Any, **options: Any) -> None:
+        """Write down that ``part.method(*args, **options)`` was called."""
         self._note_node()
-        self.record.commands.append(Command(self.operators, do, units, segment, node, key, nbytes))
+        self.record.calls.append(Call(self.operators, part, method, args, options))
 
     def finished(self) -> Record:
         """Return the record; call after ``with``, when nothing of the step but its weights is held."""
@@ -311,7 +279,7 @@ class _Cache:
             key = self.record.calls.next_key()
             self._keys[storage._cdata] = weakref.ref(storage), key
             self.profiler.packed(key, tensor)
-            self.profiler.tell(Do.PACK, key=key, nbytes=storage.nbytes())
+            self.profiler.tell("slots", "pack", key, storage.nbytes())
         else:
             key = known[1]
         return _Packed(tensor, key=key)
@@ -320,11 +288,11 @@ class _Cache:
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             self._backward = backward
-            self.profiler.tell(Do.BACKWARD)
+            self.profiler.tell("slots", "begin_backward")
             self.profiler.backward_begins()
         if packed.key is not None:
             self.profiler.unpacked(packed.key)
-            self.profiler.tell(Do.ASK, key=packed.key)
+            self.profiler.tell("slots", "ask", packed.key)
         return packed.tensor
 
 
@@ -340,14 +308,22 @@ class _Activations:
         return stack
 
 
-class _Uses:
-    """Stands for the prefetcher and for backward's pins: writes down what hooks ask.
+class _Told:
+    """Stands for a part of the runtime: every call of a method is written down, and returns None."""
 
-    Which units stream is asked when the commands are played; here all do.
-    """
+    def __init__(self, recorder: Recorder, part: str) -> None:
+        self._tell = partial(recorder.tell, part)
 
-    def __init__(self, tell: Callable[..., None], nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
-        self._tell, self._nbytes, self._capacity_nbytes = tell, nbytes, capacity_nbytes
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return partial(self._tell, method)
+
+
+class _Uses(_Told):
+    """Stands for the prefetcher. Here all units stream: whether they do is asked when calls are played."""
+
+    def __init__(self, recorder: Recorder, nbytes: Mapping[int, int], capacity_nbytes: int) -> None:
+        super().__init__(recorder, "prefetcher")
+        self._nbytes, self._capacity_nbytes = nbytes, capacity_nbytes
 
     def streams(self, unit: int) -> bool:
         return True
@@ -356,54 +332,17 @@ class _Uses:
         return sum(self._nbytes.get(unit, 0) for unit in units) <= self._capacity_nbytes
 
     def use(self, unit: int, following: Sequence[int] | None = None, *, recomputed: bool = False) -> None:
-        self._tell(Do.USE, unit)
-
-    def unpin(self, unit: int) -> None:
-        self._tell(Do.UNPIN, unit)
-
-    def begin_visit(self) -> None:
-        self._tell(Do.BEGIN_VISIT)
-
-    def end_inference(self) -> None:
-        self._tell(Do.END_VISIT)
+        self._tell("use", unit)
 
 
-class _Pins:
-    """Stands for backward's pins."""
-
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
-
-    def keep(self, index: int, node: int | None, *, to_the_end: bool = False) -> None:
-        self._tell(Do.KEEP_TO_THE_END if to_the_end else Do.KEEP, index, node=node)
-
-    def make_room(self, index: int, node: int | None) -> None:
-        self._tell(Do.MAKE_ROOM, index, node=node)
-
-    def keep_for(self, node: int | None, index: int) -> None:
-        self._tell(Do.KEEP_FOR, index, node=node)
-
-    def unpin(self, index: int) -> None:
-        self._tell(Do.LET_GO, index)
-
-    def drop(self) -> None:
-        self._tell(Do.DROP)
-
-
-class _Gradients:
-    """Stands for :class:`infinity.engine.gradients.Gradients`."""
-
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
+class _Gradients(_Told):
+    """Stands for :class:`infinity.engine.gradients.Gradients`; holds no tensor."""
 
     def receive(self, unit: Unit, segment: Segment, grad: Tensor) -> None:
-        self._tell(Do.RECEIVE, unit.index, segment=segment.index)
+        self._tell("receive", unit.index, segment.index)
 
     def complete_together(self, units: Sequence[Unit]) -> None:
-        self._tell(Do.COMPLETE, *(unit.index for unit in units))
-
-    def end_backward(self) -> None:
-        self._tell(Do.END)
+        self._tell("complete_together", [unit.index for unit in units])
 
 
 class _RecordedHooks(Hooks):
@@ -491,11 +430,10 @@ def record(subject: Subject, recomputes: Callable[[int], bool]) -> Record:
     hooks = _RecordedHooks(units, subject.leaves, cast(Any, _Activations(cache, blocks)))
     hooks.taking = []
     hooks.by_storage = {segment.param.untyped_storage()._cdata: unit for unit, segment in units.segments()}
-    uses = _Uses(recorder.tell, subject.nbytes, subject.window_nbytes)
-    hooks.connect(
-        cast(Any, uses), cast(Any, _Pins(recorder.tell)), cast(Any, _Gradients(recorder.tell)), {},
-        lambda: None,
-    )  # fmt: skip
+    uses: Any = _Uses(recorder, subject.nbytes, subject.window_nbytes)
+    pins: Any = _Told(recorder, "pins")
+    gradients: Any = _Gradients(recorder, "gradients")
+    hooks.connect(uses, pins, gradients, {}, lambda: None)
     hooks.logits.decide(subject.logits, lambda: None)
     with _hooked(model, hooks), _uncollected(), ExitStack() as stack:
         loss = CausalLoss(model)
@@ -590,27 +528,27 @@ class _Mover:
 class _CompletedUnits:
     """Takes gradients in as :class:`infinity.engine.gradients.Gradients` does, and notes when."""
 
-    def __init__(
-        self, units: UnitIndex, leaves: frozenset[int], prefetcher: Prefetcher, pins: BackwardPins
-    ) -> None:
-        self._units, self._prefetcher, self._pins = units, prefetcher, pins
+    def __init__(self, subject: Subject, prefetcher: Prefetcher, pins: BackwardPins) -> None:
+        self._units, self._prefetcher, self._pins = subject.units, prefetcher, pins
         self._completions = Completions(
-            leaves, lambda index: (len(units[index].trainable), len(units[index].segments)), pins.recomputed
+            subject.leaf_units,
+            lambda index: (len(self._units[index].trainable), len(self._units[index].segments)),
+            pins.recomputed,
         )
         self.begun: dict[int, int] = {}  # positions, by unit
         self.completed: list[tuple[int, int]] = []
 
-    def receive(self, unit: Unit, segment: int) -> None:
-        self.begun.setdefault(unit.index, self._prefetcher.training.position)
-        if self._completions.fire(unit.index, segment):
-            self._complete(unit.index)
+    def receive(self, unit: int, segment: int) -> None:
+        self.begun.setdefault(unit, self._prefetcher.training.position)
+        if self._completions.fire(unit, segment):
+            self._complete(unit)
 
-    def complete_together(self, units: Iterable[Unit]) -> None:
-        for index in self._completions.left(unit.index for unit in units if unit.trainable):
+    def complete_together(self, units: Iterable[int]) -> None:
+        for index in self._completions.left(unit for unit in units if self._units[unit].trainable):
             self._complete(index)
 
     def end_backward(self) -> None:
-        self.complete_together(self._units)
+        self.complete_together(range(len(self._units)))
 
     def _complete(self, unit: int) -> None:
         self._completions.complete(unit)
@@ -618,6 +556,25 @@ class _CompletedUnits:
         if self._prefetcher.streams(unit):
             self._pins.forget(unit)
             self._prefetcher.done(unit)
+
+
+class _SlotPositions:
+    """Notes at which event slots are packed and asked for."""
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._training = prefetcher.training
+        self.packs: dict[SlotKey, tuple[int, int]] = {}
+        self.asks: dict[SlotKey, int] = {}
+        self.backward_at = 0
+
+    def pack(self, key: SlotKey, nbytes: int) -> None:
+        self.packs[key] = self._training.position, nbytes
+
+    def ask(self, key: SlotKey) -> None:
+        self.asks.setdefault(key, self._training.position)
+
+    def begin_backward(self) -> None:
+        self.backward_at = self._training.position
 
 
 @dataclass(frozen=True, slots=True)
@@ -643,51 +600,23 @@ class Played:
 
 
 def play(record: Record, subject: Subject) -> Played:
-    """Ask the runtime's own prefetcher for what the commands of a record say."""
-    units, prefetcher = subject.units, Prefetcher(_Mover(), subject.nbytes, subject.window_nbytes)
+    """Ask the runtime's own prefetcher and pins for what the calls of a record say."""
+    prefetcher = Prefetcher(_Mover(), subject.nbytes, subject.window_nbytes)
     pins, training = BackwardPins(prefetcher), prefetcher.training
-    gradients = _CompletedUnits(units, subject.leaf_units, prefetcher, pins)
-    #: What is asked of a unit, if it streams; and of all.
-    of_unit: dict[Do, Callable[[int, int | None], object]] = {
-        Do.USE: lambda unit, node: prefetcher.use(unit),
-        Do.UNPIN: lambda unit, node: prefetcher.unpin(unit),
-        Do.KEEP: pins.keep,
-        Do.KEEP_FOR: lambda unit, node: pins.keep_for(node, unit),
-        Do.KEEP_TO_THE_END: partial(pins.keep, to_the_end=True),
-        Do.MAKE_ROOM: pins.make_room,
-        Do.LET_GO: lambda unit, node: pins.unpin(unit),
-    }
-    of_all: dict[Do, Callable[[], object]] = {
-        Do.BEGIN_VISIT: prefetcher.begin_visit,
-        Do.END_VISIT: prefetcher.end_inference,
-        Do.END: gradients.end_backward,
-        Do.DROP: pins.drop,
-    }
+    gradients, slots = _CompletedUnits(subject, prefetcher, pins), _SlotPositions(prefetcher)
+    parts = {"prefetcher": prefetcher, "pins": pins, "gradients": gradients, "slots": slots}
     position = np.zeros(len(record.profiled.calls), dtype=np.int64)
-    packs: dict[SlotKey, tuple[int, int]] = {}
-    asks: dict[SlotKey, int] = {}
-    backward_at = played = 0
-    for at, do, given, segment, node, key, nbytes in record.commands:
+    played = 0
+    for at, part, method, args, options in record.calls:
         if at > played:
             position[played:at] = training.position
             played = at
-        if do in of_unit:
-            if prefetcher.streams(given[0]):
-                of_unit[do](given[0], node)
-        elif do in of_all:
-            of_all[do]()
-        elif do is Do.RECEIVE:
-            gradients.receive(units[given[0]], segment)
-        elif do is Do.COMPLETE:
-            gradients.complete_together([units[each] for each in given])
-        elif do is Do.PACK and key is not None:
-            packs[key] = training.position, nbytes
-        elif do is Do.ASK and key is not None:
-            asks.setdefault(key, training.position)
-        else:
-            backward_at = training.position
+        if part in ("prefetcher", "pins") and args and not prefetcher.streams(args[0]):
+            continue  # the runtime's hooks ask first
+        getattr(parts[part], method)(*args, **options)
     position[played:] = training.position
     begun = tuple((at, unit) for unit, at in gradients.begun.items())
     return Played(
-        tuple(training.trace), begun, tuple(gradients.completed), position, packs, asks, backward_at
-    )
+        tuple(training.trace), begun, tuple(gradients.completed), position, slots.packs, slots.asks,
+        slots.backward_at,
+    )  # fmt: skip
