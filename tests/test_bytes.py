@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import infinity
-from infinity.app.models.gpt import GPT, GPTConfig
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.optim.rule import ADAMW
 from infinity.optim.rules import prepare
+from infinity.recipes.models.gpt import GPT, GPTConfig
 from tests.helpers import models
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks
