@@ -32,8 +32,7 @@ from infinity.device.accelerator import memory_nbytes, name_of, synchronize
 from infinity.device.machine import free_host_nbytes, total_host_nbytes, usable_cores
 from infinity.device.threads import rank_threads
 from infinity.nvme.probe import measure
-from infinity.optim.rule import ADAMW
-from infinity.optim.rules import measure_rates
+from infinity.optim.rules import ADAMW, measure_rates
 
 ROOT = Path(__file__).resolve().parents[1]
 #: bf16 without sparsity, by a part of the device's name (flop/s): what MFU is a share of.

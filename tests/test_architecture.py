@@ -282,15 +282,15 @@ ROOM_BUDGETS = {
     "comm": 1055,
     "core": 2695,
     "device": 1307,
-    "engine": 3669,
+    "engine": 3675,
     "nvme": 1558,
     "observe": 968,
-    "optim": 1183,
+    "optim": 1095,
     "partition": 3190,
-    "planner": 5332,
+    "planner": 5296,
     "predict": 2754,
     "recipes": 2548,
-    "shards": 5522,
+    "shards": 5520,
 }
 
 

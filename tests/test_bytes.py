@@ -17,8 +17,7 @@ import torch
 import infinity
 from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
-from infinity.optim.rule import ADAMW
-from infinity.optim.rules import prepare
+from infinity.optim.rules import ADAMW, prepare
 from infinity.recipes.models.gpt import GPT, GPTConfig
 from tests.helpers import models
 from tests.helpers.cases import few

@@ -26,7 +26,7 @@ from infinity.core.errors import (
     library_errors,
 )
 from infinity.engine.schedule import LayerSchedule
-from infinity.optim.rule import OptimConfig
+from infinity.optim.rules import OptimConfig
 from infinity.recipes.data.loader import Data, HeldOut
 from infinity.recipes.data.sequences import Batch, join
 from infinity.recipes.models.causal import CausalLoss

@@ -1,5 +1,6 @@
 """Where updates run: on the CPU, or on the accelerator, as the recipe says or as is measured."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.lifecycle import Tier
 from infinity.device.threads import background_threads, rank_threads
 from infinity.nvme.probe import measure
-from infinity.optim.rule import UpdateRule
-from infinity.optim.rules import DeviceRule, HostRule, Rule, measure_rates
-from infinity.planner.updates import UpdateRates, updates_on_device
+from infinity.optim.rules import DeviceRule, HostRule, Rule, UpdateRule, measure_rates
 
 #: Measuring, and memory for pieces, are worth it where the device budget is so much larger.
 _LEAST_SHARE = 8
+#: The accelerator computes the model beside, and its link carries weights: it must be so much faster.
+_WORTH = 1.1
 #: Cores that launch kernels and move bytes while others update.
 _FEEDING_THREADS = 2
 #: Units in host memory that are updated at one time beside an accelerator.
@@ -46,9 +47,7 @@ def make_rules(rule: UpdateRule, memory: MemoryConfig, ranks: Ranks, dtype: torc
         there = DeviceRule(rule, dtype, ranks.device)
         large = memory.device is None or memory.device >= _LEAST_SHARE * there.nbytes
         if memory.updates == "device" or (
-            memory.updates == "auto"
-            and large
-            and _is_faster(rule, dtype, ranks.device, threads[home], memory, home)
+            memory.updates == "auto" and large and _is_faster(there, threads[home], memory, home)
         ):
             rules[home] = there
     return rules
@@ -62,20 +61,27 @@ def device_nbytes(rules: Iterable[Rule], ranks: Ranks) -> int:
     return -ranks.least(-nbytes, "memory.updates")
 
 
-def _is_faster(
-    rule: UpdateRule,
-    dtype: torch.dtype,
-    device: torch.device,
-    threads: int,
-    memory: MemoryConfig,
-    home: Tier,
-) -> bool:
+def is_faster(cpu: float, device: float, drive: float = math.inf) -> bool:
+    """Return whether a unit's update is faster on the accelerator.
+
+    The slowest part of the pipeline (drive, rule) sets the pace: a rule that waits for the drive gains
+    nothing. Gradients arrive in host memory, and new weights leave it, wherever the update runs.
+
+    Args:
+        cpu: Elements of a shard in a second, in one pass over host memory on the CPU.
+        device: The same, with the way of weights, gradients and states to the accelerator and back.
+        drive: The same, reading and writing the state on NVMe.
+
+    Source: SuperOffload (arXiv:2509.21271), placement by the rates of the link and of the CPU.
+    """
+    return min(device, drive) > _WORTH * min(cpu, drive)
+
+
+def _is_faster(there: DeviceRule, threads: int, memory: MemoryConfig, home: Tier) -> bool:
     """Measure whether a unit of this home is updated faster on the accelerator."""
-    cpu, there = measure_rates(rule, dtype, device, threads)
-    rates = UpdateRates(cpu=cpu, device=there)
-    if home is Tier.NVME and updates_on_device(rates):
-        layout = rule.layout(dtype)
-        nbytes = 2 * (layout.weight_nbytes(1) + layout.state_nbytes(1))  # read and written
-        speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
-        rates = UpdateRates(cpu=cpu, device=there, drive=sum(speeds) / nbytes)
-    return updates_on_device(rates)
+    layout = there.layout
+    cpu, device = measure_rates(there.rule, layout.dtype, there.device, threads)
+    if home is Tier.HOST or not is_faster(cpu, device):
+        return is_faster(cpu, device)
+    speeds = [measure(Path(directory)).mixed_bytes_per_s for directory in memory.nvme]
+    return is_faster(cpu, device, sum(speeds) / (2 * layout.nbytes(1)))  # read and written

@@ -127,13 +127,23 @@ def widen(_: Any, value: Any) -> Any:
 
 
 @intrinsic
-def half(_: Any, value: Any) -> Any:
-    """The nearest float16 of a float32, ties to even."""
+def rounded_as(_: Any, like: Any, value: Any) -> Any:
+    """A float32 in the dtype of ``like``, to nearest, ties to even: see [Note: 16-bit floats]."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        if like == types.float32:
+            return args[1]
+        if like == types.uint16:
+            return builder.bitcast(builder.fptrunc(args[1], ir.HalfType()), ir.IntType(16))
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[1], word)
+        upper = builder.lshr(bits, ir.Constant(word, 16))
+        up = builder.add(builder.and_(upper, ir.Constant(word, 1)), ir.Constant(word, 0x7FFF))
+        nearest = builder.trunc(builder.lshr(builder.add(bits, up), ir.Constant(word, 16)), ir.IntType(16))
+        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
+        return builder.select(is_nan, ir.Constant(ir.IntType(16), 0x7FC0), nearest)
 
-    return types.uint16(types.float32), generate
+    return like(like, types.float32), generate
 
 
 @intrinsic
@@ -183,7 +193,7 @@ def split_all(master: Array, weight: Array, remainder: Array) -> None:
 def adamw(p, m, v, g, decay, toward, beta2, fresh, rate, correction, eps, scale):
     """AdamW of one element: its new value, first and second moment, all float32.
 
-    The numbers are those of ``Hyper.tensor()``.
+    The numbers are those of :meth:`infinity.optim.rules.AdamWRule.numbers`.
 
     Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
     """
@@ -214,7 +224,7 @@ def adamw_bfloat16(weight, grad, out, remainder, exp_avg, exp_avg_sq, hyper, in_
 def adamw_float16(weight, grad, out, master, exp_avg, exp_avg_sq, hyper, in_place):
     for i in range(master.size):
         p, exp_avg[i], exp_avg_sq[i] = adamw(master[i], exp_avg[i], exp_avg_sq[i], widen(grad[i]), *hyper)
-        master[i], out[i] = p, half(p)
+        master[i], out[i] = p, rounded_as(out[i], p)
 
 
 @numba.njit(inline="always")
@@ -277,26 +287,6 @@ def e4m3(code: Any) -> Any:
     value = np.float32(size) * np.float32(2.0**-9) if size < 8 else normal
     value = np.float32(np.nan) if size == 0x7F else value
     return -value if code & 0x80 else value
-
-
-@intrinsic
-def rounded_as(_: Any, like: Any, value: Any) -> Any:
-    """A float32 in the dtype of ``like``, to nearest, ties to even: see [Note: 16-bit floats]."""
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        if like == types.float32:
-            return args[1]
-        if like == types.uint16:
-            return builder.bitcast(builder.fptrunc(args[1], ir.HalfType()), ir.IntType(16))
-        word = ir.IntType(32)
-        bits = builder.bitcast(args[1], word)
-        upper = builder.lshr(bits, ir.Constant(word, 16))
-        up = builder.add(builder.and_(upper, ir.Constant(word, 1)), ir.Constant(word, 0x7FFF))
-        nearest = builder.trunc(builder.lshr(builder.add(bits, up), ir.Constant(word, 16)), ir.IntType(16))
-        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
-        return builder.select(is_nan, ir.Constant(ir.IntType(16), 0x7FC0), nearest)
-
-    return like(like, types.float32), generate
 
 
 @jit

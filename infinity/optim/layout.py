@@ -1,7 +1,7 @@
 """The fields on disk of each element of a shard, and how an fp32 master is kept there.
 
 A state is what makes the weight exact, which follows from the compute dtype, and then the moments, which
-are the update rule's own (:attr:`infinity.optim.rule.UpdateRule.moments`):
+are the update rule's own (:attr:`infinity.optim.rules.UpdateRule.moments`):
 
 | compute dtype | weight | exact (bytes per element) |
 |---------------|--------|---------------------------|
@@ -104,18 +104,17 @@ class StateLayout:
         missing = self.fields[len(state) :]
         return *state, *(torch.zeros(numel, dtype=field.dtype, device="cpu") for field in missing)
 
-    @property
-    def state_itemsize(self) -> int:
-        """Bytes of state per element."""
-        return sum(field.dtype.itemsize for field in self.fields)
-
     def weight_nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` weights in the compute dtype."""
+        """Return the bytes of ``numel`` weights in the compute dtype."""
         return numel * self.dtype.itemsize
 
     def state_nbytes(self, numel: int) -> int:
-        """Bytes of the state of ``numel`` elements."""
-        return numel * self.state_itemsize
+        """Return the bytes of the state of ``numel`` elements."""
+        return numel * sum(field.dtype.itemsize for field in self.fields)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of weights and state of ``numel`` elements."""
+        return self.weight_nbytes(numel) + self.state_nbytes(numel)
 
     def views(self, buffer: Tensor, numel: int) -> tuple[Tensor, ...]:
         """Cut ``buffer`` into one typed view of shape ``(numel,)`` per field.
@@ -142,21 +141,16 @@ class StateLayout:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """``master`` (float32) as bfloat16 weight and int16 remainder, by elementwise torch on any device."""
+    """Return a float32 master as bfloat16 weight and int16 remainder, by elementwise torch on any device."""
     bits = master.view(torch.int32)
     weight = (((bits + 0x8000) >> 16) << 16).view(torch.float32).to(torch.bfloat16)
     return weight, bits.to(torch.int16)
 
 
-def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master of which :func:`split` made ``weight`` and ``remainder``."""
-    return (weight.to(torch.float32).view(torch.int32) + remainder).view(torch.float32)
-
-
 def master_of(
     layout: StateLayout, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
 ) -> Tensor:
-    """The float32 master of ``weight``, ``(n,)``, from the views of its state.
+    """Return the float32 master of ``weight``, ``(n,)``, from the views of its state.
 
     With float32 weights that is ``weight`` itself, with float16 the field ``master``; not copies.
 
@@ -166,7 +160,7 @@ def master_of(
     if layout.dtype != torch.bfloat16:
         return state[0] if layout.dtype == torch.float16 else weight
     if eager or weight.device.type != "cpu" or compiling():
-        return join(weight, state[0])
+        return (weight.to(torch.float32).view(torch.int32) + state[0]).view(torch.float32)
     from infinity.optim import kernels
 
     master = torch.empty(weight.numel(), device="cpu")
@@ -177,11 +171,19 @@ def master_of(
 def store_master(
     layout: StateLayout, master: Tensor, weight: Tensor, state: tuple[Tensor, ...], *, eager: bool = False
 ) -> None:
-    """Write ``master`` into ``weight`` and into the fields of ``state`` that keep it, all ``(n,)``."""
+    """Write exact values into ``weight`` and into the fields of ``state`` that keep them, all ``(n,)``.
+
+    Args:
+        master: float32; or bfloat16 where that is the compute dtype.
+        eager: As for :func:`master_of`.
+    """
     if layout.dtype != torch.bfloat16:
         weight.copy_(master)
         if layout.dtype == torch.float16:
             state[0].copy_(master)
+    elif master.dtype == torch.bfloat16:
+        weight.copy_(master)
+        state[0].zero_()
     elif eager or weight.device.type != "cpu" or compiling():
         for target, value in zip((weight, state[0]), split(master), strict=True):
             target.copy_(value)

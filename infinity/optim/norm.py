@@ -8,6 +8,7 @@ the sums of the rows without rounding.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,34 +18,48 @@ from torch import Tensor
 from infinity.device.threads import background_threads, in_slices
 
 ROW_NUMEL, LANES = 2**15, 128
+#: A loss scale grows to this at most.
+_MOST_SCALE = 2.0**1023
 
 
 def sum_of_squares(grad: Tensor) -> float:
-    """The sum of squares of ``grad`` in float64; inf and nan propagate.
+    """Return the sum of squares of ``grad`` in float64, on the CPU; inf and nan propagate.
 
     Args:
         grad: bfloat16, float16 or float32, any shape.
     """
-    return math.fsum(_row_sums(grad).tolist())
+    flat = grad.detach().reshape(-1)
+    whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
+    tail = flat.new_zeros(ROW_NUMEL)
+    tail[: flat.numel() - whole] = flat[whole:]
+    return math.fsum([*_row_sums(flat[:whole]), *_row_sums(tail)])
+
+
+def _row_sums(flat: Tensor) -> list[float]:
+    """Return the sum of squares of each row of ``ROW_NUMEL`` elements."""
+    from infinity.optim import kernels
+
+    if flat.dtype == torch.float16 and not kernels.converts_half():
+        flat = flat.float()  # without rounding
+    table = kernels.array(flat).reshape(-1, ROW_NUMEL // LANES, LANES)
+    sums = np.zeros((len(table), LANES))
+    in_slices(
+        lambda begin, end: kernels.squares(table[begin:end], sums[begin:end]),
+        len(table), background_threads(), least=2,
+    )  # fmt: skip
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return [float(each) for each in sums[:, 0]]
 
 
 def norm_on_device(grad: Tensor) -> Tensor:
-    """The norm of ``grad``, in float64, ``()``, by one operator of its accelerator; does not wait for it.
+    """Return the norm of ``grad``, in float64, ``()``, by one operator of its accelerator; waits for nothing.
 
     It adds in an order of its own, which depends on the numel alone, too: a norm is the same to the bit
     wherever the shard lies, but not on another kind of device.
     """
     norm: Tensor = torch.linalg.vector_norm(grad.detach().reshape(-1), dtype=torch.float64)
     return norm
-
-
-def _row_sums(grad: Tensor) -> Tensor:
-    """Sums of squares of the rows of ``grad``, in float64."""
-    flat = grad.detach().reshape(-1)
-    rows = flat.numel() // ROW_NUMEL
-    tail = flat.new_zeros(ROW_NUMEL)
-    tail[: flat.numel() - rows * ROW_NUMEL] = flat[rows * ROW_NUMEL :]
-    return torch.from_numpy(np.concatenate([_sums(flat[: rows * ROW_NUMEL]), _sums(tail)]))
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
@@ -61,60 +76,30 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return float(torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32, device="cpu"))
 
 
-def _sums(flat: Tensor) -> "np.ndarray[Any, np.dtype[np.float64]]":
-    """One sum for each row of ``ROW_NUMEL`` elements."""
-    from infinity.optim import kernels
-
-    if flat.dtype == torch.float16 and not kernels.converts_half():
-        flat = flat.float()  # without rounding
-    table = kernels.array(flat).reshape(-1, ROW_NUMEL // LANES, LANES)
-    sums = np.zeros((len(table), LANES))
-    in_slices(
-        lambda begin, end: kernels.squares(table[begin:end], sums[begin:end]),
-        len(table), background_threads(), least=2,
-    )  # fmt: skip
-    while sums.shape[1] > 1:
-        sums = sums[:, ::2] + sums[:, 1::2]
-    return sums[:, 0]
-
-
+@dataclass(slots=True)
 class LossScaler:
-    """Dynamic loss scaling, pure arithmetic: it grows after good steps and shrinks after an overflow.
+    """Dynamic loss scaling: the scale doubles after good steps in a row, and halves after an overflow.
 
     Every rank must feed it the same ``found_inf``; then all scales stay equal.
 
-    Args:
-        scale: The first scale.
-        growth: The scale is multiplied by this after ``interval`` good steps in a row.
-        backoff: The scale is multiplied by this after a step with non-finite gradients.
+    Attributes:
         interval: Good steps in a row that make it grow.
 
     Source: Mixed Precision Training (arXiv:1710.03740), section 3.2.
     """
 
-    def __init__(
-        self, scale: float = 2.0**16, *, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
-    ) -> None:
-        if not (scale > 0 and growth >= 1 and 0 < backoff <= 1 and interval >= 1):
-            raise ValueError(
-                f"scale {scale} must be above 0, growth {growth} at least 1, backoff {backoff} in (0, 1], "
-                f"interval {interval} at least 1"
-            )
-        self.scale = float(scale)
-        self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.good_steps = 0
+    scale: float
+    interval: int = 2000
+    good_steps: int = 0
 
     def update(self, found_inf: bool) -> None:
         """Adapt after a step; with ``found_inf`` that step was skipped."""
+        self.good_steps = 0 if found_inf else self.good_steps + 1
         if found_inf:
-            self.scale *= self.backoff
+            self.scale /= 2
+        elif self.good_steps == self.interval:
             self.good_steps = 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.interval:
-            self.good_steps = 0
-            grown = self.scale * self.growth
-            self.scale = grown if math.isfinite(grown) else self.scale
+            self.scale = min(2 * self.scale, _MOST_SCALE)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its counts, as :meth:`load_state_dict` takes them."""

@@ -1,45 +1,320 @@
-"""Update rules over flat shards: a loop jitted by numba, elementwise torch on another device, a CUDA kernel.
+"""Update rules: the arithmetic of an optimizer over flat shards, and what runs it on each kind of device.
 
-[Note: two forms of a rule] The scalar function in :mod:`infinity.optim.kernels` and :meth:`UpdateRule.step`
-have the same operations in the same order, each one that every implementation rounds correctly
-(``+ - * /`` and the square root). So both give the same bits on the CPU, whole or in slices, on one thread or
-many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come from a vector
-library that is off by one in the last place in one case of six. NumPy's is, so the torch form takes that. On
-an accelerator whose root is not known to be rounded correctly, the root in float64 gives the same bits: it
-has more than twice as many. On CUDA the same operations are one kernel (:mod:`infinity.optim.rule`), since
-the host would take longer to launch thirty than the accelerator to run them.
+Nothing outside an :class:`UpdateRule` knows how many moments it has, of what dtype, or what they are called.
+A second optimizer is a subclass and a row in :data:`RULES`. :class:`HostRule` and :class:`DeviceRule` run a
+rule over shards in host memory; :meth:`UpdateRule.update_on_device` over those in an accelerator's memory.
 
-[Note: updates of host memory on an accelerator] :class:`DeviceRule` has the interface of :class:`HostRule`
-for tensors in host memory. Pieces of them go to the accelerator and come back, on two streams in turn: while
-one piece is updated, the next one goes there and the one before it comes back.
+[Note: forms of a rule] The scalar function in :mod:`infinity.optim.kernels`, :meth:`UpdateRule.step` and the
+CUDA kernel have the same operations in the same order, each one that every implementation rounds correctly
+(``+ - * /`` and the square root; the kernel fuses no multiply-add). So all give the same bits, whole or in
+slices, on one thread or many, in place or not. ``Tensor.sqrt`` on a CPU is not such an operation: it may come
+from a vector library that is off by one in the last place in one case of six. NumPy's is, so the torch form
+takes that. On an accelerator whose root is not known to be rounded correctly, the root in float64 gives the
+same bits: it has more than twice as many. CUDA has a kernel because the host would take longer to launch
+thirty operators than the accelerator to run them.
+
+[Note: updates of host memory on an accelerator] :class:`DeviceRule` sends pieces of tensors in host memory to
+the accelerator and back, on two streams in turn: while one piece is updated, the next one goes there and the
+one before it comes back.
 """
 
 import functools
 import math
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from infinity.core.budget import rounded
+from infinity.core.config import Valid, check, setting
+from infinity.device.accelerator import compile_kernel, rounds_roots
 from infinity.device.memory import HostBuffer
 from infinity.device.threads import LEAST_NUMEL, background_threads, compile_ahead
+from infinity.optim.layout import StateField, StateLayout, exact_fields, master_of, store_master
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.rule import ADAMW, PIECE_NUMEL, UpdateRule
 
+#: Elements that the torch form takes at one time: bounds its temporaries.
+_PIECE_NUMEL = 2**18
 #: Temporaries of float32 that it has at one time.
 _TEMPORARIES = 8
 #: Elements that an update of host memory has on an accelerator at one time, on each of two streams.
 _DEVICE_NUMEL = 2**20
-_TRIES = 3
 #: Elements of a slice where several threads update at one time: some ms of work.
 _LEAST_BESIDE = 2**21
 #: Elements of a shard in an accelerator's memory that are updated at one time.
 RESIDENT_NUMEL = 2**22
+_TRIES = 3
 #: A parameter group whose update changes no weight: for measuring, and to compile ahead.
 IDLE = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, its learning-rate schedule and its loss scale."""
+
+    lr: float = setting(3e-4, "peak learning rate", valid=Valid(least=0, most=10**6))
+    betas: tuple[float, float] = setting(
+        (0.9, 0.95), "decay of the first and second moment", valid=Valid(least=0, below=1)
+    )
+    eps: float = setting(1e-8, "added to the root of the second moment", valid=Valid(least=1e-30, most=1))
+    weight_decay: float = setting(0.1, "decoupled weight decay", valid=Valid(least=0, most=10**6))
+    max_grad_norm: float | None = setting(
+        1.0, "clip the global gradient norm to this; null: never clip", valid=Valid(least=1e-30, most=1e30)
+    )
+    schedule: Literal["constant", "cosine", "linear"] = setting(
+        "constant",
+        "learning rate after warm-up, until train.steps",
+        valid=Valid(choices=("constant", "cosine", "linear")),
+    )
+    warmup_steps: int = setting(0, "steps in which the rate rises from 0", valid=Valid(least=0, most=10**9))
+    min_lr_ratio: float = setting(
+        0.1, "where cosine and linear end, as a share of lr", valid=Valid(least=0, most=1)
+    )
+    loss_scale: float = setting(
+        2.0**16, "first loss scale of fp16 training; it then adapts", valid=Valid(least=1, most=2**32)
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class UpdateRule(ABC):
+    """The arithmetic of one optimizer, element by element, on the fp32 master of a weight.
+
+    Attributes:
+        name: In commit records, so that a run goes on with the rule that it began with.
+        moments: The state that it keeps beside the exact weight: one field or more, of 2 bytes or more each.
+    """
+
+    name: str
+    moments: tuple[StateField, ...]
+
+    @abstractmethod
+    def numbers(self, group: Mapping[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
+        """Return what :meth:`step` reads of a parameter group, computed in float64.
+
+        Args:
+            step: Of this update, from 1.
+            grad_scale: The gradient is multiplied by this first: clip coefficient over loss scale.
+        """
+
+    @abstractmethod
+    def step(
+        self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], numbers: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return the new master and the new moments of ``n`` elements, by elementwise torch.
+
+        Only ``+ - * /`` and :func:`root` are rounded alike everywhere: see [Note: forms of a rule].
+
+        Args:
+            master: float32, ``(n,)``; stays as it is, as do the moments.
+            grad: float32, ``(n,)``, not scaled.
+            numbers: Those of :meth:`numbers`, each without dimensions.
+        """
+
+    def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
+        """Return a jitted loop that does the same on the CPU; None: torch does it."""
+        return None
+
+    def update_by_kernel(
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor
+    ) -> bool:
+        """Start the same in place on an accelerator by one kernel; False: there is none, nothing was done."""
+        return False
+
+    def layout(self, dtype: torch.dtype) -> StateLayout:
+        """Return the state that goes with weights of ``dtype``.
+
+        Raises:
+            ValueError: Not bfloat16, float16 or float32.
+        """
+        return StateLayout(dtype, exact_fields(dtype), self.moments)
+
+    def hyper(self, group: Mapping[str, Any], *, step: int = 1, grad_scale: float = 1.0) -> Tensor:
+        """Return :meth:`numbers`, rounded once: float32, ``(n,)``, in host memory."""
+        return torch.tensor(self.numbers(group, step, grad_scale), dtype=torch.float32, device="cpu")
+
+    def update_by_torch(
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor,
+        *, piece_numel: int = _PIECE_NUMEL,
+    ) -> None:  # fmt: skip
+        """Update by elementwise torch on any device; see :meth:`HostRule.update`.
+
+        Args:
+            piece_numel: Elements that are updated at one time.
+        """
+        layout, numbers = self.layout(weight.dtype), hyper.unbind()
+        for begin in range(0, weight.numel(), piece_numel):
+            part = slice(begin, begin + piece_numel)
+            fields = tuple(field[part] for field in state)
+            moments = layout.moments_of(fields)
+            master = master_of(layout, weight[part], fields, eager=True)
+            master, *new = self.step(master, grad[part].to(torch.float32), moments, numbers)
+            store_master(layout, master, weight_out[part], fields, eager=True)
+            for moment, value in zip(moments, new, strict=True):
+                moment.copy_(value)
+
+    @torch.no_grad()
+    def update_on_device(
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor,
+        *, piece_numel: int = _PIECE_NUMEL,
+    ) -> None:  # fmt: skip
+        """Update tensors in an accelerator's memory in their places, by the calling thread's stream.
+
+        Args:
+            hyper: In host memory.
+            piece_numel: Elements that are updated at one time, where elementwise torch does it.
+        """
+        if self.update_by_kernel(weight, grad, state, hyper):
+            return
+        # By kernels that fill it: a copy from host memory would wait for the stream.
+        there = torch.empty(len(hyper), device=weight.device)
+        for place, number in zip(there.unbind(), hyper.tolist(), strict=True):
+            place.fill_(number)
+        self.update_by_torch(weight, grad, state, weight, there, piece_numel=piece_numel)
+
+
+def root(x: Tensor) -> Tensor:
+    """Return the correctly rounded square root; see [Note: forms of a rule]."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.sqrt(x.numpy()))
+    return x.sqrt() if rounds_roots(x.device) else root_in_float64(x)
+
+
+def root_in_float64(x: Tensor) -> Tensor:
+    """Return the root of float32 values by way of float64."""
+    return x.double().sqrt_().float()
+
+
+# --- AdamW -----------------------------------------------------------------------------------------
+
+
+class AdamWRule(UpdateRule):
+    """AdamW with decoupled weight decay.
+
+    Source: Decoupled Weight Decay Regularization (arXiv:1711.05101), algorithm 2.
+    """
+
+    name = "adamw"
+    moments = StateField("exp_avg", torch.float32), StateField("exp_avg_sq", torch.float32)
+
+    def numbers(self, group: Mapping[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
+        """Return eight numbers of a parameter group of torch's AdamW."""
+        lr, beta1, beta2 = map(float, (group["lr"], *group["betas"]))
+        return (
+            1 - lr * float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
+            math.sqrt(1 - beta2**step), float(group["eps"]), grad_scale,
+        )  # fmt: skip
+
+    def step(
+        self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], numbers: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return the new master and both new moments."""
+        decay, toward, beta2, fresh, rate, correction, eps, scale = numbers
+        exp_avg, exp_avg_sq = moments
+        g = grad * scale
+        m = exp_avg + toward * (g - exp_avg)
+        v = exp_avg_sq * beta2 + fresh * (g * g)
+        master = master * decay
+        return master - rate * (m / (root(v) / correction + eps)), m, v
+
+    def loop(self, dtype: torch.dtype) -> Callable[..., object] | None:
+        """Return the jitted loop of a compute dtype."""
+        from infinity.optim import kernels  # late: numba takes 0.3 s to import
+
+        return kernels.adamw_loops[dtype]
+
+    def update_by_kernel(
+        self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], hyper: Tensor
+    ) -> bool:
+        """Start the update as one CUDA kernel; False: there is none for this device."""
+        kernel = _adamw_kernel(weight.dtype, grad.dtype, weight.device)
+        if kernel is None:
+            return False
+        exact = state[0] if len(state) > 2 else weight
+        # As integers: which type a float of Python becomes depends on torch's version.
+        numbers = hyper.view(torch.int32).tolist()
+        for begin in range(0, weight.numel(), _LAUNCH_NUMEL):
+            parts = [each[begin : begin + _LAUNCH_NUMEL] for each in (weight, grad, exact, *state[-2:])]
+            n = parts[0].numel()
+            kernel(grid=(-(-n // _BLOCK), 1, 1), block=(_BLOCK, 1, 1), args=[*parts, *numbers, n])
+        return True
+
+
+#: Threads of a block of the CUDA kernel, and elements of one launch: its numbers are 32 bits wide.
+_BLOCK, _LAUNCH_NUMEL = 256, 2**30
+
+_ADAMW_SOURCE = """
+typedef unsigned short half_bits;
+__device__ float from_bf16(half_bits x) { return __uint_as_float((unsigned)x << 16); }
+__device__ float from_half(half_bits x)
+{
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
+    return f;
+}
+__device__ half_bits to_half(float f)
+{
+    half_bits x;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x) : "f"(f));
+    return x;
+}
+
+extern "C" __global__ void adamw(
+    WEIGHT *weight, const GRAD *grad, EXACT *exact, float *exp_avg, float *exp_avg_sq,
+    int decay_bits, int toward_bits, int beta2_bits, int fresh_bits,
+    int rate_bits, int correction_bits, int eps_bits, int scale_bits, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float decay = __int_as_float(decay_bits), toward = __int_as_float(toward_bits);
+    float beta2 = __int_as_float(beta2_bits), fresh = __int_as_float(fresh_bits);
+    float rate = __int_as_float(rate_bits), correction = __int_as_float(correction_bits);
+    float eps = __int_as_float(eps_bits), scale = __int_as_float(scale_bits);
+    float g = FROM_GRAD(grad[i]) * scale;
+    float m = exp_avg[i] + toward * (g - exp_avg[i]);
+    float v = exp_avg_sq[i] * beta2 + fresh * (g * g);
+    float master = MASTER * decay;
+    master = master - rate * (m / (sqrtf(v) / correction + eps));
+    STORE
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+}
+"""
+#: By the dtype of a weight: its type, that of what makes it exact, the master of both, how they are written.
+_WEIGHTS = {
+    torch.bfloat16: (
+        "half_bits", "short", "__int_as_float((int)((unsigned)weight[i] << 16) + (int)exact[i])",
+        "unsigned bits = __float_as_uint(master); exact[i] = bits; weight[i] = (bits + 0x8000) >> 16;",
+    ),
+    torch.float16: ("half_bits", "float", "exact[i]", "exact[i] = master; weight[i] = to_half(master);"),
+    torch.float32: ("float", "float", "weight[i]", "weight[i] = master;"),
+}  # fmt: skip
+#: By the dtype of a gradient: its type, and what makes a float of it.
+_GRADS = {
+    torch.bfloat16: ("half_bits", "from_bf16"),
+    torch.float16: ("half_bits", "from_half"),
+    torch.float32: ("float", ""),
+}
+
+
+@functools.cache
+def _adamw_kernel(
+    dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device
+) -> Callable[..., None] | None:
+    names = ("WEIGHT", "EXACT", "MASTER", "STORE", "GRAD", "FROM_GRAD")
+    meanings = (*_WEIGHTS[dtype], *_GRADS[grad_dtype])
+    defines = "".join(f"#define {name} {meaning}\n" for name, meaning in zip(names, meanings, strict=True))
+    return compile_kernel(defines + _ADAMW_SOURCE, "adamw", device)
+
+
+#: Rules keep nothing between updates.
+ADAMW = AdamWRule()
 #: Every update rule, by the name that commit records give it.
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW,)}
 #: The name of the rule by which runs train.
@@ -51,9 +326,7 @@ def default_rule() -> UpdateRule:
     return RULES[DEFAULT]
 
 
-def scratch_nbytes(numel: int) -> int:
-    """Return what the update of a shard of ``numel`` elements in an accelerator's memory takes beside it."""
-    return min(numel, RESIDENT_NUMEL) * _TEMPORARIES * 4
+# --- where a rule runs -----------------------------------------------------------------------------
 
 
 class HostRule:
@@ -73,7 +346,6 @@ class HostRule:
     ) -> None:
         self.rule, self.layout, self.callers = rule, rule.layout(dtype), callers
         self.threads = threads or background_threads()
-        self._least = LEAST_NUMEL if callers == 1 else _LEAST_BESIDE
 
     def update(
         self, weight: Tensor, grad: Tensor, state: tuple[Tensor, ...], weight_out: Tensor, hyper: Tensor
@@ -85,18 +357,18 @@ class HostRule:
             grad: bfloat16, float16 or float32, ``(n,)``.
             state: One contiguous tensor ``(n,)`` per field of the layout; updated in place.
             weight_out: Takes the new weights, ``(n,)``; may be ``weight``, and overlaps nothing else.
-            hyper: ``Hyper.tensor()``, on the device of the others.
+            hyper: :meth:`UpdateRule.hyper`, on the device of the others.
         """
         if weight.device.type == "cpu":
             from infinity.optim import kernels
 
             loop = self.rule.loop(weight.dtype)
-            if loop is not None and (
-                torch.float16 not in (weight.dtype, grad.dtype) or kernels.converts_half()
-            ):
-                tensors = (weight, grad, weight_out, *state)
+            half = torch.float16 in (weight.dtype, grad.dtype)
+            if loop is not None and (not half or kernels.converts_half()):
                 in_place = weight.data_ptr() == weight_out.data_ptr()
-                kernels.run(loop, tensors, self.threads, tuple(hyper.numpy()), in_place, least=self._least)
+                least = LEAST_NUMEL if self.callers == 1 else _LEAST_BESIDE
+                tensors, numbers = (weight, grad, weight_out, *state), tuple(hyper.numpy())
+                kernels.run(loop, tensors, self.threads, numbers, in_place, least=least)
                 return
         with torch.no_grad():
             self.rule.update_by_torch(weight, grad, state, weight_out, hyper)
@@ -119,8 +391,8 @@ class DeviceRule:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes of the accelerator's memory."""
-        piece = self.layout.weight_nbytes(1) + 4 + self.layout.state_nbytes(1)
-        return len(self._streams) * (_DEVICE_NUMEL * piece + PIECE_NUMEL * _TEMPORARIES * 4)
+        piece = self.layout.nbytes(1) + 4  # with a gradient of float32
+        return len(self._streams) * (_DEVICE_NUMEL * piece + _PIECE_NUMEL * _TEMPORARIES * 4)
 
     @torch.no_grad()
     def update(
@@ -144,6 +416,11 @@ class DeviceRule:
 Rule = HostRule | DeviceRule
 
 
+def scratch_nbytes(numel: int) -> int:
+    """Return what the update of a shard of ``numel`` elements in an accelerator's memory takes beside it."""
+    return min(numel, RESIDENT_NUMEL) * _TEMPORARIES * 4
+
+
 @functools.cache
 def measure_rates(
     rule: UpdateRule, dtype: torch.dtype, device: torch.device, threads: int
@@ -155,20 +432,18 @@ def measure_rates(
     Args:
         threads: Of the CPU.
     """
-    layout = rule.layout(dtype)
-    numel = 2 * _DEVICE_NUMEL
-    sizes = [numel * each for each in (dtype.itemsize, dtype.itemsize, layout.state_itemsize)]
+    layout, numel = rule.layout(dtype), 2 * _DEVICE_NUMEL
+    sizes = [layout.weight_nbytes(numel), layout.weight_nbytes(numel), layout.state_nbytes(numel)]
     buffers = [HostBuffer(rounded(size), device) for size in sizes]
     try:
         weight, grad, memory = (each.tensor[:size].zero_() for each, size in zip(buffers, sizes, strict=True))
-        state = layout.views(memory, numel)
+        weight, grad, state = weight.view(dtype), grad.view(dtype), layout.views(memory, numel)
         rates = []
-        numbers = rule.hyper(IDLE).tensor()
         for placed in (HostRule(rule, dtype, threads=threads), DeviceRule(rule, dtype, device)):
             best_s = math.inf
             for _ in range(_TRIES):  # the first compiles, and allocates
                 began_s = time.perf_counter()
-                placed.update(weight.view(dtype), grad.view(dtype), state, weight.view(dtype), numbers)
+                placed.update(weight, grad, state, weight, rule.hyper(IDLE))
                 best_s = min(best_s, time.perf_counter() - began_s)
             rates.append(numel / best_s)
     finally:
@@ -183,15 +458,14 @@ def prepare(rule: UpdateRule, dtype: torch.dtype, grad_dtype: torch.dtype) -> No
     def call_all() -> None:
         from infinity.optim import kernels
 
-        weight, grad = (
-            torch.empty(0, dtype=dtype, device="cpu"),
-            torch.empty(0, dtype=grad_dtype, device="cpu"),
+        weight, grad, master = (
+            torch.empty(0, dtype=each, device="cpu") for each in (dtype, grad_dtype, torch.float32)
         )
         state = rule.layout(dtype).complete((), 0)
-        HostRule(rule, dtype).update(weight, grad, state, weight, rule.hyper(IDLE).tensor())
+        HostRule(rule, dtype).update(weight, grad, state, weight, rule.hyper(IDLE))
         sum_of_squares(grad)
         if dtype == torch.bfloat16:
-            kernels.run(kernels.join_all, (weight, state[0], torch.empty(0, device="cpu")), 1)
-            kernels.run(kernels.split_all, (torch.empty(0, device="cpu"), weight, state[0]), 1)
+            kernels.run(kernels.join_all, (weight, state[0], master), 1)
+            kernels.run(kernels.split_all, (master, weight, state[0]), 1)
 
     compile_ahead((rule.name, dtype, grad_dtype), call_all)

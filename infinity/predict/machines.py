@@ -197,7 +197,7 @@ def _update_bytes_per_s() -> float:
 
     dtype = torch.bfloat16
     arithmetic = default_rule()
-    rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(IDLE).tensor()
+    rule, hyper = HostRule(arithmetic, dtype, threads=1), arithmetic.hyper(IDLE)
     layout = rule.layout
     weight, grad = (torch.zeros(_UPDATED_NUMEL, dtype=dtype, device="cpu") for _ in range(2))
     memory = torch.zeros(layout.state_nbytes(_UPDATED_NUMEL), dtype=torch.uint8, device="cpu")

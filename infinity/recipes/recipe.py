@@ -26,7 +26,7 @@ from infinity.core.errors import RecipeError, first_line
 from infinity.core.files import read_file, user_path
 from infinity.engine.config import Dtype, EngineConfig
 from infinity.observe.metrics import ObserveConfig
-from infinity.optim.rule import OptimConfig
+from infinity.optim.rules import OptimConfig
 from infinity.partition.builder import PartitionConfig
 from infinity.recipes.data.loader import DataConfig
 from infinity.recipes.models.causal import ModelConfig

@@ -39,8 +39,7 @@ from infinity.core.transfer import ChainedTransfer, Lease, Pool, Transfer
 from infinity.device.accelerator import new_stream, on_stream, record, use_own_stream, wait_on_host
 from infinity.device.memory import DevicePool
 from infinity.optim.layout import StateLayout, store_master
-from infinity.optim.rule import UpdateRule
-from infinity.optim.rules import RESIDENT_NUMEL
+from infinity.optim.rules import RESIDENT_NUMEL, UpdateRule
 from infinity.partition.unit import Home, Unit
 from infinity.shards.hypers import Run
 from infinity.shards.storage import Storage

@@ -8,12 +8,13 @@ both group and count in common: one run, or one for each group, as long as every
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from infinity.optim.rule import Hyper, UpdateRule
+from infinity.optim.rules import UpdateRule
 from infinity.partition.unit import Segment, Unit
 
 
@@ -44,7 +45,7 @@ class StepHypers:
         self._rule = rule
         self.groups: Sequence[Mapping[str, Any]] = ()
         self.loss_scale = 1.0
-        self._hypers: list[Hyper] | None = None  # of each group; None: not read in this step
+        self._read: list[dict[str, Any]] | None = None  # the options of each group; None: not in this step
         self._group_of: dict[int, int] = {}  # by id of the parameter
         self._tensors: dict[tuple[int, int, float], Tensor] = {}  # by group, step count and gradient scale
         self._read_from: object = None  # the groups that were read
@@ -69,17 +70,17 @@ class StepHypers:
     def begin_step(self) -> None:
         """Read the groups, unless this step has done so."""
         with self._lock:
-            if self._hypers is None:
-                self._hypers, self._tensors, self._read_from = self._read(), {}, self.groups
-                groups = enumerate(self.groups)
-                self._group_of = {id(p): i for i, group in groups for p in group["params"]}
+            if self._read is None:
+                self._read_from, self._tensors = self.groups, {}
+                self._read = [deepcopy({**group, "params": ()}) for group in self.groups]
+                self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
 
     def _tensor(self, group: int, step: int, grad_scale: float) -> Tensor:
-        assert self._hypers is not None
+        assert self._read is not None
         key = group, step, grad_scale
         if key not in self._tensors:
             scale = grad_scale / self.loss_scale
-            self._tensors[key] = replace(self._hypers[group], step=step, grad_scale=scale).tensor()
+            self._tensors[key] = self._rule.hyper(self._read[group], step=step, grad_scale=scale)
         return self._tensors[key]
 
     def count(self, used: Iterable[Segment]) -> None:
@@ -90,16 +91,16 @@ class StepHypers:
     @property
     def changed(self) -> bool:
         """Whether the groups are not what they were when this step read them."""
-        if self._hypers is None:
+        if self._read is None:
             return False
-        return self._read_from is not self.groups or self._hypers != self._read()
+        return self._read_from is not self.groups or self._numbers(self._read) != self._numbers(self.groups)
 
     def end_step(self) -> None:
         """Read the groups anew when the next update starts."""
-        self._hypers = None
+        self._read = None
 
-    def _read(self) -> list[Hyper]:
-        return [self._rule.hyper(group) for group in self.groups]
+    def _numbers(self, groups: Iterable[Mapping[str, Any]]) -> list[tuple[float, ...]]:
+        return [self._rule.numbers(group, 1, 1.0) for group in groups]
 
 
 def runs_of(unit: Unit, hyper_of: Mapping[int, Tensor]) -> tuple[Run, ...]:

@@ -22,7 +22,7 @@ from infinity.core.errors import BEGIN_ANEW, StateError
 from infinity.core.files import open_found
 from infinity.core.intervals import ShardPiece, Span, shard_pieces
 from infinity.nvme.volume import SealedFile, Volume, open_direct
-from infinity.optim.rule import ADAMW
+from infinity.optim.rules import ADAMW
 from infinity.partition.unit import Segment, Unit, UnitIndex
 from infinity.shards.homes import DiskHome, HostHome
 from infinity.shards.saved import SavedRank, SavedRun

@@ -19,8 +19,7 @@ from infinity.device.machine import DTYPES
 from infinity.nvme.run_directory import RunDirectory, finished_path
 from infinity.nvme.volume import Space
 from infinity.optim.layout import StateLayout
-from infinity.optim.rule import ADAMW
-from infinity.optim.rules import RULES
+from infinity.optim.rules import ADAMW, RULES
 from infinity.shards.journal import (
     MOST_PLACES,
     CommitRecord,

@@ -18,8 +18,7 @@ from infinity.nvme.probe import stripe_weights
 from infinity.nvme.volume import Volume
 from infinity.observe.timeline import Timeline, WatchedEngine
 from infinity.optim.layout import CHUNK_NUMEL, StateLayout
-from infinity.optim.rule import UpdateRule
-from infinity.optim.rules import default_rule
+from infinity.optim.rules import UpdateRule, default_rule
 from infinity.shards.commits import Commits
 from infinity.shards.saved import RunFiles, SavedRun
 from infinity.shards.store import Resume, ShardStore

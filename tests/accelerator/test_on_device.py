@@ -16,8 +16,7 @@ from infinity.core.errors import StateError
 from infinity.device.accelerator import cached_nbytes
 from infinity.engine.executor import StepExecutor
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rule import UpdateRule
-from infinity.optim.rules import HostRule
+from infinity.optim.rules import HostRule, UpdateRule
 from tests.helpers import models, training
 from tests.helpers.cases import few
 from tests.helpers.launch import run_ranks

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from infinity.optim import rules
-from infinity.optim.rule import ADAMW, AdamWHyper
-from infinity.optim.rules import DeviceRule, HostRule, measure_rates
+from infinity.optim.rules import ADAMW, IDLE, DeviceRule, HostRule, measure_rates
 from tests.helpers.launch import run_ranks
 
 harness = pytest.importorskip("tests.accelerator.harness")
 
-HYPER = AdamWHyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=0.7)
+HYPER = ADAMW.hyper({**IDLE, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
 
 
 def compare() -> list[str]:
@@ -33,10 +32,8 @@ def compare() -> list[str]:
             other, states = weight.clone(), tuple(field.clone() for field in state)
             there = torch.device("sim", 0)
             pinned = [each.pin_memory(there) for each in (other, grad, *states)]
-            HostRule(ADAMW, dtype).update(weight, grad, state, weight, HYPER.tensor())
-            DeviceRule(ADAMW, dtype, there).update(
-                pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], HYPER.tensor()
-            )
+            HostRule(ADAMW, dtype).update(weight, grad, state, weight, HYPER)
+            DeviceRule(ADAMW, dtype, there).update(pinned[0], pinned[1], tuple(pinned[2:]), pinned[0], HYPER)
             for name, one, two in zip(
                 ("weight", *(field.name for field in layout.fields)),
                 (weight, *state),

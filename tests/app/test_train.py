@@ -23,7 +23,7 @@ from infinity.core.errors import InfinityError, RecipeError
 from infinity.observe.metrics import StepReport
 from infinity.observe.progress import MessageBuffer
 from infinity.observe.timeline import Timeline
-from infinity.optim.rule import OptimConfig
+from infinity.optim.rules import OptimConfig
 from infinity.recipes.recipe import Recipe, load_recipe
 from tests.helpers.launch import run_ranks, start_ranks
 from tests.helpers.timeline import read_trace

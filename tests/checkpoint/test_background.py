@@ -24,7 +24,7 @@ from infinity.core.owned import close_collected
 from infinity.core.transfer import Lease
 from infinity.device.memory import HostPool
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rule import ADAMW
+from infinity.optim.rules import ADAMW
 from infinity.shards.homes import DiskHome
 from infinity.shards.snapshot import Snapshot, Source
 from infinity.shards.store import ChunkExtents, Version

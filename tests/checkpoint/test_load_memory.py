@@ -10,8 +10,7 @@ import torch
 import infinity
 from infinity.device.threads import compiling
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rule import ADAMW
-from infinity.optim.rules import prepare
+from infinity.optim.rules import ADAMW, prepare
 from tests.helpers.launch import run_ranks
 from tests.helpers.training import recipe
 

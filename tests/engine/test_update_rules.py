@@ -1,24 +1,29 @@
 """Where updates run follows from the recipe and from what is measured."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import infinity
 from infinity.comm.ranks import Ranks
 from infinity.core.config import MemoryConfig, SettingError
 from infinity.core.lifecycle import Tier
 from infinity.engine import update_rules
-from infinity.engine.update_rules import device_nbytes, make_rules
+from infinity.engine.update_rules import device_nbytes, is_faster, make_rules
 from infinity.nvme.probe import Speed
-from infinity.optim.rule import ADAMW
-from infinity.optim.rules import DeviceRule, HostRule
+from infinity.optim.rules import ADAMW, DeviceRule, HostRule
 from tests.helpers import models
 from tests.helpers.training import build
 
 ACCELERATOR, CPU = Ranks(0, 1, torch.device("cuda", 0)), Ranks(0, 1, torch.device("cpu"))
 BF16 = torch.bfloat16
+
+
+rates = st.floats(1e6, 1e12)
 
 
 class Stream:
@@ -81,3 +86,23 @@ def test_without_an_accelerator_the_setting_is_refused(tmp_path):
     with pytest.raises(infinity.RecipeError, match=r"memory\.updates"):
         infinity.AdamW(model)
     infinity.close(model)
+
+
+def test_a_link_that_is_faster_than_the_cpu_takes_updates():
+    # 14 bytes of weight, gradient and state go, 12 come back; a CPU passes over 26 bytes
+    assert is_faster(cpu=300e9 / 26, device=450e9 / 14)
+    assert not is_faster(cpu=100e9 / 26, device=25e9 / 14)
+    assert is_faster(cpu=20e9 / 26, device=25e9 / 14)
+
+
+def test_an_update_that_waits_for_its_drive_stays_on_the_cpu():
+    drive = 14e9 / 26
+    assert not is_faster(cpu=20e9 / 26, device=450e9 / 14, drive=drive)
+    assert is_faster(cpu=10e9 / 26, device=450e9 / 14, drive=drive)
+
+
+@given(rates, rates, rates | st.just(math.inf))
+def test_only_a_gain_moves_an_update(cpu, device, drive):
+    chosen = is_faster(cpu, device, drive)
+    assert not chosen or min(device, drive) > min(cpu, drive)
+    assert is_faster(cpu, 2 * device, drive) >= chosen

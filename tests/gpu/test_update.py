@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from infinity.device.accelerator import rounds_roots
-from infinity.optim.rule import ADAMW, AdamWHyper, adamw_by_cuda
-from infinity.optim.rules import HostRule
+from infinity.optim.rules import ADAMW, IDLE, HostRule
 from tests.accelerator.harness import here
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +39,7 @@ def values(dtype: torch.dtype, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor,
 def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, grad_dtype: torch.dtype):
     if here().type != "cuda" or not rounds_roots(here()):
         pytest.skip("a kernel of CUDA")
-    hyper = AdamWHyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=0.7).tensor()
+    hyper = ADAMW.hyper({**IDLE, "lr": 1e-3, "weight_decay": 0.1}, step=3, grad_scale=0.7)
     results = []
     for way in ("kernel", "torch", "cpu"):
         weight, grad, states = values(dtype, grad_dtype)
@@ -53,9 +52,9 @@ def test_the_kernel_has_the_bits_of_torch_and_of_the_cpu(dtype: torch.dtype, gra
             given = weight[part], grad[part], tuple(each[part] for each in states)
             before = tuple(each[: part.start] for each in states)
             if way == "kernel":
-                assert adamw_by_cuda(*given, hyper)
+                assert ADAMW.update_by_kernel(*given, hyper)
                 first = weight[: part.start], grad[: part.start], before
-                assert adamw_by_cuda(*first, hyper)
+                assert ADAMW.update_by_kernel(*first, hyper)
             else:
                 ADAMW.update_by_torch(weight, grad, states, weight, hyper.to(here()))
         results.append([each.cpu() for each in (weight, *states)])

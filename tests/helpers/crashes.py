@@ -26,8 +26,7 @@ from torch import nn
 import infinity
 from infinity.comm import peers
 from infinity.engine.runtime import runtime_of
-from infinity.optim.rule import ADAMW
-from infinity.optim.rules import prepare
+from infinity.optim.rules import ADAMW, prepare
 from tests.helpers.launch import free_port
 from tests.helpers.limits import HANG_S
 from tests.helpers.training import build

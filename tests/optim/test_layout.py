@@ -5,7 +5,7 @@ import torch
 
 from infinity.core.nbytes import BLOCK_NBYTES
 from infinity.optim.layout import CHUNK_NUMEL, GRAIN_NUMEL
-from infinity.optim.rule import ADAMW
+from infinity.optim.rules import ADAMW
 
 
 @pytest.mark.parametrize(

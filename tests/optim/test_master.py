@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infinity.optim.layout import master_of, store_master
-from infinity.optim.rule import ADAMW
+from infinity.optim.rules import ADAMW
 from tests.helpers.cases import examples
 
 EDGES = [

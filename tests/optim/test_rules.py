@@ -24,13 +24,14 @@ from torch import Tensor
 from infinity.optim import kernels
 from infinity.optim.layout import master_of, split, store_master
 from infinity.optim.norm import sum_of_squares
-from infinity.optim.rule import ADAMW, AdamWHyper, _root_in_float64
-from infinity.optim.rules import HostRule, prepare
+from infinity.optim.rules import ADAMW, IDLE, HostRule, prepare, root_in_float64
 from tests.helpers.cases import examples
 from tests.helpers.launch import run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-HYPER = AdamWHyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.3)
+GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEP, SCALE = 3, 0.3
+HYPER = ADAMW.hyper(GROUP, step=STEP, grad_scale=SCALE)
 
 
 class Shard:
@@ -73,22 +74,23 @@ class Shard:
         return self
 
 
-def reference(shard: Shard, hyper: AdamWHyper) -> tuple[Tensor, Tensor, Tensor]:
+def reference(shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
     """AdamW in float64: master, exp_avg, exp_avg_sq."""
-    g = shard.grad.double() * hyper.grad_scale
+    lr, eps, (beta1, beta2) = GROUP["lr"], GROUP["eps"], GROUP["betas"]
+    g = shard.grad.double() * SCALE
     m, v = (field.double() for field in shard.state[-2:])
-    p = master_of(shard.layout, shard.weight, shard.state).double() * (1 - hyper.lr * hyper.weight_decay)
-    m = hyper.beta1 * m + (1 - hyper.beta1) * g
-    v = hyper.beta2 * v + (1 - hyper.beta2) * g * g
-    root = (v / (1 - hyper.beta2**hyper.step)).sqrt()
-    return p - hyper.lr * m / (1 - hyper.beta1**hyper.step) / (root + hyper.eps), m, v
+    p = master_of(shard.layout, shard.weight, shard.state).double() * (1 - lr * GROUP["weight_decay"])
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    root = (v / (1 - beta2**STEP)).sqrt()
+    return p - lr * m / (1 - beta1**STEP) / (root + eps), m, v
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_adamw(dtype):
     shard = Shard(dtype, 4096)
-    wanted = reference(shard, HYPER)
-    shard.update(HostRule(ADAMW, dtype), HYPER.tensor())
+    wanted = reference(shard)
+    shard.update(HostRule(ADAMW, dtype), HYPER)
     got = (master_of(shard.layout, shard.weight, shard.state), *shard.state[-2:])
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-12)
@@ -102,14 +104,13 @@ def test_it_follows_torch_adamw_over_many_steps():
     for step in range(1, 21):
         parameter.grad = torch.randn(512)
         theirs.step()
-        hyper = AdamWHyper(lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, step=step)
-        rule.update(weight, parameter.grad, state, weight, hyper.tensor())
+        rule.update(weight, parameter.grad, state, weight, ADAMW.hyper(GROUP, step=step))
     torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-def by_numpy(shard: Shard, hyper: AdamWHyper) -> tuple[np.ndarray, ...]:
+def by_numpy(shard: Shard) -> tuple[np.ndarray, ...]:
     """Master, both moments and weight (as an integer) after the update, by numpy's elementwise float32."""
-    decay, toward, beta2, fresh, rate, correction, eps, scale = hyper.tensor().numpy()
+    decay, toward, beta2, fresh, rate, correction, eps, scale = HYPER.numpy()
     exp_avg, exp_avg_sq = (field.numpy() for field in shard.state[-2:])
     with np.errstate(all="ignore"):
         g = shard.grad.to(torch.float32).numpy() * scale
@@ -148,9 +149,9 @@ def test_a_million_elements_and_the_special_values_are_as_numpy_has_them(dtype, 
     store_master(shard.layout, masters, shard.weight[part], tuple(f[part] for f in shard.state), eager=True)
     shard.grad[part] = grads.to(grad_dtype)
     shard.state[-2][part], shard.state[-1][part] = grads.flip(0), grads.flip(0).abs()
-    *floats, weight = by_numpy(shard, HYPER)
-    by_torch = shard.copy().update_by_torch(HYPER.tensor())
-    for got in (shard.update(HostRule(ADAMW, dtype), HYPER.tensor()), by_torch):
+    *floats, weight = by_numpy(shard)
+    by_torch = shard.copy().update_by_torch(HYPER)
+    for got in (shard.update(HostRule(ADAMW, dtype), HYPER), by_torch):
         ours = (exact(got), got.state[-2].numpy(), got.state[-1].numpy())
         for mine, wanted in zip(ours, floats, strict=True):
             nan = np.isnan(mine) & np.isnan(wanted)  # whatever their payload
@@ -163,8 +164,7 @@ def test_a_million_elements_and_the_special_values_are_as_numpy_has_them(dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads_gives_the_same_bits(dtype):
     shard = Shard(dtype, 300_001)
-    hyper = HYPER.tensor()
-    results = [shard.copy().update(HostRule(ADAMW, dtype, threads=n), hyper).bits() for n in (1, 2, 3, 7)]
+    results = [shard.copy().update(HostRule(ADAMW, dtype, threads=n), HYPER).bits() for n in (1, 2, 3, 7)]
     assert all(result == results[0] for result in results)
 
 
@@ -177,17 +177,16 @@ def test_any_number_of_threads_gives_the_same_bits(dtype):
 )
 def test_any_slicing_gives_the_same_bits(dtype, numel, cuts, seed):
     shard = Shard(dtype, numel, seed=seed)
-    hyper = HYPER.tensor()
-    whole = shard.copy().update_by_torch(hyper)
+    whole = shard.copy().update_by_torch(HYPER)
     edges = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
     for start, stop in pairwise(edges):
-        shard.update(HostRule(ADAMW, dtype), hyper, start, stop)
+        shard.update(HostRule(ADAMW, dtype), HYPER, start, stop)
     assert shard.bits() == whole.bits()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_in_place_or_into_another_buffer_of_the_same_storage_gives_the_same_bits(dtype):
-    rule, hyper, numel = HostRule(ADAMW, dtype), HYPER.tensor(), 4096
+    rule, hyper, numel = HostRule(ADAMW, dtype), HYPER, 4096
     shard = Shard(dtype, numel)
     in_place = shard.copy().update(rule, hyper)
     layout = shard.layout
@@ -205,7 +204,7 @@ def check_by_torch(numel: int = 200_003, step: int = 1) -> None:
     for update in (HostRule(ADAMW, torch.bfloat16, threads=2).update, ADAMW.update_by_torch):
         state = tuple(torch.zeros(numel, dtype=f.dtype) for f in ADAMW.layout(torch.bfloat16).fields)
         weight, grad = torch.ones(numel).bfloat16(), torch.linspace(-1, 1, numel).bfloat16()
-        update(weight, grad, state, weight, AdamWHyper(lr=step / 8, step=step).tensor())
+        update(weight, grad, state, weight, ADAMW.hyper({**IDLE, "lr": step / 8}, step=step))
         results.append(weight)
     assert torch.equal(*results)
 
@@ -311,14 +310,14 @@ def test_a_cpu_without_instructions_for_float16_updates_and_sums_by_torch(
     codegen = SimpleNamespace(magic_tuple=lambda: (triple, "a-cpu", features))
     fake = SimpleNamespace(target_context=SimpleNamespace(codegen=lambda: codegen))
     shard = Shard(torch.float16, 20_000)
-    wanted, norm = shard.copy().update_by_torch(HYPER.tensor()), sum_of_squares(shard.grad)
+    wanted, norm = shard.copy().update_by_torch(HYPER), sum_of_squares(shard.grad)
     called: list[object] = []
     run = kernels.run
     monkeypatch.setattr(kernels, "cpu_target", fake)
     kernels.converts_half.cache_clear()
     monkeypatch.setattr(kernels, "run", lambda *args, **kw: (called.append(args), run(*args, **kw)))
     assert kernels.converts_half() == converts
-    assert shard.update(HostRule(ADAMW, torch.float16), HYPER.tensor()).bits() == wanted.bits()
+    assert shard.update(HostRule(ADAMW, torch.float16), HYPER).bits() == wanted.bits()
     assert sum_of_squares(shard.grad) == norm
     assert bool(called) == converts
     kernels.converts_half.cache_clear()
@@ -350,7 +349,7 @@ def look_at_machine_code(folder: str) -> None:
     for dtype in DTYPES:
         weight = torch.empty(0, dtype=dtype)
         state = tuple(torch.empty(0, dtype=field.dtype) for field in ADAMW.layout(dtype).fields)
-        HostRule(ADAMW, dtype).update(weight, weight, state, weight, AdamWHyper(lr=0.0).tensor())
+        HostRule(ADAMW, dtype).update(weight, weight, state, weight, ADAMW.hyper(IDLE))
         loops.append((kernels.adamw_loops[dtype], "root"))
     sum_of_squares(torch.empty(0))
     loops.append((kernels.squares, "product"))
@@ -378,16 +377,16 @@ def test_a_root_in_float64_is_the_correctly_rounded_one():
     )
     values = bits.view(torch.float32)
     wanted = torch.from_numpy(np.sqrt(values.numpy()))
-    assert torch.equal(_root_in_float64(values), wanted)
+    assert torch.equal(root_in_float64(values), wanted)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_torch_form_serves_cuda(dtype):
     shard, wanted = Shard(dtype, 100_003), Shard(dtype, 100_003)
-    wanted.update(HostRule(ADAMW, dtype), HYPER.tensor())
+    wanted.update(HostRule(ADAMW, dtype), HYPER)
     weight, grad = shard.weight.cuda(), shard.grad.cuda()
     state = tuple(field.cuda() for field in shard.state)
-    HostRule(ADAMW, dtype).update(weight, grad, state, weight, HYPER.tensor("cuda"))
+    HostRule(ADAMW, dtype).update(weight, grad, state, weight, HYPER.cuda())
     got = master_of(shard.layout, weight.cpu(), tuple(field.cpu() for field in state))
     assert torch.equal(got, master_of(wanted.layout, wanted.weight, wanted.state))

@@ -1,7 +1,5 @@
 """The loss scale grows after good steps and shrinks after bad ones."""
 
-import pytest
-
 from infinity.optim.norm import LossScaler
 
 
@@ -23,21 +21,16 @@ def test_an_overflow_halves_it_and_starts_the_interval_again():
 
 
 def test_it_never_grows_to_infinity():
-    scaler = LossScaler(1.7e308, interval=1)
+    scaler = LossScaler(2.0**1023, interval=1)
     scaler.update(found_inf=False)
-    assert scaler.scale == 1.7e308
+    assert scaler.scale == 2.0**1023
 
 
 def test_it_goes_on_from_its_state():
-    scaler, other = LossScaler(8.0, interval=3), LossScaler(interval=3)
+    scaler, other = LossScaler(8.0, interval=3), LossScaler(1.0, interval=3)
     scaler.update(found_inf=False)
     other.load_state_dict(scaler.state_dict())
     for one in (scaler, other):
         one.update(found_inf=False)
         one.update(found_inf=False)
     assert scaler.scale == other.scale == 16.0
-
-
-def test_impossible_numbers_are_refused():
-    with pytest.raises(ValueError, match="backoff 2"):
-        LossScaler(backoff=2)

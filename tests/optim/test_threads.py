@@ -9,8 +9,7 @@ import torch
 
 from infinity.device import threads
 from infinity.device.threads import background_threads, rank_threads, set_rank_threads
-from infinity.optim.rule import ADAMW
-from infinity.optim.rules import HostRule
+from infinity.optim.rules import ADAMW, HostRule
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.optim.layout import GRAIN_NUMEL
-from infinity.optim.rule import ADAMW
+from infinity.optim.rules import ADAMW
 from infinity.planner.chunk_queue import RESERVE
 from infinity.shards.pipeline import ExpectedUpdate
 from tests.helpers.cases import examples

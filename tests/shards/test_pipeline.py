@@ -14,8 +14,7 @@ from torch import Tensor
 
 from infinity.core.errors import BudgetError, DiskError, StateError
 from infinity.optim.layout import GRAIN_NUMEL, StateLayout
-from infinity.optim.rule import ADAMW, AdamWHyper
-from infinity.optim.rules import HostRule
+from infinity.optim.rules import ADAMW, IDLE, HostRule
 from infinity.shards.hypers import Run
 from infinity.shards.pipeline import UpdateJob, UpdatePipeline
 from infinity.shards.store import ChunkExtents, Version
@@ -24,7 +23,10 @@ from tests.helpers.fakes import FakeEngine, FakePool
 from tests.helpers.limits import comes_true
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-HYPERS = [AdamWHyper(lr=1e-2, weight_decay=0.1, step=3).tensor(), AdamWHyper(lr=1e-3, step=3).tensor()]
+HYPERS = [
+    ADAMW.hyper({**IDLE, "lr": 1e-2, "weight_decay": 0.1}, step=3),
+    ADAMW.hyper({**IDLE, "lr": 1e-3}, step=3),
+]
 
 
 class Ends:
@@ -110,7 +112,7 @@ def playing(
     engine: FakeEngine, layout: StateLayout, *, grains: int = 64, depth: int = 3
 ) -> Iterator[tuple[UpdatePipeline, FakePool]]:
     """A pipeline whose pool holds ``grains`` times 2048 elements."""
-    pool = FakePool((layout.state_itemsize + layout.dtype.itemsize) * GRAIN_NUMEL * grains)
+    pool = FakePool(layout.nbytes(GRAIN_NUMEL) * grains)
     rule = HostRule(ADAMW, layout.dtype)
     pipeline = UpdatePipeline(engine, pool, layout, rule, depth=depth)
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 import infinity
 from infinity.optim import rules
 from infinity.optim.layout import StateField
-from infinity.optim.rule import Hyper, UpdateRule
+from infinity.optim.rules import UpdateRule
 from tests.helpers import models
 from tests.helpers.reference import Reference, Rule, compute_weight
 from tests.helpers.training import assert_bitwise, reference, train
@@ -19,19 +19,14 @@ from tests.shards.test_resume import interrupt, overrides, run, same, start, sta
 FREE = Rule(max_grad_norm=None)
 
 
-class Numbers(Hyper):
-    def numbers(self) -> tuple[float, ...]:
-        return self.lr, self.grad_scale, self.step
-
-
 class Momentum(UpdateRule):
     """Stochastic gradient descent with momentum: one moment."""
 
     name = "momentum"
     moments: tuple[StateField, ...] = (StateField("velocity", torch.float32),)
 
-    def hyper(self, group: Mapping[str, Any]) -> Hyper:
-        return Numbers(lr=float(group["lr"]))
+    def numbers(self, group: Mapping[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
+        return float(group["lr"]), grad_scale, step
 
     def step(self, master, grad, moments, numbers):
         lr, scale, _ = numbers
@@ -71,7 +66,7 @@ class Plain(Reference):
             kept = self.__dict__.setdefault("kept", {})
             moments = kept.setdefault(name, [torch.zeros(p.shape, dtype=f.dtype) for f in fields])
             self.counts[name] += 1
-            numbers = Numbers(lr=lr, step=self.counts[name]).tensor().unbind()
+            numbers = self.update_rule.hyper({"lr": lr}, step=self.counts[name]).unbind()
             self.masters[name], *new = self.update_rule.step(
                 self.masters[name], p.grad.float(), tuple(moments), numbers
             )
