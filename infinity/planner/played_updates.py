@@ -24,10 +24,10 @@ from infinity.planner.chunk_queue import (
     ReadRest,
     Write,
 )
+from infinity.planner.events import UPDATE, DeviceMemory, VirtualClock
 from infinity.planner.prefetch_plan import Kind
 from infinity.planner.step import StepScript, StepSetup
 from infinity.planner.updates import Do, ShardUpdate
-from infinity.planner.virtual_clock import UPDATE, DeviceMemory, VirtualClock
 
 #: A unit's update is played in at most so many chunks.
 _CHUNKS = 8

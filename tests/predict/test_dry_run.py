@@ -22,8 +22,8 @@ from infinity.core.errors import BudgetError
 from infinity.core.lifecycle import Tier
 from infinity.partition.builder import LEAST_SHARD_NBYTES
 from infinity.planner.clock import play_step
+from infinity.planner.events import DECODE
 from infinity.planner.step import plan_of
-from infinity.planner.virtual_clock import DECODE
 from infinity.predict.dry_run import DryRun, dry_run, shapes_of
 from infinity.predict.machines import load_machine
 from infinity.recipes.models.causal import CausalLoss
